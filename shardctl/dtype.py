@@ -1,0 +1,101 @@
+"""The element types a checkpoint can hold: names, widths, and what NumPy can do with each.
+
+The names are those of the safetensors format (safetensors 0.8, `safetensors/src/tensor.rs`, enum `Dtype`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Bytes are moved in *units*: one element, or for types narrower than a byte the smallest group of elements that
+    fills whole bytes (two F4, four F6). Byte strides always step over units.
+    """
+
+    name: str
+    """The safetensors name, such as ``BF16``."""
+    bits: int
+    """Width of one element in bits."""
+    torch: str
+    """The attribute of the torch module, such as ``bfloat16``; empty where torch has none."""
+
+    @property
+    def unit_elements(self) -> int:
+        """Elements per unit: 1 unless the type is narrower than a byte."""
+        return 8 // gcd(self.bits, 8)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes per unit."""
+        return self.bits * self.unit_elements // 8
+
+    def unit_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in units of a tensor of `shape` elements; the last dim must hold whole units.
+
+        >>> BY_NAME["F4"].unit_shape((3, 8))
+        (3, 4)
+        """
+        if self.unit_elements == 1 or not shape:
+            return tuple(shape)
+        if shape[-1] % self.unit_elements:
+            msg = (
+                f"a last dim of {shape[-1]} {self.name} elements does not fill whole bytes; "
+                f"it must be a multiple of {self.unit_elements}"
+            )
+            raise UnsupportedError(msg)
+        return (*shape[:-1], shape[-1] // self.unit_elements)
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a dense tensor of `shape` elements.
+
+        >>> BY_NAME["BF16"].nbytes((2, 3))
+        12
+        """
+        bits = prod(shape) * self.bits
+        if bits % 8:
+            raise UnsupportedError(f"{prod(shape)} elements of {self.name} do not end on a byte")
+        return bits // 8
+
+    def __str__(self) -> str:
+        return self.name
+
+
+DTYPES: Final = (
+    DType("BOOL", 8, "bool"),
+    DType("F4", 4, "float4_e2m1fn_x2"),
+    DType("F6_E2M3", 6, ""),
+    DType("F6_E3M2", 6, ""),
+    DType("U8", 8, "uint8"),
+    DType("I8", 8, "int8"),
+    DType("F8_E5M2", 8, "float8_e5m2"),
+    DType("F8_E4M3", 8, "float8_e4m3fn"),
+    DType("F8_E8M0", 8, "float8_e8m0fnu"),
+    DType("F8_E4M3FNUZ", 8, "float8_e4m3fnuz"),
+    DType("F8_E5M2FNUZ", 8, "float8_e5m2fnuz"),
+    DType("I16", 16, "int16"),
+    DType("U16", 16, "uint16"),
+    DType("F16", 16, "float16"),
+    DType("BF16", 16, "bfloat16"),
+    DType("I32", 32, "int32"),
+    DType("U32", 32, "uint32"),
+    DType("F32", 32, "float32"),
+    DType("C64", 64, "complex64"),
+    DType("F64", 64, "float64"),
+    DType("I64", 64, "int64"),
+    DType("U64", 64, "uint64"),
+)
+BY_NAME: Final = {d.name: d for d in DTYPES}
+BY_TORCH: Final = {d.torch: d for d in DTYPES if d.torch}
+FLOATS: Final = {"fp32": BY_NAME["F32"], "fp16": BY_NAME["F16"], "bf16": BY_NAME["BF16"]}
+"""The dtypes that `--dtype` can cast to, by the name the command line uses."""

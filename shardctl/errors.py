@@ -1,0 +1,85 @@
+"""Every way shardctl can fail on purpose, each with its exit code."""
+
+from __future__ import annotations
+
+
+class ShardctlError(Exception):
+    """An error a user can act on: one sentence of what happened, and optionally one of what to do.
+
+    The message names where (file, tensor, box), what was found and what was expected; it has no final period.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(ShardctlError):
+    """The command line, a rule file or a mesh asks for something that does not exist or cannot be."""
+
+    exit_code = 2
+
+
+class CutError(UsageError):
+    """A tensor cannot be cut as the mesh asks; the hint lists the degrees that work."""
+
+
+class Mismatch(ShardctlError):  # noqa: N818 - an answer, not a fault
+    """The work was done and the answer is no: a difference, a hole, a budget that does not hold."""
+
+    exit_code = 3
+
+
+class SourceError(ShardctlError):
+    """The source is missing, unreadable or malformed."""
+
+    exit_code = 4
+
+
+class HostileError(SourceError):
+    """The source tries to run code, to leave its directory or to exhaust the reader."""
+
+
+class UnsupportedError(SourceError):
+    """The source is understood, and of a kind that shardctl does not convert."""
+
+
+class CoverageError(SourceError):
+    """Elements that the target wants are stored nowhere in the source."""
+
+
+class ChangedError(SourceError):
+    """The source changed while it was read."""
+
+
+class AccessError(ShardctlError):
+    """Permission, token or gate."""
+
+    exit_code = 5
+
+
+class DestinationError(ShardctlError):
+    """The destination exists and is not ours, has no space, or cannot be written."""
+
+    exit_code = 6
+
+
+class MemoryBudgetError(UsageError):
+    """The memory limit cannot hold even the smallest unit of work."""
+
+
+class TransientError(ShardctlError):
+    """Passing trouble after all retries; the same command resumes."""
+
+    exit_code = 7
+
+
+class Interrupted(ShardctlError):  # noqa: N818 - named for what happened; it is not a fault
+    """SIGINT or SIGTERM arrived; the state was kept."""
+
+    def __init__(self, message: str, *, signal: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = 128 + signal

@@ -1,0 +1,1 @@
+"""The engine: copies what the plan says in bounded memory, resumable, digesting as it goes."""

@@ -1,0 +1,145 @@
+"""What a checkpoint contains and where each byte of it is, on disk or yet to be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.box import Box
+    from shardctl.dtype import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the elements of a box lie.
+
+    Strides alone express permuted storage, steps, stacked and interleaved arrays, so boxes stay unit boxes.
+    """
+
+    file: str
+    """Path of the file (or key of the object), relative to the checkpoint's root, with forward slashes."""
+    offset: int
+    """Byte offset in the file of the box's first element."""
+    strides: tuple[int, ...]
+    """Bytes from one unit to the next along each dim (`DType.unit_shape`); may be in any order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Elements that no file holds: every unit has the same bits."""
+
+    unit: bytes
+    """The bits of one unit, little-endian."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored box of a global tensor."""
+
+    box: Box
+    """Which elements, in the global tensor's index space."""
+    dtype: DType
+    """The stored type of the elements."""
+    where: Region | Fill
+    """Where they are, or what they all are."""
+    name: str = ""
+    """The stored array's name in its file, for messages and for writing."""
+    affine: str = ""
+    """A *named* element-wise change between storage and meaning, such as `gamma-1`; empty for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A global tensor, and everywhere it is stored; a replica is one more chunk over the same box."""
+
+    name: str
+    """The canonical name: the family's Hub schema, the first name of a tie; else the stored name."""
+    dtype: DType
+    shape: tuple[int, ...]
+    """The global shape in elements, without any padding."""
+    chunks: tuple[Chunk, ...]
+    ties: tuple[str, ...] = ()
+    """The other names of a tied weight."""
+    spelling: tuple[str, ...] = ()
+    """The names the *original* checkpoint used, in order, where they differ from the canonical ones."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one dense copy."""
+        return self.dtype.nbytes(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a checkpoint."""
+
+    path: str
+    size: int
+    """Bytes."""
+    literals: tuple[tuple[int, bytes], ...] = ()
+    """`(offset, bytes)` that the layout itself determines, such as a header; only for files yet to be written."""
+
+
+Policy = Literal["carry", "drop", "synthesise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Something in a checkpoint that is not a tensor: a tokenizer, arguments, an extra state."""
+
+    name: str
+    """The file path, or the key within a container."""
+    policy: Policy
+    """`carry` travels along unchanged, `drop` is left behind (and said so), `synthesise` is made new from `content`."""
+    file: str = ""
+    offset: int = 0
+    size: int = 0
+    """Where the bytes are, if they are stored."""
+    content: bytes | None = None
+    """The bytes themselves, if they are made new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All tensors, files and opaque objects of a checkpoint; a source and a target are the same type."""
+
+    format: str
+    """The container (source) or layout (target), such as `safetensors` or `ranks`."""
+    tensors: Mapping[str, Tensor]
+    """By name, in the order the checkpoint lists them."""
+    files: Mapping[str, File]
+    """The files that hold tensors, by path."""
+    objects: tuple[Opaque, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Free-form strings of the container, such as safetensors' `__metadata__`."""
+    warnings: tuple[str, ...] = ()
+    """What is odd but not wrong; `--strict` makes each an error."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one dense copy of every tensor, ties counted once."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    def arrays(self) -> Iterator[tuple[Tensor, Chunk]]:
+        """Every chunk with its tensor."""
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                yield tensor, chunk
+
+
+def dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
+    """Byte strides of a row-major array of `shape` elements.
+
+    >>> from shardctl.dtype import BY_NAME
+    >>> dense_strides(BY_NAME["F32"], (2, 3))
+    (12, 4)
+    """
+    strides: list[int] = []
+    step = dtype.unit_bytes
+    for extent in reversed(dtype.unit_shape(shape)):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))

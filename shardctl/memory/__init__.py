@@ -1,0 +1,1 @@
+"""The estimator of what each device will hold."""

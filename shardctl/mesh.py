@@ -1,0 +1,124 @@
+"""The mesh of devices: named axes, ranks, and how expert axes re-factor the ranks of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
+"""The axes that multiply the world, in the default order, outermost first."""
+EXPERT_AXES: Final = ("ep", "etp")
+"""The axes that re-factor the ranks of one stage and never multiply the world."""
+REPLICATING: Final = ("dp", "cp")
+"""Axes whose members hold the same weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A product of named axes.
+
+    >>> mesh = Mesh.of(pp=2, tp=2)
+    >>> mesh.world, mesh.coordinate(3)["pp"], str(mesh)
+    (4, 1, 'pp2 x tp2')
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    """`(axis, degree)` of every axis of `AXES`, outermost first."""
+    ep: int = 1
+    """Expert parallelism: experts are divided over this many ranks of a stage."""
+    etp: int = 1
+    """Tensor parallelism inside one expert."""
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if sorted(names) != sorted(AXES):
+            unknown = [n for n in names if n not in AXES]
+            what = f"unknown mesh axis {unknown[0]!r}" if unknown else f"mesh axes {names} are not each given once"
+            raise UsageError(what, hint=f"the axes are {', '.join(AXES)}, and {', '.join(EXPERT_AXES)} within a stage")
+        for name, degree in (*self.axes, ("ep", self.ep), ("etp", self.etp)):
+            if degree < 1:
+                raise UsageError(f"mesh axis {name} has degree {degree}; it must be at least 1")
+        stage = self.world // self.degree("pp")
+        if stage % (self.ep * self.etp):
+            raise UsageError(
+                f"ep={self.ep} x etp={self.etp} does not divide the {stage} ranks of a stage",
+                hint="ep and etp re-use the ranks of dp, fsdp, cp and tp; they do not add any",
+            )
+
+    @classmethod
+    def of(cls, *, ep: int = 1, etp: int = 1, **degrees: int) -> Mesh:
+        """A mesh in the default axis order; axes not named have degree 1."""
+        unknown = [name for name in degrees if name not in AXES]
+        if unknown:
+            raise UsageError(
+                f"unknown mesh axis {unknown[0]!r}", hint=f"the axes are {', '.join((*AXES, *EXPERT_AXES))}"
+            )
+        return cls(tuple((name, degrees.get(name, 1)) for name in AXES), ep, etp)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """A mesh from text such as ``pp=2,fsdp=2,tp=4``, outermost first; the axes not named go outside.
+
+        >>> Mesh.parse("tp=2,pp=3").coordinate(1)["pp"]
+        1
+        """
+        named: dict[str, int] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, degree = part.partition("=")
+            if name not in (*AXES, *EXPERT_AXES) or not degree.isdecimal() or name in named:
+                raise UsageError(
+                    f"cannot read mesh part {part!r}",
+                    hint="write it as --mesh pp=2,fsdp=2,tp=4, each axis once, outermost first",
+                )
+            named[name] = int(degree)
+        ep, etp = named.pop("ep", 1), named.pop("etp", 1)
+        rest = tuple((name, 1) for name in AXES if name not in named)
+        return cls((*rest, *named.items()), ep, etp)
+
+    def degree(self, axis: str) -> int:
+        """How many ranks the axis has."""
+        if axis in EXPERT_AXES:
+            return self.ep if axis == "ep" else self.etp
+        return dict(self.axes)[axis]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(degree for _, degree in self.axes)
+
+    def coordinate(self, rank: int) -> Mapping[str, int]:
+        """The rank's index on every axis, `ep` and `etp` included (etp innermost, then ep)."""
+        at: dict[str, int] = {}
+        rest = rank
+        for name, degree in reversed(self.axes):
+            rest, at[name] = divmod(rest, degree)
+        within = 0
+        for name, degree in self.axes:
+            if name != "pp":
+                within = within * degree + at[name]
+        at["etp"] = within % self.etp
+        at["ep"] = within // self.etp % self.ep
+        return at
+
+    def writers(self) -> Iterator[tuple[int, Mapping[str, int]]]:
+        """Every `(rank, coordinate)` that holds weights no earlier replica (dp, cp) holds."""
+        for rank in range(self.world):
+            at = self.coordinate(rank)
+            if all(at[axis] == 0 for axis in REPLICATING):
+                yield rank, at
+
+    def label(self, rank: int) -> str:
+        """The rank's place in words, such as ``pp1 tp0``; axes of degree 1 are left out."""
+        at = self.coordinate(rank)
+        return " ".join(f"{name}{at[name]}" for name, degree in self.axes if degree > 1) or "only"
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{degree}" for name, degree in self.axes if degree > 1]
+        sizes += [f"{name}{degree}" for name, degree in (("ep", self.ep), ("etp", self.etp)) if degree > 1]
+        return " x ".join(sizes) or "one device"

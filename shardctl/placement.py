@@ -1,0 +1,159 @@
+"""Who holds what: how named cuts of a tensor's dims become the boxes of one rank of a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Literal
+
+from shardctl.box import Box
+from shardctl.errors import CutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardctl.mesh import Mesh
+
+Interval = tuple[int, int]
+"""A half-open range of indices along one dim."""
+Where = Literal["first", "layer", "last"]
+"""On which pipeline stage a tensor lives: the first, its layer's, or the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A stretch of a dim that is cut by itself, such as the q rows of a fused qkv."""
+
+    size: int
+    """Elements."""
+    unit: int = 1
+    """Elements that must stay on one rank, such as one head."""
+    shared: bool = False
+    """Where there are fewer units than ranks, neighbouring ranks hold the same unit (key/value heads)."""
+    noun: str = ""
+    """What a unit is, for messages: `key/value heads`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis cutting one dim."""
+
+    axis: str
+    """The mesh axis."""
+    sections: tuple[Section, ...] = ()
+    """The sections of the dim, each divided exactly; empty means any extent in ceil-sized parts, as `torch.chunk`
+    does for FSDP: the last part may be short and trailing parts empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How one tensor is cut and on which stage it lives; a partition spec with units."""
+
+    cuts: tuple[tuple[Cut, ...], ...]
+    """For each dim, the cuts in the order they are made: a later one divides what the earlier one left."""
+    where: tuple[tuple[Where, int], ...] = (("layer", 0),)
+    """The stages that hold the tensor: `("layer", n)` for layer n; a tied weight can be on two."""
+
+
+def intervals(extent: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
+    """What the rank at coordinate `at` holds of a dim of `extent`, as ordered disjoint intervals.
+
+    Raises CutError if the extent cannot be divided exactly where it must be.
+    """
+    held = [(0, extent)] if extent else []
+    for cut in cuts:
+        degree = mesh.degree(cut.axis)
+        if degree == 1:
+            continue
+        index = at[cut.axis]
+        held = _sectioned(held, cut, degree, index) if cut.sections else _chunked(held, degree, index)
+    return held
+
+
+def boxes(shape: Sequence[int], spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> list[Box]:
+    """The boxes that the rank at `at` holds of a tensor of `shape`, in row-major order; stages are not considered."""
+    if not spec.cuts:
+        return [Box.whole(shape)]
+    held = [intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
+    return [
+        Box(tuple(start for start, _ in part), tuple(stop - start for start, stop in part)) for part in product(*held)
+    ]
+
+
+def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
+    """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it."""
+    if spec.cuts and len(spec.cuts) != len(shape):
+        raise CutError(f"{name} has {len(shape)} dims but its rule speaks of {len(spec.cuts)}")
+    for extent, cuts in zip(shape, spec.cuts, strict=False):
+        for cut in cuts:
+            degree = mesh.degree(cut.axis)
+            if cut.sections and sum(s.size for s in cut.sections) != extent:
+                msg = (
+                    f"{name} {list(shape)} has a dim of {extent} where its rule has {sum(s.size for s in cut.sections)}"
+                )
+                raise CutError(msg)
+            for section in cut.sections:
+                if not divides(section, degree):
+                    units = section.size // section.unit
+                    what = f"{units} {section.noun}" if section.noun else f"{units} rows or columns"
+                    raise CutError(
+                        f"cannot split {name} {list(shape)} over {cut.axis}={degree}: {what}",
+                        hint=_advice(cut, section, units),
+                    )
+
+
+def divides(section: Section, degree: int) -> bool:
+    """Whether `degree` ranks can share the section's units evenly."""
+    units = section.size // section.unit
+    return units % degree == 0 or (section.shared and degree % units == 0)
+
+
+def _advice(cut: Cut, section: Section, units: int) -> str:
+    degrees = [str(d) for d in range(1, units + 1) if units % d == 0 and all(divides(s, d) for s in cut.sections)]
+    shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
+    also = ", or --kv-heads replicate to keep each head on several ranks" if section.noun.startswith("key") else ""
+    return f"use --{cut.axis} {', '.join(shown)}{also}"
+
+
+def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> list[Interval]:
+    if len(held) != 1:
+        raise CutError(f"an exact cut over {cut.axis} must come before any other cut of the same dim")
+    origin = held[0][0]
+    result: list[Interval] = []
+    for section in cut.sections:
+        units = section.size // section.unit
+        if units % degree == 0:
+            share = units // degree
+            first = index * share
+        elif section.shared and degree % units == 0:
+            share = 1
+            first = index // (degree // units)
+        else:
+            raise CutError(f"{units} {section.noun or 'elements'} do not divide over {cut.axis}={degree}")
+        start = origin + first * section.unit
+        _append(result, (start, start + share * section.unit))
+        origin += section.size
+    return result
+
+
+def _chunked(held: Sequence[Interval], degree: int, index: int) -> list[Interval]:
+    total = sum(stop - start for start, stop in held)
+    part = -(-total // degree)
+    low, high = min(index * part, total), min((index + 1) * part, total)
+    result: list[Interval] = []
+    position = 0
+    for start, stop in held:
+        a, b = max(low - position, 0), min(high - position, stop - start)
+        if a < b:
+            _append(result, (start + a, start + b))
+        position += stop - start
+    return result
+
+
+def _append(held: list[Interval], new: Interval) -> None:
+    if new[0] == new[1]:
+        return
+    if held and held[-1][1] == new[0]:
+        held[-1] = (held[-1][0], new[1])
+    else:
+        held.append(new)

@@ -1,0 +1,1 @@
+"""Text, JSON, JUnit and Markdown views of results."""

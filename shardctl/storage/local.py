@@ -1,0 +1,227 @@
+"""Local files: `pread` and `pwrite`, so that a file truncated under the reader is an error and not a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import AccessError, DestinationError, SourceError
+from shardctl.storage import Stat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_OPEN_FILES: Final = 256
+"""Descriptors kept open by one reader or writer; below the usual limit of 1,024 with room for two of each."""
+_NOT_SUPPORTED: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_WHOLE_CALL: Final = 1 << 30
+"""Linux moves at most 2 GiB in one call; a smaller call also answers signals sooner."""
+
+
+class _Descriptors:
+    """Open descriptors by path, the least recently used closed first; a descriptor in use is never closed."""
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Path, list[int]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def use(self, path: Path) -> Iterator[int]:
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                entry = [os.open(path, self._flags | getattr(os, "O_CLOEXEC", 0)), 0]
+                self._open[path] = entry
+            self._open.move_to_end(path)
+            entry[1] += 1
+            self._shrink()
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def _shrink(self) -> None:
+        for path in [p for p, (_, users) in self._open.items() if not users][: len(self._open) - _OPEN_FILES]:
+            os.close(self._open.pop(path)[0])
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+def _pread(descriptor: int, path: str, offset: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        got = _read_some(descriptor, into[done : done + _WHOLE_CALL], offset + done)
+        if not got:
+            raise SourceError(
+                f"{path} ends at byte {offset + done}, but bytes up to {offset + len(into)} are needed",
+                hint="the file was truncated or its copy is incomplete; fetch it again",
+            )
+        done += got
+
+
+def _read_some(descriptor: int, into: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], offset)
+    data = os.pread(descriptor, len(into), offset)  # macOS before 11
+    into[: len(data)] = data
+    return len(data)
+
+
+class LocalSource:
+    """A directory, or one file of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._given = path
+        self._descriptors = _Descriptors(os.O_RDONLY)
+        self._files: dict[str, Stat] | None = None
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError as error:
+            raise SourceError(f"{path} does not exist") from error
+        except PermissionError as error:
+            raise AccessError(f"{path} cannot be read: {error.strerror}") from error
+        self._single = not stat.S_ISDIR(mode)
+        if self._single and not stat.S_ISREG(mode):
+            raise SourceError(f"{path} is neither a regular file nor a directory")
+        self.root = path.parent if self._single else path
+
+    @property
+    def name(self) -> str:
+        """The path as it was given."""
+        return str(self._given)
+
+    def files(self) -> Mapping[str, Stat]:
+        """Every regular file, by path relative to the root; shardctl's own staging area is not part of it."""
+        if self._files is None:
+            self._files = {self._given.name: _stat(self._given)} if self._single else dict(self._walk())
+        return self._files
+
+    def _walk(self) -> Iterator[tuple[str, Stat]]:
+        found = []
+        for folder, folders, names in os.walk(self.root, onerror=_unreadable):
+            folders[:] = sorted(f for f in folders if f not in {".git", ".shardctl", ".cache"})
+            found += [Path(folder, name) for name in names]
+        for path in sorted(found):
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing
+                if path.is_file():
+                    yield path.relative_to(self.root).as_posix(), _stat(path)
+
+    def restat(self, path: str) -> Stat:
+        """The file's state now, to see whether it changed under the reader."""
+        try:
+            return _stat(self.root / path)
+        except FileNotFoundError as error:
+            raise SourceError(f"{path} disappeared while it was read") from error
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of `path`."""
+        try:
+            with self._descriptors.use(self.root / path) as descriptor:
+                _pread(descriptor, path, offset, into)
+        except FileNotFoundError as error:
+            raise SourceError(f"{path} is missing in {self.root}") from error
+        except PermissionError as error:
+            raise AccessError(f"{path} cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise SourceError(f"reading {path} at byte {offset} failed: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self._descriptors.close()
+
+
+class LocalTarget:
+    """A directory under which files are written in place; publishing it is the stage's business."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._descriptors = _Descriptors(os.O_RDWR)
+
+    def create(self, path: str, size: int) -> None:
+        """Make a file of `size` bytes with its space reserved; an existing one of that size is kept."""
+        full = self.root / path
+        with _destination(path, "creating"):
+            full.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(full, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+            try:
+                if os.fstat(descriptor).st_size != size:
+                    os.ftruncate(descriptor, 0)
+                    _reserve(descriptor, size)
+            finally:
+                os.close(descriptor)
+
+    def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at byte `offset`."""
+        view = memoryview(data).cast("B")
+        done = 0
+        with _destination(path, "writing"), self._descriptors.use(self.root / path) as descriptor:
+            while done < len(view):
+                done += os.pwrite(descriptor, view[done : done + _WHOLE_CALL], offset + done)
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Read back what was written."""
+        with _destination(path, "reading back"), self._descriptors.use(self.root / path) as descriptor:
+            _pread(descriptor, path, offset, into)
+
+    def sync(self, path: str) -> None:
+        """Flush the file; a failure is final, because a second flush would lie."""
+        with _destination(path, "syncing"), self._descriptors.use(self.root / path) as descriptor:
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        self._descriptors.close()
+
+
+@contextlib.contextmanager
+def _destination(path: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DestinationError(
+            f"{doing} {path} failed: {error.strerror}",
+            hint="what was written is kept; once mended, run the same command again",
+        ) from error
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserve the space now, so that a full disk is found early; where that is unsupported, only set the size."""
+    if size and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, size)
+
+
+def _unreadable(error: OSError) -> None:
+    raise AccessError(f"{error.filename} cannot be listed: {error.strerror}")
+
+
+def _stat(path: Path) -> Stat:
+    found = path.stat()
+    return Stat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

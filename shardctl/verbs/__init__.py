@@ -1,0 +1,1 @@
+"""What the program does, one verb a file; also the public Python API."""

@@ -1,0 +1,1 @@
+"""The checks: structure from headers, content element by element."""
