@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
+
+from shardctl.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -143,3 +145,26 @@ def dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+def narrow(chunk: Chunk, box: Box) -> Chunk:
+    """The part of a chunk that holds `box`, which must lie inside it.
+
+    Raises UnsupportedError if an edge falls inside a unit of a type narrower than a byte.
+    """
+    if box == chunk.box or isinstance(chunk.where, Fill):
+        return replace(chunk, box=box)
+    offset = chunk.where.offset
+    per_unit = chunk.dtype.unit_elements
+    last = len(box.origin) - 1
+    for dim, (start, base, stride) in enumerate(zip(box.origin, chunk.box.origin, chunk.where.strides, strict=True)):
+        steps = start - base
+        if dim == last and per_unit > 1:
+            if steps % per_unit or box.shape[dim] % per_unit:
+                raise UnsupportedError(
+                    f"{chunk.name} is {chunk.dtype} and cannot be cut at {box}: bytes hold {per_unit} elements",
+                    hint=f"cut its last dim at multiples of {per_unit}",
+                )
+            steps //= per_unit
+        offset += steps * stride
+    return replace(chunk, box=box, where=replace(chunk.where, offset=offset))

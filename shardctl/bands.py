@@ -1,0 +1,218 @@
+"""Bands: the row-major stretches in which tensors are read, compared and written, one block at a time."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import isqrt, prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardctl.box import Box, BoxIndex
+from shardctl.manifest import Fill, narrow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardctl.dtype import DType
+    from shardctl.manifest import Chunk
+
+OVER_READ = 2
+"""A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
+
+
+class Reader(Protocol):
+    """Anything with byte-range reads."""
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into`."""
+
+
+class Writer(Protocol):
+    """Anything with byte-range writes."""
+
+    def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data`."""
+
+
+def split(shape: Sequence[int], dtype: DType, block: int, *, fastest: int | None = None) -> Iterator[Box]:
+    """The bands of a tensor of `shape`, in order: disjoint, complete, each of at most `block` bytes.
+
+    A band is a row-major stretch: whole rows where they fit, else a stretch of one row. Where the storage is permuted,
+    `fastest` names the dim that is contiguous there, and bands become two-dimensional tiles over it and the last dim.
+    """
+    if not prod(shape):
+        return
+    extents = _tile(shape, dtype, block, fastest) if fastest is not None else _stretch(shape, dtype, block)
+    starts = [range(0, n, step) for n, step in zip(shape, extents, strict=True)]
+    for origin in product(*starts):
+        yield Box(origin, tuple(min(e, n - o) for e, n, o in zip(extents, shape, origin, strict=True)))
+
+
+def _stretch(shape: Sequence[int], dtype: DType, block: int) -> list[int]:
+    extents = [1] * len(shape)
+    room = block
+    for dim in reversed(range(len(shape))):
+        if dim == len(shape) - 1:
+            units = max(room // dtype.unit_bytes, 1)
+            extents[dim] = min(shape[dim], units * dtype.unit_elements)
+            room = block // max(dtype.nbytes((_whole_units(extents[dim], dtype),)), 1)
+        else:
+            extents[dim] = min(shape[dim], max(room, 1))
+            room //= extents[dim]
+        if extents[dim] < shape[dim]:
+            break
+    return extents
+
+
+def _tile(shape: Sequence[int], dtype: DType, block: int, fastest: int) -> list[int]:
+    last = len(shape) - 1
+    units = max(block // dtype.unit_bytes, 1)
+    side = isqrt(units)
+    extents = [1] * len(shape)
+    extents[last] = min(shape[last], max(side * dtype.unit_elements, 1))
+    extents[fastest] = min(shape[fastest], max(units * dtype.unit_elements // extents[last], 1))
+    room = units * dtype.unit_elements // extents[fastest]
+    extents[last] = min(shape[last], max(room // dtype.unit_elements * dtype.unit_elements, 1))
+    return extents
+
+
+def _whole_units(extent: int, dtype: DType) -> int:
+    return -(-extent // dtype.unit_elements) * dtype.unit_elements
+
+
+def fastest_dim(chunks: Sequence[Chunk]) -> int | None:
+    """The dim along which permuted storage is contiguous, or None if all chunks are stored row-major."""
+    for chunk in chunks:
+        if isinstance(chunk.where, Fill):
+            continue
+        dims = [d for d, n in enumerate(chunk.box.shape) if n > 1]
+        if not dims:
+            continue
+        fastest = min(dims, key=lambda d, s=chunk.where.strides: (s[d], -d))  # type: ignore[misc]
+        if fastest != dims[-1]:
+            return fastest
+    return None
+
+
+def unit_type(dtype: DType) -> np.dtype[np.void] | np.dtype[np.unsignedinteger]:
+    """The NumPy type of one unit, as bits: an unsigned integer, or raw bytes for odd widths."""
+    size = dtype.unit_bytes
+    return np.dtype(f"<u{size}") if size in {1, 2, 4, 8} else np.dtype(f"V{size}")
+
+
+def band_view(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.generic]:
+    """The start of `buffer` as the row-major array of the units of `box`."""
+    shape = dtype.unit_shape(box.shape)
+    return buffer[: prod(shape) * dtype.unit_bytes].view(unit_type(dtype)).reshape(shape)
+
+
+class Band:
+    """Reads and writes bands through one scratch buffer; one per thread.
+
+    `block` bytes of scratch bound what is gathered or scattered at once.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.scratch: NDArray[np.uint8] = np.empty(block, np.uint8)
+
+    def read(self, reader: Reader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
+        """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
+        dtype = chunks.chunks[0].dtype
+        view = band_view(into, dtype, box)
+        found = 0
+        for chunk in chunks.within(box):
+            part = view[_unit_slices(chunk.box, box, dtype)]
+            found += chunk.box.size
+            if isinstance(chunk.where, Fill):
+                part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
+                continue
+            for offset, span, piece, strides in _pieces(
+                part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, OVER_READ
+            ):
+                if span == piece.nbytes and piece.flags.c_contiguous:
+                    reader.read_at(chunk.where.file, offset, piece.reshape(-1).view(np.uint8).data)
+                else:
+                    reader.read_at(chunk.where.file, offset, self.scratch[:span].data)
+                    piece[...] = np.ndarray(piece.shape, piece.dtype, self.scratch, 0, strides)
+        return found
+
+    def write(self, writer: Writer, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
+        """Write the part of the band `within` (row-major at the start of `data`) that `chunk` wants; returns bytes."""
+        if isinstance(chunk.where, Fill):
+            return 0
+        part = band_view(data, chunk.dtype, within)[_unit_slices(chunk.box, within, chunk.dtype)]
+        for offset, span, piece, _ in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, 1):
+            if piece.flags.c_contiguous:
+                flat = piece.reshape(-1).view(np.uint8)
+            else:
+                flat = self.scratch[:span]
+                flat.view(piece.dtype).reshape(piece.shape)[...] = piece
+            writer.write_at(chunk.where.file, offset, flat.data)
+        return int(part.nbytes)
+
+
+class ChunkIndex:
+    """Chunks of one tensor, found by box."""
+
+    __slots__ = ("_index", "chunks")
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple(chunks)
+        self._index = BoxIndex([chunk.box for chunk in self.chunks])
+
+    def within(self, box: Box) -> Iterator[Chunk]:
+        """The part of each chunk that lies in `box`."""
+        for position, common in self._index.overlapping(box):
+            yield narrow(self.chunks[position], common)
+
+
+def _unit_slices(box: Box, within: Box, dtype: DType) -> Any:  # noqa: ANN401 - NumPy has no name for an index
+    """An index of `within`'s units that selects `box`; the Ellipsis keeps 0-d results arrays."""
+    slices = box.slices(within.origin)
+    per = dtype.unit_elements
+    if per > 1 and slices:
+        last = slices[-1]
+        slices = (*slices[:-1], slice(last.start // per, last.stop // per))
+    return (*slices, ...)
+
+
+def _pieces(
+    view: NDArray[np.generic], offset: int, strides: Sequence[int], limit: int, slack: int
+) -> Iterator[tuple[int, int, NDArray[np.generic], tuple[int, ...]]]:
+    """Cut a strided region into `(offset, span, view, strides)` that can each be moved by one call.
+
+    The views come in storage order. A piece that is dense on both sides may have any size; any other spans at most
+    `limit` bytes, of which at least one in `slack` belongs to it.
+    """
+    dims = sorted((d for d, n in enumerate(view.shape) if n != 1), key=lambda d: (-strides[d], d))
+    ones = [d for d, n in enumerate(view.shape) if n == 1]
+    drop: Any = (..., *(0 for _ in ones))
+    ordered = view.transpose([*dims, *ones])[drop]
+    yield from _cut(ordered, offset, tuple(strides[d] for d in dims), limit, slack)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], unit: int) -> int:
+    return unit + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def _cut(
+    view: NDArray[np.generic], offset: int, strides: tuple[int, ...], limit: int, slack: int
+) -> Iterator[tuple[int, int, NDArray[np.generic], tuple[int, ...]]]:
+    unit = view.dtype.itemsize
+    span = _span(view.shape, strides, unit)
+    dense = span == view.nbytes
+    if (dense and view.flags.c_contiguous) or (span <= limit and span <= slack * view.nbytes):
+        yield offset, span, view, strides
+        return
+    inner = _span(view.shape[1:], strides[1:], unit)
+    rows = max((limit - inner) // strides[0] + 1, 1) if inner <= limit and strides[0] else 1
+    if rows > 1 and inner + (rows - 1) * strides[0] <= slack * rows * (view.nbytes // view.shape[0]):
+        for start in range(0, view.shape[0], rows):
+            part = view[start : start + rows]
+            yield offset + start * strides[0], _span(part.shape, strides, unit), part, strides
+    else:
+        for row in range(view.shape[0]):
+            yield from _cut(view[row, ...], offset + row * strides[0], strides[1:], limit, slack)

@@ -1,0 +1,149 @@
+"""The join of two manifests: which stored bytes fill which wanted boxes, proved to be all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardctl.box import BoxIndex, disjoint, subtract_known
+from shardctl.errors import CoverageError, SourceError, UnsupportedError
+from shardctl.manifest import Fill, narrow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.box import Box
+    from shardctl.manifest import Chunk, Manifest, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCopy:
+    """How one global tensor gets from where it is to where it is wanted."""
+
+    source: Tensor
+    target: Tensor
+    reads: tuple[Chunk, ...]
+    """Parts of source chunks whose boxes are disjoint and together cover every wanted box exactly."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every element of the tensor is read."""
+        return sum(chunk.box.size for chunk in self.reads) == self.source_size
+
+    @property
+    def source_size(self) -> int:
+        """Elements of the global tensor."""
+        size = 1
+        for extent in self.source.shape:
+            size *= extent
+        return size
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read once for all targets."""
+        return sum(c.dtype.nbytes(c.box.shape) for c in self.reads if not isinstance(c.where, Fill))
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes written, replicas included."""
+        return sum(chunk.dtype.nbytes(chunk.box.shape) for chunk in self.target.chunks)
+
+    def strided_copies(self) -> Iterator[tuple[Chunk, Chunk]]:
+        """Every `(from, to)`: equal boxes with a stride rule on both sides; each wanted box is filled exactly once."""
+        index = BoxIndex([chunk.box for chunk in self.reads])
+        for wanted in self.target.chunks:
+            for position, common in index.overlapping(wanted.box):
+                yield narrow(self.reads[position], common), narrow(wanted, common)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Everything that must be copied to turn one manifest into another."""
+
+    have: Manifest
+    want: Manifest
+    copies: tuple[TensorCopy, ...]
+    """In the order in which the source stores the tensors, so that reading is sequential."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from the source."""
+        return sum(copy.read_bytes for copy in self.copies)
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of every file of the target."""
+        return sum(file.size for file in self.want.files.values())
+
+
+def join(have: Manifest, want: Manifest) -> CopyPlan:
+    """Match two manifests, tensor by tensor.
+
+    Raises CoverageError, naming tensor, box and the files that hold the rest, if anything wanted is stored nowhere;
+    SourceError if the two disagree about a shape; UnsupportedError if an affine would have to be applied.
+    """
+    copies = []
+    for name, wanted in want.tensors.items():
+        stored = have.tensors.get(name)
+        if stored is None:
+            raise CoverageError(f"{name} is wanted but the source does not hold it")
+        copies.append(_join_tensor(stored, wanted))
+    copies.sort(key=_first_byte)
+    return CopyPlan(have, want, tuple(copies))
+
+
+def _join_tensor(stored: Tensor, wanted: Tensor) -> TensorCopy:
+    name = stored.name
+    if stored.shape != wanted.shape:
+        raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
+    for chunk in stored.chunks:
+        if chunk.dtype != stored.dtype:
+            raise UnsupportedError(f"{name} is stored as {chunk.dtype} at {chunk.box} but as {stored.dtype} elsewhere")
+    affine = {c.affine for c in stored.chunks} | {c.affine for c in wanted.chunks}
+    if len(affine) > 1:
+        raise UnsupportedError(f"{name} needs the change {sorted(affine - {''})}, which is not supported yet")
+    if len(stored.chunks) == 1 and stored.chunks[0].box.shape == stored.shape:
+        parts = [(0, stored.chunks[0].box)] if stored.chunks[0].box.size else []
+    else:
+        parts = disjoint([chunk.box for chunk in stored.chunks])
+    needed = _needed(wanted, parts)
+    prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
+    return TensorCopy(stored, wanted, tuple(narrow(stored.chunks[i], box) for i, box in needed))
+
+
+def _needed(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+    """The parts of the source that some wanted box overlaps, narrowed to the union of the wanted boxes."""
+    if any(chunk.box.shape == wanted.shape for chunk in wanted.chunks):
+        return parts
+    union = [box for _, box in disjoint([chunk.box for chunk in wanted.chunks])]
+    if sum(box.size for box in union) == sum(box.size for _, box in parts):
+        return parts
+    index = BoxIndex(union)
+    return [(i, common) for i, box in parts for _, common in index.overlapping(box)]
+
+
+def prove_covered(tensor: Tensor, parts: list[Box], wanted: list[Box]) -> None:
+    """Subtract `parts` from every wanted box; raise CoverageError if anything is left."""
+    index = BoxIndex(parts)
+    for box in dict.fromkeys(wanted):
+        rest = subtract_known(box, index)
+        if rest:
+            raise CoverageError(
+                f"{tensor.name} {list(tensor.shape)}: elements {rest[0]} are stored in no file"
+                + (f" (and {len(rest) - 1} more holes)" if len(rest) > 1 else ""),
+                hint=f"the rest of it is in {_files(tensor)}; is a shard missing?",
+            )
+
+
+def _files(tensor: Tensor) -> str:
+    names = sorted({c.where.file for c in tensor.chunks if not isinstance(c.where, Fill)})
+    if not names:
+        return "no file at all"
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} files)"
+
+
+def _first_byte(copy: TensorCopy) -> tuple[str, int]:
+    for chunk in copy.source.chunks:
+        if not isinstance(chunk.where, Fill):
+            return chunk.where.file, chunk.where.offset
+    return "", 0
