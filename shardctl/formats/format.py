@@ -1,0 +1,33 @@
+"""What shardctl must know of a container to read it: its name, its marks, and how its headers become a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardctl.manifest import Manifest
+    from shardctl.storage import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A container that shardctl reads; every module of this package that reads one ends in `FORMAT = Format(...)`."""
+
+    name: str
+    """What `--from` calls it, such as ``safetensors``."""
+    title: str
+    """What messages call it, such as ``safetensors files``."""
+    detect: Callable[[Source], bool]
+    """Whether the source bears this container's marks: file names and magic bytes only, never a whole header.
+
+    It answers for what *looks* like the container, however damaged: whether the bytes are sound is for `scan` to say.
+    """
+    scan: Callable[[Source], Manifest]
+    """Reads headers only, never tensor data, and gives every tensor by its stored name.
+
+    Raises SourceError for what is missing, malformed or hostile, and UnsupportedError for what is understood and not
+    converted. What is odd but not wrong goes into the manifest's warnings.
+    """
