@@ -1,0 +1,98 @@
+"""Recognises what stands where weights should be: pointers, error pages, unfinished downloads, other formats."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from shardctl.storage import Source
+
+_HEAD: Final = 256
+_AGAIN: Final = "fetch the file again"
+_UNFINISHED: Final = (".incomplete", ".aria2", ".part", ".partial", ".crdownload", ".download")
+"""What download programs append while they work; `.aria2` stands *beside* a file that already has its full size."""
+_OTHERS: Final = (
+    (b"GGUF", "a GGUF file"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras or TensorFlow)"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes"),
+    (b"\x80\x02", "a Python pickle, as older versions of torch.save write"),
+    (b"\x80\x04", "a Python pickle"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"<?xml", "an XML document"),
+)
+
+
+def refuse_impostor(source: Source, path: str, expected: str) -> None:
+    """Say what the file is, if it is a well-known something else than `expected` (such as ``a safetensors file``).
+
+    Raises:
+        SourceError: it is empty, a Git LFS pointer, a web page or another format. Returns if it is none of these.
+    """
+    size = source.files()[path].size
+    if not size:
+        raise SourceError(f"{path} is empty", hint=_AGAIN)
+    head = read(source, path, 0, min(size, _HEAD))
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise SourceError(
+            f"{path} is a Git LFS pointer, not the weights themselves", hint="run `git lfs pull` in the repository"
+        )
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype html", b"<html")):
+        raise SourceError(f"{path} is a web page saved as weights", hint=f"{_AGAIN}; a gated model needs a token")
+    for magic, title in _OTHERS:
+        if head.startswith(magic):
+            raise SourceError(f"{path} is {title}, not {expected}", hint="give the file the suffix of what it is")
+    if not any(head):
+        raise SourceError(
+            f"{path} begins with {len(head)} zero bytes, so it is not {expected}",
+            hint=f"space was reserved for it but it was never filled; {_AGAIN}",
+        )
+
+
+def unfinished_download(source: Source, path: str) -> str | None:
+    """The file in the source that says that `path` is still being downloaded, if there is one."""
+    return next((path + suffix for suffix in _UNFINISHED if path + suffix in source.files()), None)
+
+
+def refuse_unfinished(source: Source, path: str) -> None:
+    """Raise SourceError if a download of `path` has not ended."""
+    marker = unfinished_download(source, path)
+    if marker is not None:
+        raise SourceError(
+            f"{path} is not completely downloaded: {marker} is still there",
+            hint="finish the download, or delete that file if it is a leftover",
+        )
+
+
+FOREIGN: Final = {
+    ".gguf": "GGUF (llama.cpp)",
+    ".ggml": "GGML (llama.cpp)",
+    ".h5": "HDF5 (Keras, TensorFlow)",
+    ".keras": "Keras",
+    ".msgpack": "msgpack (Flax)",
+    ".onnx": "ONNX",
+    ".ot": "the Rust bindings of torch",
+    ".tflite": "TensorFlow Lite",
+    ".pdparams": "PaddlePaddle",
+    ".npz": "NumPy archive",
+    ".nemo": "NeMo archive",
+    ".ckpt": "ckpt (TensorFlow or Lightning)",
+    ".engine": "TensorRT engine",
+    ".mlmodel": "Core ML",
+}
+"""Suffixes of containers that shardctl knows by name and does not read."""
+
+
+def refuse_foreign(source: Source) -> None:
+    """Raise UnsupportedError if the source's own files are a checkpoint of a container that shardctl does not read."""
+    for path in source.files():
+        suffix = path[path.rfind(".") :].lower() if "." in path else ""
+        if "/" not in path and suffix in FOREIGN:
+            raise UnsupportedError(
+                f"{path} is a checkpoint in the format {FOREIGN[suffix]}, which shardctl does not read",
+                hint="give the model's safetensors or torch files; most repositories hold them too",
+            )

@@ -1,0 +1,178 @@
+"""The index of a sharded Hugging Face checkpoint (`*.index.json`): which file holds which tensor."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import HostileError, SourceError
+from shardctl.formats.impostors import refuse_impostor, refuse_unfinished
+from shardctl.formats.json_members import (
+    MalformedError,
+    end_of_text,
+    read_string,
+    read_value,
+    skip_space,
+    walk_object,
+)
+from shardctl.formats.links import check_link
+from shardctl.storage import read
+from shardctl.storage.local import LocalSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.storage import Source
+
+_LARGEST: Final = 100_000_000
+"""Bytes of an index that are still read; one of a million tensors has about 80 MB."""
+_MEMBERS: Final = 64
+"""Members of the outermost object; real indexes have two or three."""
+_LONGEST_VALUE: Final = 1_000_000
+"""Characters of a member that is not the weight map."""
+_DRIVE: Final = re.compile(r"[A-Za-z]:")
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What an index file says."""
+
+    path: str
+    """The index file itself."""
+    weight_map: dict[str, str]
+    """The file of each tensor, by the tensor's name and in the order of the index; every file exists."""
+    total_size: int | None
+    """`metadata.total_size`, the bytes of all tensors, where the index has it."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The files that the index names, sorted."""
+        return tuple(sorted(set(self.weight_map.values())))
+
+    def check(self, found: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
+        """Compare the index with what its shards hold, given as ``{file: {tensor: bytes}}``.
+
+        Returns warnings: tensors that a shard holds without the index naming them there, and a wrong `total_size`.
+
+        Raises:
+            SourceError: a shard does not hold a tensor that the index places in it.
+        """
+        for name, file in self.weight_map.items():
+            if name not in found[file]:
+                elsewhere = [other for other, held in found.items() if name in held]
+                where = f"; {elsewhere[0]} does" if elsewhere else ""
+                raise SourceError(
+                    f"{self.path} places tensor {name!r} in {file}, which does not hold it{where}",
+                    hint="the index and the shards come from different saves; fetch them all again",
+                )
+        warnings = []
+        for file, held in found.items():
+            extra = [name for name in held if self.weight_map.get(name) != file]
+            if extra:
+                warnings.append(
+                    f"{file} holds {_some(extra)}, which {self.path} "
+                    + ("places in another file" if extra[0] in self.weight_map else "does not name")
+                )
+        total = sum(found[file][name] for name, file in self.weight_map.items())
+        if self.total_size is not None and self.total_size != total:
+            warnings.append(f"{self.path} says {self.total_size:,} bytes of tensors; the shards hold {total:,}")
+        return tuple(warnings)
+
+
+def read_index(source: Source, path: str) -> Index:
+    """Read the index file `path`; its shards are looked for beside it, but not opened.
+
+    Raises:
+        SourceError: the index is malformed, or a shard is missing, not a regular file or not completely downloaded.
+        HostileError: a shard's name, or the link behind it, leaves the directory.
+    """
+    size = source.files()[path].size
+    if size > _LARGEST:
+        raise SourceError(f"{path} has {size:,} bytes; an index of more than {_LARGEST:,} is not read")
+    check_link(source, path)
+    parsed = _Parsed(path)
+    try:
+        parsed.read(str(read(source, path), "utf-8"))
+    except UnicodeDecodeError as error:
+        refuse_impostor(source, path, "an index")
+        raise SourceError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+    except MalformedError as error:
+        refuse_impostor(source, path, "an index")
+        raise SourceError(f"{path} is malformed: {error}") from error
+    if parsed.weight_map is None:
+        raise SourceError(f"{path} has no `weight_map`, so it does not say which file holds which tensor")
+    for file in dict.fromkeys(parsed.weight_map.values()):
+        check_shard(source, path, file)
+    return Index(path, parsed.weight_map, parsed.total_size, tuple(parsed.warnings))
+
+
+def check_shard(source: Source, index: str, file: str) -> None:
+    """Refuse a shard that is not the bare name of a regular, complete file of the index's own directory."""
+    if file in {"", ".", ".."} or any(c in file for c in "/\\\0") or _DRIVE.match(file):
+        raise HostileError(
+            f"{index} names the file {file!r}, which is not the bare name of a file beside it",
+            hint="an index that leaves its directory is not what any library writes; do not trust this checkpoint",
+        )
+    refuse_unfinished(source, file)
+    if file not in source.files():
+        if isinstance(source, LocalSource) and os.path.lexists(source.root / file):
+            raise SourceError(f"{file}, which {index} names, is neither a regular file nor a link to one")
+        raise SourceError(f"{file} is missing, though {index} names it", hint="fetch the missing file")
+    check_link(source, file)
+
+
+@dataclass
+class _Parsed:
+    """The state of one pass over an index's text."""
+
+    path: str
+    weight_map: dict[str, str] | None = None
+    total_size: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    _keys: set[str] = field(default_factory=set)
+    _text: str = ""
+
+    def read(self, text: str) -> None:
+        self._text = text
+        end_of_text(text, walk_object(text, skip_space(text, 0), self._member))
+
+    def _member(self, key: str, at: int) -> int:
+        if key in self._keys:
+            raise MalformedError(f"the key {key!r} appears twice")
+        self._keys.add(key)
+        if len(self._keys) > _MEMBERS:
+            raise MalformedError(f"it has more than {_MEMBERS} members; an index has `metadata` and `weight_map`")
+        if key == "weight_map":
+            self.weight_map = {}
+            return walk_object(self._text, at, self._entry)
+        value, at = read_value(self._text, at, _LONGEST_VALUE)
+        if key == "metadata":
+            self._metadata(value)
+        return at
+
+    def _entry(self, name: str, at: int) -> int:
+        assert self.weight_map is not None  # noqa: S101 - set by the only caller
+        try:
+            file, at = read_string(self._text, at)
+        except MalformedError as error:
+            raise MalformedError(f"the file of tensor {name!r}: {error}") from error
+        other = self.weight_map.setdefault(name, file)
+        if other != file:
+            raise MalformedError(f"tensor {name!r} is placed in both {other} and {file}")
+        return at
+
+    def _metadata(self, value: Any) -> None:  # noqa: ANN401 - any JSON
+        total = value.get("total_size") if isinstance(value, dict) else None
+        if isinstance(total, float) and total.is_integer() and total >= 0:
+            total = int(total)  # some writers divide and multiply
+        if type(total) is int:
+            self.total_size = total
+        elif total is not None or not isinstance(value, dict):
+            self.warnings.append(f"{self.path} has a `metadata` without a usable `total_size`")
+
+
+def _some(names: list[str]) -> str:
+    return f"tensor {names[0]!r}" + (f" and {len(names) - 1:,} others" if len(names) > 1 else "")

@@ -1,0 +1,49 @@
+"""Which symbolic links a checkpoint may hold: those that stay inside it, and those of the Hugging Face cache."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import HostileError
+from shardctl.storage.local import LocalSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardctl.storage import Source
+
+_BLOB: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""A blob is named by its git SHA-1, its SHA-256 or its Xet hash."""
+
+
+def check_link(source: Source, path: str) -> None:
+    """Refuse a file that is a link to somewhere else, since what it leads to would be published as the model's.
+
+    Every download of the Hub is links: `snapshots/<revision>/<file> -> ../../blobs/<hash>`, or older ones from a
+    plain directory into the cache (huggingface_hub, `file_download.py`); `blobs/<hash>` may itself be a link to the
+    store that all repositories share, `blobs/<2 digits>/<hash>` (`utils/_shared_blobs.py`). Those name their target
+    by its content's hash, so a checkpoint can reach only what its author already has.
+
+    Raises:
+        HostileError: the link leaves the checkpoint's directory, and does not lead into such a store.
+    """
+    if not isinstance(source, LocalSource):
+        return
+    link = source.root / path
+    if not link.is_symlink():
+        return
+    target = link.resolve()
+    if target.is_relative_to(source.root.resolve()) or _is_blob(target):
+        return
+    raise HostileError(
+        f"{path} is a link that leaves the checkpoint's directory, to {target}",
+        hint="put the file itself there, or give the directory that holds the files",
+    )
+
+
+def _is_blob(target: Path) -> bool:
+    if not _BLOB.fullmatch(target.name):
+        return False
+    folder = target.parent
+    return folder.name == "blobs" or (folder.name == target.name[:2] and folder.parent.name == "blobs")
