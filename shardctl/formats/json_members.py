@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
+_SPACES: Final = (" ", "\t", "\n", "\r")
 _AFTER_KEY: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
 _EXCERPT: Final = 40
 """Characters of the input that a message repeats."""
@@ -116,6 +117,8 @@ def _decode(piece: str, at: int, complaint: str) -> tuple[Any, int]:
 
 def skip_space(text: str, at: int) -> int:
     """The position of the first character from `at` that is not JSON white space."""
+    if text[at : at + 1] not in _SPACES:
+        return at
     space = _SPACE.match(text, at)
     assert space is not None  # noqa: S101 - it may match nothing at all
     return space.end()
