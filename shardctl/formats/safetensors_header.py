@@ -173,15 +173,17 @@ class _Parsed:
             raise UnsupportedError(f"the header lists more than {MOST_ARRAYS:,} tensors")
         plain = _PLAIN_ENTRY.match(self._text, at)
         if plain is not None:
-            dtype, shape, begin, end = plain.groups()
-            sizes = [int(extent) for extent in shape.split(",")] if shape else []
-            self.entries.append(_array(name, dtype, sizes, int(begin), int(end), self._start))
+            dtype, extents, first, last = plain.groups()
+            shape = [int(extent) for extent in extents.split(",")] if extents else []
+            begin, end = int(first), int(last)
+            self.entries.append(_array(name, dtype, shape, self._start + begin, end - begin))
             return plain.end()
         try:
             entry, at = read_flat_object(self._text, at, _LONGEST_ENTRY)
         except MalformedError as error:
             raise MalformedError(f"tensor {name!r}: {error}") from error
-        self.entries.append(_array(name, *_fields(name, entry), self._start))
+        dtype, shape, begin, end = _fields(name, entry)
+        self.entries.append(_array(name, dtype, shape, self._start + begin, end - begin))
         return at
 
     def _metadata_member(self, key: str, at: int) -> int:
@@ -209,8 +211,8 @@ def _fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]
     return dtype, shape, *offsets
 
 
-def _array(name: str, dtype_name: str, shape: list[int], begin: int, end: int, start: int) -> Array:
-    """The array an entry describes, in a file whose data begins at `start`; not yet checked against the others."""
+def _array(name: str, dtype_name: str, shape: list[int], offset: int, span: int) -> Array:
+    """The array an entry describes: its `data_offsets` give the file's byte `offset` and `span` bytes from there."""
     dtype = BY_NAME.get(dtype_name)
     if dtype is None:
         raise UnsupportedError(
@@ -219,12 +221,11 @@ def _array(name: str, dtype_name: str, shape: list[int], begin: int, end: int, s
     if len(shape) > MOST_DIMS:
         raise UnsupportedError(f"tensor {name!r} has {len(shape)} dims; at most {MOST_DIMS} are handled")
     nbytes = _nbytes(name, dtype, shape)
-    if end - begin != nbytes:
+    if span != nbytes:
         raise MalformedError(
-            f"tensor {name!r} is {dtype} {shape}, which takes {nbytes:,} bytes, but data_offsets [{begin}, {end}] "
-            f"span {end - begin:,}"
+            f"tensor {name!r} is {dtype} {shape}, which takes {nbytes:,} bytes, but its data_offsets span {span:,}"
         )
-    return Array(name, dtype, tuple(shape), start + begin, nbytes)
+    return Array(name, dtype, tuple(shape), offset, nbytes)
 
 
 def _are_sizes(values: object) -> bool:
