@@ -1,0 +1,103 @@
+"""BERT, and the encoder table that its descendants share.
+
+Names and shapes follow transformers 5 (`models/bert/modeling_bert.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+ENCODER: Final = (
+    Row(".encoder.layer.{layer}.attention.self.query.weight", "q hidden"),
+    Row(".encoder.layer.{layer}.attention.self.query.bias", "q"),
+    Row(".encoder.layer.{layer}.attention.self.key.weight", "q hidden"),
+    Row(".encoder.layer.{layer}.attention.self.key.bias", "q"),
+    Row(".encoder.layer.{layer}.attention.self.value.weight", "q hidden"),
+    Row(".encoder.layer.{layer}.attention.self.value.bias", "q"),
+    Row(".encoder.layer.{layer}.attention.output.dense.weight", "hidden q"),
+    Row(".encoder.layer.{layer}.attention.output.dense.bias", "hidden"),
+    Row(".encoder.layer.{layer}.attention.output.LayerNorm.weight", "hidden"),
+    Row(".encoder.layer.{layer}.attention.output.LayerNorm.bias", "hidden"),
+    Row(".encoder.layer.{layer}.intermediate.dense.weight", "ffn hidden"),
+    Row(".encoder.layer.{layer}.intermediate.dense.bias", "ffn"),
+    Row(".encoder.layer.{layer}.output.dense.weight", "hidden ffn"),
+    Row(".encoder.layer.{layer}.output.dense.bias", "hidden"),
+    Row(".encoder.layer.{layer}.output.LayerNorm.weight", "hidden"),
+    Row(".encoder.layer.{layer}.output.LayerNorm.bias", "hidden"),
+    Row(".pooler.dense.weight", "hidden hidden", when="pooler", on="last"),
+    Row(".pooler.dense.bias", "hidden", when="pooler", on="last"),
+)
+"""The blocks and the pooler; the embeddings before and the heads after them differ between the families."""
+
+_BERT: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
+    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
+    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
+    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
+    *ENCODER,
+    Row("cls.predictions.bias", "vocab", when="mlm", on="last"),
+    Row("cls.predictions.transform.dense.weight", "hidden hidden", when="mlm", on="last"),
+    Row("cls.predictions.transform.dense.bias", "hidden", when="mlm", on="last"),
+    Row("cls.predictions.transform.LayerNorm.weight", "hidden", when="mlm", on="last"),
+    Row("cls.predictions.transform.LayerNorm.bias", "hidden", when="mlm", on="last"),
+    Row(
+        "cls.predictions.decoder.weight",
+        "vocab hidden",
+        when="mlm",
+        on="last",
+        tie=".embeddings.word_embeddings.weight",
+    ),
+    Row("cls.predictions.decoder.bias", "vocab", when="mlm", on="last", tie="cls.predictions.bias"),
+    Row("cls.seq_relationship.weight", "2 hidden", when="nsp", on="last"),
+    Row("cls.seq_relationship.bias", "2", when="nsp", on="last"),
+    Row("classifier.weight", "labels hidden", when="classifier", on="last"),
+    Row("classifier.bias", "labels", when="classifier", on="last"),
+    Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
+    Row("qa_outputs.bias", "2", when="question", on="last"),
+)
+
+
+def encoder_facts(config: Config) -> Facts:
+    """What the tables of BERT and its descendants need to know."""
+    hidden = config.size("hidden_size")
+    head = config.divided("hidden_size", "num_attention_heads")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": Dim(config.size("max_position_embeddings", 512)),
+            "types": Dim(config.size("type_vocab_size", 2)),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+    )
+
+
+BERT: Final = Family(
+    name="bert",
+    rows=_BERT,
+    facts=encoder_facts,
+    classes={
+        "BertModel": ModelClass("", "pooler?"),
+        "BertForPreTraining": ModelClass("bert", "pooler mlm nsp"),
+        "BertForMaskedLM": ModelClass("bert", "mlm"),
+        "BertLMHeadModel": ModelClass("bert", "mlm"),
+        "BertForNextSentencePrediction": ModelClass("bert", "pooler nsp"),
+        "BertForSequenceClassification": ModelClass("bert", "pooler classifier"),
+        "BertForMultipleChoice": ModelClass("bert", "pooler classifier", labels=1),
+        "BertForTokenClassification": ModelClass("bert", "classifier"),
+        "BertForQuestionAnswering": ModelClass("bert", "question"),
+    },
+    prefixes=("bert",),
+    legacy={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+)

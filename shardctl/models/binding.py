@@ -1,0 +1,140 @@
+"""Which global tensor each stored name is: prefixes, older spellings and ties."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.manifest import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.manifest import Manifest
+    from shardctl.models.model import Model, ModelTensor
+
+_SHOWN: Final = 5
+"""Names in one message; more do not help, and a foreign checkpoint has thousands."""
+
+
+def bind(model: Model, stored: Manifest) -> Manifest:
+    """`stored` under the canonical names of `model`, in its order; see `Model.bind`."""
+    found: dict[str, dict[str, Tensor]] = {}
+    unknown: list[str] = []
+    for name, tensor in stored.tensors.items():
+        meant = meaning(model, name)
+        if meant is None:
+            unknown.append(name)
+            continue
+        names = found.setdefault(model.aliases.get(meant, meant), {})
+        if meant in names:
+            raise SourceError(
+                f"{names[meant].name} and {name} are both {meant}",
+                hint="one of the two is left over from another model; remove it",
+            )
+        names[meant] = tensor
+    if unknown:
+        raise UnsupportedError(
+            f"{model.architecture or 'the model'} has no {_noun(unknown)} {listed(unknown)}",
+            hint="say how such tensors are cut with --rules FILE",
+        )
+    warnings = (*stored.warnings, *model.warnings, *_missing(model, found))
+    tensors = {name: _merged(t, found[name]) for name, t in model.tensors.items() if name in found}
+    return replace(stored, tensors=tensors, warnings=warnings)
+
+
+def meaning(model: Model, name: str) -> str | None:
+    """The name by which the model knows what is stored as `name`, or None if it does not.
+
+    The name itself wins; then it with or without a base-model prefix, and then in an older spelling. For a tied
+    weight this may be any of its names.
+    """
+    for reading in _readings(model, name):
+        if reading in model.tensors or reading in model.aliases:
+            return reading
+    return None
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some of the names, and how many more there are.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    >>> listed([str(n) for n in range(7)])
+    '0, 1, 2, 3, 4 and 2 more'
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _noun(names: Sequence[str]) -> str:
+    return "tensor" if len(names) == 1 else "tensors"
+
+
+def _readings(model: Model, name: str) -> Iterator[str]:
+    for spelled in (name, _modern(model.legacy, name)):
+        yield spelled
+        if model.prefix:
+            yield f"{model.prefix}.{spelled}"
+        for prefix in model.prefixes:
+            bare = spelled.removeprefix(f"{prefix}.")
+            if bare != spelled:
+                yield bare
+                if model.prefix:
+                    yield f"{model.prefix}.{bare}"
+
+
+def _modern(legacy: Mapping[str, str], name: str) -> str:
+    for old, new in legacy.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _missing(model: Model, found: Mapping[str, object]) -> list[str]:
+    """Warnings about parts that may be missing; raises SourceError for a tensor that may not."""
+    missing = [t for t in model.own() if t.name not in found]
+    required = [t.name for t in missing if not t.spare]
+    spare = [t.name for t in missing if t.spare]
+    if spare and any(t.spare and t.name in found for t in model.own()):
+        required += spare
+    if required:
+        raise SourceError(
+            f"the checkpoint lacks {len(required)} {_noun(required)} of {model.architecture}: {listed(required)}",
+            hint="a shard may be missing, or config.json may belong to another model",
+        )
+    return [f"the checkpoint has no {listed(spare)}; {model.architecture} starts without it"] if spare else []
+
+
+def _merged(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
+    """One global tensor from all that is stored of it, by the name each was meant as."""
+    names = (expected.name, *expected.ties)
+    order = {name: place for place, name in enumerate(names)}
+    parts = [stored[name] for name in sorted(stored, key=lambda name: order.get(name, len(order)))]
+    first = parts[0]
+    for part in parts:
+        _check_shape(expected, part)
+        if part.dtype != first.dtype:
+            raise SourceError(f"{part.name} is {part.dtype} but {first.name}, its tie, is {first.dtype}")
+    spelling = tuple(part.name for part in parts)
+    return Tensor(
+        name=expected.name,
+        dtype=first.dtype,
+        shape=first.shape,
+        chunks=tuple(chunk for part in parts for chunk in part.chunks),
+        ties=expected.ties,
+        spelling=() if spelling == names else spelling,
+    )
+
+
+def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
+    same_rank = len(stored.shape) == len(expected.shape)
+    if same_rank and all(
+        a == b or dim in expected.free for dim, (a, b) in enumerate(zip(stored.shape, expected.shape, strict=True))
+    ):
+        return
+    raise SourceError(
+        f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected.shape)}",
+        hint="config.json may belong to another model",
+    )

@@ -1,0 +1,93 @@
+"""Reads the numbers and switches of a `config.json`, and says which key is wrong when one is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME, BY_TORCH
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.dtype import DType
+
+_LARGEST: Final = 1 << 40
+"""No dim or count is this large; a config that says so is damaged or hostile."""
+_DEFAULT_LABELS: Final = 2
+"""What transformers assumes, and therefore leaves out (`configuration_utils.py`, `num_labels`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A model's configuration; a key that is null counts as absent.
+
+    >>> Config({"n_embd": 64, "n_inner": None}).size("n_inner", 256)
+    256
+    """
+
+    values: Mapping[str, object]
+    """The decoded `config.json`."""
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive whole number; raises SourceError if it is absent without a `default`, or is none."""
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
+            raise SourceError(f"config.json has {key} = {value!r} where a positive whole number is expected")
+        return value
+
+    def divided(self, key: str, by: str) -> int:
+        """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
+        whole, parts = self.size(key), self.size(by)
+        if whole % parts:
+            raise SourceError(f"config.json has {key} = {whole}, which {by} = {parts} does not divide")
+        return whole // parts
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """A boolean; raises SourceError if it is anything else."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise SourceError(f"config.json has {key} = {value!r} where true or false is expected")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A string; raises SourceError if it is anything else."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise SourceError(f"config.json has {key} = {value!r} where a string is expected")
+        return value
+
+    def labels(self) -> int:
+        """Outputs of a classification head: the length of `id2label`, else `num_labels`, else 2."""
+        names = self.values.get("id2label")
+        if isinstance(names, dict) and names:
+            return len(names)
+        return self.size("num_labels", _DEFAULT_LABELS)
+
+    def dtype(self) -> DType:
+        """The element type the model declares (`dtype`, formerly `torch_dtype`), else F32.
+
+        Raises SourceError for a type that does not exist.
+        """
+        name = (self.text("dtype", "") or self.text("torch_dtype", "float32")).removeprefix("torch.")
+        if name == "auto":
+            return BY_NAME["F32"]
+        if name not in BY_TORCH:
+            raise SourceError(f"config.json has dtype {name!r}, which is not an element type")
+        return BY_TORCH[name]
+
+    def architecture(self) -> str:
+        """The first of `architectures`, or an empty string."""
+        value = self.values.get("architectures")
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            return value[0]
+        return ""

@@ -1,0 +1,74 @@
+"""Finds the family of a config, and describes the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.bert import BERT
+from shardctl.models.config import Config
+from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.gpt2 import GPT2
+from shardctl.models.llama import LLAMA
+from shardctl.models.mistral import MISTRAL
+from shardctl.models.qwen import QWEN2, QWEN3
+from shardctl.models.roberta import ROBERTA
+from shardctl.models.t5 import T5
+from shardctl.models.table import build
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.family import Family
+    from shardctl.models.model import Model
+
+KvHeads = Literal["replicate", "error"]
+"""What to do where there are fewer key/value heads than tp ranks."""
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    BERT,
+    GEMMA,
+    GEMMA2,
+    GEMMA3_TEXT,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    ROBERTA,
+    T5,
+)
+"""Every family; to add one, write its file and name it here."""
+
+
+def find(config: Mapping[str, object]) -> tuple[Family, str] | None:
+    """The family and the class that a config names, or None if no family has it.
+
+    The class is the first of `architectures`; a config without any gets the most usual class of its `model_type`.
+    """
+    named = Config(config)
+    architecture, kind = named.architecture(), named.text("model_type", "")
+    for family in FAMILIES:
+        if architecture in family.classes:
+            return family, architecture
+        if not architecture and kind == family.name:
+            return family, next(iter(family.classes))
+    return None
+
+
+def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error") -> Model:
+    """The model that a decoded `config.json` describes.
+
+    Raises UnsupportedError if no family knows its architecture, and SourceError if a number it needs is absent or
+    is none.
+    """
+    found = find(config)
+    if found is None:
+        named = Config(config)
+        what = named.architecture() or named.text("model_type", "")
+        raise UnsupportedError(
+            f"the architecture {what} is not known" if what else "config.json names no architecture",
+            hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
+        )
+    family, architecture = found
+    return build(family, architecture, Config(config), share_kv=kv_heads == "replicate")

@@ -1,0 +1,112 @@
+"""The notation in which a family's table says names, shapes and thereby placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from shardctl.models.config import Config
+    from shardctl.placement import Where
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A logical dim: what one dim of many tensors has in common."""
+
+    size: int
+    """Elements."""
+    unit: int = 1
+    """Elements that stay together, such as one head."""
+    axis: str = ""
+    """The mesh axis that cuts it; empty for none."""
+    shared: bool = False
+    """Units can be held by several neighbouring ranks (key/value heads, under `--kv-heads replicate`)."""
+    noun: str = ""
+    """What the units are called in messages."""
+    loose: bool = False
+    """The extent is the class's choice (labels), and not checked in the head of another class."""
+    even: bool = True
+    """Whether the parts must be equal. A vocabulary's need not: DTensor cuts it in ceil-sized parts, unpadded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a `{name}` in a row counts."""
+
+    values: Sequence[int]
+    """The indices, in order."""
+    layer: int | None = None
+    """The pipeline layer of index 0; None if the index does not count pipeline layers (experts)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a family reads from a config."""
+
+    dims: Mapping[str, Dim]
+    """The logical dims by name."""
+    indices: Mapping[str, Index]
+    """The indices by name."""
+    flags: Mapping[str, bool | Collection[int]] = field(default_factory=dict)
+    """Conditions by name: true, false, or the values of the outermost index for which it is true."""
+    stages: Mapping[str, tuple[Where, int]] = field(default_factory=dict)
+    """Stages by name, beside `first` and `last`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The names of some tensors, and their shape in logical dims.
+
+    >>> Row(".layers.{layer}.self_attn.o_proj.weight", "hidden q").name
+    '.layers.{layer}.self_attn.o_proj.weight'
+    """
+
+    name: str
+    """The tensor's name. A leading dot stands for the base model's prefix, which the class decides; `{layer}` and
+    other indices count."""
+    dims: str
+    """One word a dim: a logical dim; several fused along it, joined by `+`; a literal extent; or `*`, an extent that
+    the config does not determine. No word for a 0-d tensor."""
+    when: str = ""
+    """Conditions that must all hold: flags of the facts or parts of the class, `!` before one that must not."""
+    on: str = ""
+    """The stage (`first`, `last` or one of the facts'); empty for the stage of its layer."""
+    tie: str = ""
+    """The name of the tensor that this one is another name of, if `tied` holds."""
+    tied: str = "tied"
+    """The flag that says so; `always` needs no flag."""
+    buffer: str = ""
+    """The safetensors dtype of a buffer: present in some checkpoints only, and never a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """A transformers class: which parts of the family's table it has."""
+
+    prefix: str = ""
+    """What stands before the names of the base model."""
+    parts: str = ""
+    """The conditions of the table that hold for this class; a `?` after one: a checkpoint may lack the whole part."""
+    labels: int | None = None
+    """Outputs of the head where the class, not the config, decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Architectures that share a table."""
+
+    name: str
+    """The `model_type` of its configs."""
+    rows: tuple[Row, ...]
+    """The table, in the order of transformers' state dict."""
+    facts: Callable[[Config], Facts]
+    """What the config says about dims, indices and conditions."""
+    classes: Mapping[str, ModelClass]
+    """The classes by name; the first is assumed when a config names none."""
+    prefixes: tuple[str, ...]
+    """Base-model prefixes that stored names may have, or lack."""
+    legacy: Mapping[str, str] = field(default_factory=dict)
+    """Older spellings of the ends of names."""

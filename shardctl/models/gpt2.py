@@ -1,0 +1,91 @@
+"""GPT-2: `Conv1D` weights stored `[in, out]`, and q, k and v fused.
+
+Names and shapes follow transformers 5 (`models/gpt2/modeling_gpt2.py`; `Conv1D` is in `pytorch_utils.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_GPT2: Final = (
+    Row(".wte.weight", "vocab hidden", on="first"),
+    Row(".wpe.weight", "positions hidden", on="first"),
+    Row(".h.{layer}.ln_1.weight", "hidden"),
+    Row(".h.{layer}.ln_1.bias", "hidden"),
+    Row(".h.{layer}.attn.bias", "1 1 * *", buffer="BOOL"),
+    Row(".h.{layer}.attn.masked_bias", "", buffer="F32"),
+    Row(".h.{layer}.attn.c_attn.weight", "hidden q+kv+kv"),
+    Row(".h.{layer}.attn.c_attn.bias", "q+kv+kv"),
+    Row(".h.{layer}.attn.c_proj.weight", "q hidden"),
+    Row(".h.{layer}.attn.c_proj.bias", "hidden"),
+    Row(".h.{layer}.ln_2.weight", "hidden"),
+    Row(".h.{layer}.ln_2.bias", "hidden"),
+    Row(".h.{layer}.crossattention.bias", "1 1 * *", when="cross", buffer="BOOL"),
+    Row(".h.{layer}.crossattention.masked_bias", "", when="cross", buffer="F32"),
+    Row(".h.{layer}.crossattention.c_attn.weight", "hidden kv+kv", when="cross"),
+    Row(".h.{layer}.crossattention.c_attn.bias", "kv+kv", when="cross"),
+    Row(".h.{layer}.crossattention.q_attn.weight", "hidden q", when="cross"),
+    Row(".h.{layer}.crossattention.q_attn.bias", "q", when="cross"),
+    Row(".h.{layer}.crossattention.c_proj.weight", "q hidden", when="cross"),
+    Row(".h.{layer}.crossattention.c_proj.bias", "hidden", when="cross"),
+    Row(".h.{layer}.ln_cross_attn.weight", "hidden", when="cross"),
+    Row(".h.{layer}.ln_cross_attn.bias", "hidden", when="cross"),
+    Row(".h.{layer}.mlp.c_fc.weight", "hidden ffn"),
+    Row(".h.{layer}.mlp.c_fc.bias", "ffn"),
+    Row(".h.{layer}.mlp.c_proj.weight", "ffn hidden"),
+    Row(".h.{layer}.mlp.c_proj.bias", "hidden"),
+    Row(".ln_f.weight", "hidden", on="last"),
+    Row(".ln_f.bias", "hidden", on="last"),
+    Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".wte.weight"),
+    Row("multiple_choice_head.summary.weight", "choices hidden", when="choice summary", on="last"),
+    Row("multiple_choice_head.summary.bias", "choices", when="choice summary", on="last"),
+    Row("score.weight", "labels hidden", when="score", on="last"),
+    Row("classifier.weight", "labels hidden", when="classifier", on="last"),
+    Row("classifier.bias", "labels", when="classifier", on="last"),
+    Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
+    Row("qa_outputs.bias", "2", when="question", on="last"),
+)
+
+
+def _facts(config: Config) -> Facts:
+    hidden = config.size("n_embd")
+    head = config.divided("n_embd", "n_head")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": Dim(config.size("n_positions", 1024)),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            "kv": Dim(hidden, head, "tp", noun="attention heads"),
+            "ffn": Dim(config.size("n_inner", 4 * hidden), axis="tp"),
+            "choices": Dim(1 if config.switch("summary_proj_to_labels", default=True) else hidden),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "cross": config.switch("add_cross_attention", default=False),
+            "summary": config.switch("summary_use_proj", default=True),
+        },
+    )
+
+
+GPT2: Final = Family(
+    name="gpt2",
+    rows=_GPT2,
+    facts=_facts,
+    classes={
+        "GPT2LMHeadModel": ModelClass("transformer", "lm"),
+        "GPT2Model": ModelClass(),
+        "GPT2DoubleHeadsModel": ModelClass("transformer", "lm choice"),
+        "GPT2ForSequenceClassification": ModelClass("transformer", "score"),
+        "GPT2ForTokenClassification": ModelClass("transformer", "classifier"),
+        "GPT2ForQuestionAnswering": ModelClass("transformer", "question"),
+    },
+    prefixes=("transformer",),
+)

@@ -1,0 +1,87 @@
+"""A model as its config describes it: every tensor's name, shape and placement, and what stored names mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardctl.models import binding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.manifest import Manifest
+    from shardctl.models.family import Row
+    from shardctl.placement import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor that the model has or may have."""
+
+    name: str
+    """The canonical name: that of the class's state dict, the first name of a tie."""
+    shape: tuple[int, ...]
+    """The global shape in elements."""
+    dtype: DType
+    """The declared element type; a checkpoint may store another."""
+    spec: Spec
+    """How it is cut, and on which stages it lives."""
+    row: Row
+    """Where this comes from: the row of the family's table, or the rule of a file."""
+    ties: tuple[str, ...] = ()
+    """The other names of a tied weight."""
+    optional: bool = False
+    """Not in the class's state dict, but known: a buffer, or the head of another class."""
+    spare: bool = False
+    """In the class's state dict, but a checkpoint may lack it (a pooler)."""
+    free: tuple[int, ...] = ()
+    """Dims whose extent the config does not determine; the stored extent is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a checkpoint of this class contains."""
+
+    family: str
+    """The family's name, or empty for a model that only a rule file describes."""
+    architecture: str
+    """The transformers class, such as `LlamaForCausalLM`, or empty."""
+    layers: int
+    """Pipeline layers; for an encoder-decoder first those of the encoder, then those of the decoder."""
+    tensors: Mapping[str, ModelTensor]
+    """By canonical name, in model order; optional ones included."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied weights, and the canonical name of each."""
+    prefix: str = ""
+    """The base model's prefix in this class."""
+    prefixes: tuple[str, ...] = ()
+    """Base-model prefixes that stored names may have, or lack."""
+    legacy: Mapping[str, str] = field(default_factory=dict)
+    """Older spellings of the ends of names."""
+    warnings: tuple[str, ...] = ()
+    """What is odd in the description, such as a rule that matches nothing."""
+
+    def own(self) -> Iterator[ModelTensor]:
+        """The tensors of the class's state dict: all but the optional ones."""
+        return (t for t in self.tensors.values() if not t.optional)
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the class's own tensors, ties counted once."""
+        return sum(_size(t.shape) for t in self.own())
+
+    def bind(self, stored: Manifest) -> Manifest:
+        """The same checkpoint under canonical names, in model order, its ties merged.
+
+        Raises SourceError for a missing tensor or a wrong shape, UnsupportedError for a tensor that is not known.
+        """
+        return binding.bind(self, stored)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

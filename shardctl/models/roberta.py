@@ -1,0 +1,49 @@
+"""RoBERTa: BERT's blocks, with a head of its own for masked words and for sentences."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shardctl.models.bert import ENCODER, encoder_facts
+from shardctl.models.family import Family, ModelClass, Row
+
+_ROBERTA: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".embeddings.token_type_embeddings.weight", "types hidden", on="first"),
+    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
+    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
+    *ENCODER,
+    Row("lm_head.bias", "vocab", when="mlm", on="last"),
+    Row("lm_head.dense.weight", "hidden hidden", when="mlm", on="last"),
+    Row("lm_head.dense.bias", "hidden", when="mlm", on="last"),
+    Row("lm_head.layer_norm.weight", "hidden", when="mlm", on="last"),
+    Row("lm_head.layer_norm.bias", "hidden", when="mlm", on="last"),
+    Row("lm_head.decoder.weight", "vocab hidden", when="mlm", on="last", tie=".embeddings.word_embeddings.weight"),
+    Row("lm_head.decoder.bias", "vocab", when="mlm", on="last", tie="lm_head.bias"),
+    Row("classifier.dense.weight", "hidden hidden", when="sentence", on="last"),
+    Row("classifier.dense.bias", "hidden", when="sentence", on="last"),
+    Row("classifier.out_proj.weight", "labels hidden", when="sentence", on="last"),
+    Row("classifier.out_proj.bias", "labels", when="sentence", on="last"),
+    Row("classifier.weight", "labels hidden", when="classifier", on="last"),
+    Row("classifier.bias", "labels", when="classifier", on="last"),
+    Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
+    Row("qa_outputs.bias", "2", when="question", on="last"),
+)
+
+ROBERTA: Final = Family(
+    name="roberta",
+    rows=_ROBERTA,
+    facts=encoder_facts,
+    classes={
+        "RobertaModel": ModelClass("", "pooler?"),
+        "RobertaForMaskedLM": ModelClass("roberta", "mlm"),
+        "RobertaForCausalLM": ModelClass("roberta", "mlm"),
+        "RobertaForSequenceClassification": ModelClass("roberta", "sentence"),
+        "RobertaForMultipleChoice": ModelClass("roberta", "pooler classifier", labels=1),
+        "RobertaForTokenClassification": ModelClass("roberta", "classifier"),
+        "RobertaForQuestionAnswering": ModelClass("roberta", "question"),
+    },
+    prefixes=("roberta",),
+)

@@ -1,0 +1,120 @@
+"""T5 and its 1.1 kin: an encoder and a decoder around one embedding.
+
+Names and shapes follow transformers 5 (`models/t5/modeling_t5.py`). Its pipeline layers are the encoder's blocks and
+then the decoder's. The embedding is on the first stage, on that of the first decoder block, and, as the head of a
+tied model, on the last. The relative positions are those of the first block, which hands them on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+
+def _attention(block: str, attention: str, when: str) -> tuple[Row, ...]:
+    return (
+        Row(f"{block}.{attention}.q.weight", "q hidden", when),
+        Row(f"{block}.{attention}.k.weight", "q hidden", when),
+        Row(f"{block}.{attention}.v.weight", "q hidden", when),
+        Row(f"{block}.{attention}.o.weight", "hidden q", when),
+    )
+
+
+def _positions(block: str, when: str) -> tuple[Row, ...]:
+    return (
+        Row(f"{block}.SelfAttention.relative_attention_bias.weight", "buckets heads", f"{when} first_block".strip()),
+    )
+
+
+def _feed_forward(block: str, when: str) -> tuple[Row, ...]:
+    return (
+        Row(f"{block}.DenseReluDense.wi.weight", "ffn hidden", f"{when} !gated".strip()),
+        Row(f"{block}.DenseReluDense.wi_0.weight", "ffn hidden", f"{when} gated".strip()),
+        Row(f"{block}.DenseReluDense.wi_1.weight", "ffn hidden", f"{when} gated".strip()),
+        Row(f"{block}.DenseReluDense.wo.weight", "hidden ffn", when),
+        Row(f"{block}.layer_norm.weight", "hidden", when),
+    )
+
+
+_ENCODER: Final = ".encoder.block.{encoder}.layer"
+_DECODER: Final = ".decoder.block.{decoder}.layer"
+_SHARED: Final = ".shared.weight"
+
+_T5: Final = (
+    Row(_SHARED, "vocab hidden", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED, tied="always"),
+    *_attention(f"{_ENCODER}.0", "SelfAttention", ""),
+    *_positions(f"{_ENCODER}.0", ""),
+    Row(f"{_ENCODER}.0.layer_norm.weight", "hidden"),
+    *_feed_forward(f"{_ENCODER}.1", ""),
+    Row(".encoder.final_layer_norm.weight", "hidden", on="encoder_end"),
+    Row(".decoder.embed_tokens.weight", "vocab hidden", "decoder", on="decoder_start", tie=_SHARED, tied="always"),
+    *_attention(f"{_DECODER}.0", "SelfAttention", "decoder"),
+    *_positions(f"{_DECODER}.0", "decoder"),
+    Row(f"{_DECODER}.0.layer_norm.weight", "hidden", "decoder"),
+    *_attention(f"{_DECODER}.1", "EncDecAttention", "decoder"),
+    Row(
+        f"{_DECODER}.1.EncDecAttention.relative_attention_bias.weight",
+        "buckets heads",
+        "decoder first_block",
+        buffer="F32",
+    ),
+    Row(f"{_DECODER}.1.layer_norm.weight", "hidden", "decoder"),
+    *_feed_forward(f"{_DECODER}.2", "decoder"),
+    Row(".decoder.final_layer_norm.weight", "hidden", "decoder", on="last"),
+    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
+    Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
+    Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
+    Row("classification_head.out_proj.weight", "labels hidden", "sentence", on="last"),
+    Row("classification_head.out_proj.bias", "labels", "sentence", on="last"),
+    Row("classifier.weight", "labels hidden", "classifier", on="last"),
+    Row("classifier.bias", "labels", "classifier", on="last"),
+    Row("qa_outputs.weight", "labels hidden", "question", on="last"),
+    Row("qa_outputs.bias", "labels", "question", on="last"),
+)
+"""The cross-attention's own relative positions are a leftover that early checkpoints (t5-small) store and no model
+uses."""
+
+
+def _facts(config: Config) -> Facts:
+    heads, head = config.size("num_heads"), config.size("d_kv")
+    encoder = config.size("num_layers")
+    decoder = config.size("num_decoder_layers", encoder)
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(config.size("d_model")),
+            "q": Dim(heads * head, head, "tp", noun="attention heads"),
+            "heads": Dim(heads, axis="tp", noun="attention heads"),
+            "buckets": Dim(config.size("relative_attention_num_buckets", 32)),
+            "ffn": Dim(config.size("d_ff"), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"encoder": Index(range(encoder), layer=0), "decoder": Index(range(decoder), layer=encoder)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "gated": config.text("feed_forward_proj", "relu").startswith("gated-"),
+            "first_block": range(1),
+        },
+        stages={"encoder_end": ("layer", encoder - 1), "decoder_start": ("layer", encoder)},
+    )
+
+
+T5: Final = Family(
+    name="t5",
+    rows=_T5,
+    facts=_facts,
+    classes={
+        "T5ForConditionalGeneration": ModelClass("", "decoder lm"),
+        "T5Model": ModelClass("", "decoder"),
+        "T5EncoderModel": ModelClass(),
+        "T5ForSequenceClassification": ModelClass("transformer", "decoder sentence"),
+        "T5ForTokenClassification": ModelClass("transformer", "classifier"),
+        "T5ForQuestionAnswering": ModelClass("", "decoder question"),
+    },
+    prefixes=("transformer",),
+)

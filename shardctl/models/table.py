@@ -1,0 +1,209 @@
+"""Turns a family's table and the facts of a config into the tensors of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from re import compile as pattern
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import SourceError
+from shardctl.models.family import Dim
+from shardctl.models.model import Model, ModelTensor
+from shardctl.placement import Cut, Section, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.dtype import DType
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts, Family, ModelClass, Row
+    from shardctl.placement import Where
+
+FSDP: Final = Cut("fsdp")
+"""FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
+MOST_TENSORS: Final = 1_000_000
+"""Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
+_INDEX: Final = pattern(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A row with all that does not depend on its indices."""
+
+    row: Row
+    pieces: tuple[str, ...]
+    """The name's text before, between and after the indices."""
+    indices: tuple[str, ...]
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+    free: tuple[int, ...]
+    only: tuple[tuple[frozenset[int], bool], ...]
+    """Conditions on the outermost index: its values, and whether it must be one of them."""
+    mine: bool
+    """Whether the class has it; else it is known from other classes."""
+    spare: bool
+
+
+@dataclass(slots=True)
+class _Builder:
+    """The tensors of one model, while they are made."""
+
+    facts: Facts
+    member: ModelClass
+    dtype: DType
+    share: bool
+    parts: frozenset[str] = frozenset()
+    spares: frozenset[str] = frozenset()
+    tensors: dict[str, ModelTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    specs: dict[tuple[object, ...], Spec] = field(default_factory=dict)
+    layers: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        words = self.member.parts.split()
+        self.parts = frozenset(word.removesuffix("?") for word in words)
+        self.spares = frozenset(word.removesuffix("?") for word in words if word.endswith("?"))
+        if self.member.labels is not None:
+            labels = replace(self.facts.dims["labels"], size=self.member.labels)
+            self.facts = replace(self.facts, dims={**self.facts.dims, "labels": labels})
+
+    def plan(self, row: Row, every_part: frozenset[str]) -> _Plan | None:
+        """The row made ready, or None if a condition of the config excludes it."""
+        only: list[tuple[frozenset[int], bool]] = []
+        mine, spare = True, False
+        for word in row.when.split():
+            wanted, flag = not word.startswith("!"), word.removeprefix("!")
+            if flag in every_part:
+                mine &= (flag in self.parts) == wanted
+                spare |= flag in self.spares
+                continue
+            value = self.facts.flags[flag]
+            if not isinstance(value, bool):
+                only.append((frozenset(value), wanted))
+            elif value != wanted:
+                return None
+        pieces = _INDEX.split(self.full(row.name))
+        shape, cuts, free = self.extents(row.dims, mine=mine)
+        return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare)
+
+    def full(self, name: str) -> str:
+        """A row's name with the base model's prefix of this class."""
+        if not name.startswith("."):
+            return name
+        return f"{self.member.prefix}{name}" if self.member.prefix else name[1:]
+
+    def extents(self, dims: str, *, mine: bool) -> tuple[tuple[int, ...], tuple[tuple[Cut, ...], ...], tuple[int, ...]]:
+        """Shape, cuts and undetermined dims of `dims`."""
+        shape: list[int] = []
+        cuts: list[tuple[Cut, ...]] = []
+        free: list[int] = []
+        for place, word in enumerate(dims.split()):
+            if word == "*":
+                free.append(place)
+                word = "1"  # noqa: PLW2901 - a nominal extent, which the stored one replaces
+            fused = [Dim(int(name)) if name.isdecimal() else self.facts.dims[name] for name in word.split("+")]
+            if any(dim.loose for dim in fused) and not mine:
+                free.append(place)
+            shape.append(sum(dim.size for dim in fused))
+            cut = self.cut(fused)
+            cuts.append((*cut, FSDP) if place == 0 else cut)
+        return tuple(shape), tuple(cuts), tuple(free)
+
+    def cut(self, fused: Sequence[Dim]) -> tuple[Cut, ...]:
+        """The cut that the logical dims fused along one dim ask for, if any."""
+        axis = fused[0].axis
+        if any(dim.axis != axis for dim in fused):
+            raise AssertionError(f"one axis must cut all of a fused dim: {fused}")
+        if not axis:
+            return ()
+        if not all(dim.even for dim in fused):
+            return (Cut(axis),)
+        return (Cut(axis, tuple(Section(d.size, d.unit, d.shared and self.share, d.noun) for d in fused)),)
+
+    def expand(self, plans: Sequence[_Plan], at: tuple[int, ...] = ()) -> None:
+        """Add every tensor of `plans`, whose first ``len(at)`` indices are `at`."""
+        depth = len(at)
+        for name, some in groupby(plans, key=lambda p: p.indices[depth] if len(p.indices) > depth else ""):
+            group = list(some)
+            if not name:
+                for plan in group:
+                    self.add(plan, at)
+                continue
+            for value in self.facts.indices[name].values:
+                self.expand(group, (*at, value))
+                if len(self.tensors) > MOST_TENSORS:
+                    raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
+
+    def add(self, plan: _Plan, at: tuple[int, ...]) -> None:
+        """Add the tensor of `plan` whose indices are `at`, unless a condition on its layer excludes it."""
+        if any((at[0] in values) != wanted for values, wanted in plan.only):
+            return
+        name = plan.pieces[0]
+        for value, piece in zip(at, plan.pieces[1:], strict=True):
+            name += f"{value}{piece}"
+        where = self.stage(plan, at)
+        row = plan.row
+        if row.tie and (row.tied == "always" or self.facts.flags[row.tied]):
+            self.tie(name, plan, where)
+            return
+        key = (id(plan), where)
+        spec = self.specs.get(key)
+        if spec is None:
+            spec = self.specs[key] = Spec(plan.cuts, (where,))
+        assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
+        self.tensors[name] = ModelTensor(
+            name,
+            plan.shape,
+            BY_NAME[row.buffer] if row.buffer else self.dtype,
+            spec,
+            row,
+            optional=bool(row.buffer) or not plan.mine,
+            spare=plan.spare and plan.mine,
+            free=plan.free,
+        )
+
+    def tie(self, name: str, plan: _Plan, where: tuple[Where, int]) -> None:
+        """Make `name` one more name of the tensor it is tied to."""
+        first = self.aliases[name] = self.full(plan.row.tie)
+        if not plan.mine:
+            return
+        tensor = self.tensors[first]
+        stages = tensor.spec.where if where in tensor.spec.where else (*tensor.spec.where, where)
+        self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=Spec(tensor.spec.cuts, stages))
+
+    def stage(self, plan: _Plan, at: tuple[int, ...]) -> tuple[Where, int]:
+        """Where a tensor lives: where its row says, else with its layer."""
+        on = plan.row.on
+        if on:
+            if on in ("first", "last"):
+                return ("first", 0) if on == "first" else ("last", 0)
+            return self.facts.stages[on]
+        layer = self.facts.indices[plan.indices[0]].layer
+        assert layer is not None, plan.row  # noqa: S101 - a table that names no stage is our own bug
+        if not plan.mine and layer + at[0] not in self.layers:
+            return ("last", 0)
+        self.layers.add(layer + at[0])
+        return ("layer", layer + at[0])
+
+
+def build(family: Family, architecture: str, config: Config, *, share_kv: bool) -> Model:
+    """The model of a class of `family`, from its config alone.
+
+    `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks.
+    """
+    builder = _Builder(family.facts(config), family.classes[architecture], config.dtype(), share_kv)
+    every_part = frozenset(w.removesuffix("?") for member in family.classes.values() for w in member.parts.split())
+    plans = [plan for row in family.rows if (plan := builder.plan(row, every_part))]
+    builder.expand(plans)
+    return Model(
+        family=family.name,
+        architecture=architecture,
+        layers=len(builder.layers),
+        tensors=builder.tensors,
+        aliases=builder.aliases,
+        prefix=builder.member.prefix,
+        prefixes=family.prefixes,
+        legacy=family.legacy,
+    )

@@ -1,0 +1,59 @@
+"""What transformers says about the tiny configs: the other implementation that the tables are compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from shardctl.box import Box
+from shardctl.dtype import BY_NAME, BY_TORCH
+from shardctl.manifest import Chunk, Manifest, Region, Tensor, dense_strides
+from shardctl.models import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+FAMILY = {family.name: family for family in FAMILIES}
+
+
+def fixture(name: str, **changes: Any) -> dict[str, Any]:
+    """A tiny config, with some keys changed."""
+    return {**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}
+
+
+def classes() -> list[tuple[str, str]]:
+    """Every fixture with every class of its family."""
+    return [(name, cls) for name in FIXTURES for cls in FAMILY[fixture(name)["model_type"]].classes]
+
+
+def on_meta(config: dict[str, Any]) -> Any:
+    """The transformers model of a config, without memory."""
+    kind = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        return kind(kind.config_class.from_dict(config))
+
+
+def stored(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: str = "F32") -> Manifest:
+    """A checkpoint that stores each tensor whole."""
+    kind = BY_NAME[dtype]
+    tensors = {}
+    for name, shape in shapes:
+        chunk = Chunk(Box.whole(shape), kind, Region("model.safetensors", 0, dense_strides(kind, shape)), name)
+        tensors[name] = Tensor(name, kind, shape, (chunk,))
+    return Manifest("safetensors", tensors, {})
+
+
+def state(model: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the state dict."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def dtype_of(model: Any) -> Any:
+    """The dtype of the parameters."""
+    return BY_TORCH[str(next(model.parameters()).dtype).removeprefix("torch.")]
