@@ -1,0 +1,432 @@
+"""Reads a pickle without believing it: opcodes in, a tree of plain containers and inert nodes out.
+
+Nothing is imported and nothing is called: a global is a name, a call is a note that a call was asked for. The opcodes
+are those of protocols 0 to 5 (CPython `Lib/pickletools.py`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gc
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.formats.pickle_state import NODE, Limits, PickleState
+from shardctl.formats.pickle_tree import Call, Global, Persistent, Pickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_HIGHEST_PROTOCOL: Final = 5
+_INTEGER: Final = 1 << 10
+"""Longest integer, in bytes."""
+_STRETCH: Final = 64
+"""Opcodes run between two looks at what was spent."""
+_SET: Final = Global("builtins", "set")
+_FROZENSET: Final = Global("builtins", "frozenset")
+
+_u4 = struct.Struct("<I").unpack_from
+_i4 = struct.Struct("<i").unpack_from
+_f8 = struct.Struct(">d").unpack_from
+
+
+def load(data: bytes, where: str, *, start: int = 0, limits: Limits = Limits()) -> Pickle:  # noqa: B008 - frozen
+    """Read the pickle that begins at `start` of `data`; `where` names it in messages.
+
+    Raises TruncatedError if `data` ends first, SourceError if it is malformed, HostileError if it mentions a name
+    that runs code or exceeds `limits`, UnsupportedError if only its writer could resolve it.
+    """
+    with _no_collection():
+        return _Machine(data, where, start, limits).run()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Stop the cyclic garbage collector: a growing tree has no garbage, and looking for it takes a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Machine(PickleState):
+    """One handler for each opcode."""
+
+    __slots__ = ()
+
+    def run(self) -> Pickle:
+        data, handlers, limits = self.data, _HANDLERS, self.limits
+        stopped = False
+        try:
+            for _ in range(0, limits.opcodes, _STRETCH):
+                for _ in range(_STRETCH):
+                    code = data[self.pos]
+                    self.pos += 1
+                    if code == _STOP:
+                        stopped = True
+                        break
+                    handlers[code](self)
+                if self.spent > limits.memory:
+                    self.hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
+                if stopped:
+                    break
+            else:
+                self.hostile(f"has more than {limits.opcodes:,} opcodes")
+            value = self.stack.pop()
+        except struct.error:
+            self.truncated()
+        except IndexError:
+            if self.pos >= len(data):
+                self.truncated()
+            self.malformed("takes more from the stack than is on it")
+        except KeyError as error:  # only the table of handlers raises it
+            self.malformed(f"has the unknown opcode {error.args[0]:#04x}")
+        except (ValueError, OverflowError) as error:  # of int(), float() and decode()
+            self.malformed(f"has an argument that does not parse ({error})")
+        if self.stack or self.marked:
+            self.malformed("stops with values left on its stack")
+        return Pickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
+
+    # Stack and memo
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.close_mark()
+
+    def pop_mark(self) -> None:
+        self.close_mark()
+
+    def dup(self) -> None:
+        self.stack.append(self.stack[-1])
+
+    def get(self) -> None:
+        self.recall(int(self.line()))
+
+    def binget(self) -> None:
+        self.recall(self.u1())
+
+    def long_binget(self) -> None:
+        self.recall(self.u4())
+
+    def put(self) -> None:
+        self.remember(int(self.line()))
+
+    def binput(self) -> None:
+        self.remember(self.u1())
+
+    def long_binput(self) -> None:  # a quarter of all opcodes, so spelled out
+        index = _u4(self.data, self.pos)[0]
+        self.pos += 4
+        if index == len(self.memo):
+            self.memo.append(self.stack[-1])
+        else:
+            self.remember(index)
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+
+    # Scalars
+
+    def none(self) -> None:
+        self.stack.append(None)
+
+    def true(self) -> None:
+        self.stack.append(True)
+
+    def false(self) -> None:
+        self.stack.append(False)
+
+    def int_line(self) -> None:
+        line = self.line()
+        self.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line))
+
+    def long_line(self) -> None:
+        self.stack.append(int(self.line().removesuffix(b"L")))
+
+    def binint(self) -> None:
+        self.stack.append(_i4(self.data, self.pos)[0])
+        self.pos += 4
+        self.spent += 32
+
+    def binint1(self) -> None:
+        self.stack.append(self.data[self.pos])
+        self.pos += 1
+
+    def binint2(self) -> None:
+        self.stack.append(self.u2())
+        self.spent += 32
+
+    def _long(self, size: int) -> None:
+        if size > _INTEGER:
+            self.hostile(f"has an integer of {size:,} bytes")
+        self.stack.append(int.from_bytes(self.take(size), "little", signed=True))
+
+    def long1(self) -> None:
+        self._long(self.u1())
+
+    def long4(self) -> None:
+        self._long(self.u4())
+
+    def float_line(self) -> None:
+        self.stack.append(float(self.line()))
+
+    def binfloat(self) -> None:
+        self.stack.append(_f8(self.data, self.pos)[0])
+        self.pos += 8
+        self.spent += 32
+
+    # Text and bytes
+
+    def string_line(self) -> None:
+        line = self.line().strip()
+        if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":  # noqa: PLR2004 - two quotes
+            self.malformed("has a string without quotes")
+        self.stack.append(_text(codecs.escape_decode(line[1:-1])[0]))
+
+    def binstring(self) -> None:
+        self.stack.append(_text(self.take(self.u4())))
+
+    def short_binstring(self) -> None:
+        self.stack.append(_text(self.take(self.u1())))
+
+    def unicode_line(self) -> None:
+        self.stack.append(self.line().decode("raw-unicode-escape"))
+
+    def binunicode(self) -> None:
+        self.stack.append(self.take(self.u4()).decode("utf-8", "surrogatepass"))
+
+    def short_binunicode(self) -> None:
+        self.stack.append(self.take(self.u1()).decode("utf-8", "surrogatepass"))
+
+    def binunicode8(self) -> None:
+        self.stack.append(self.take(self.u8()).decode("utf-8", "surrogatepass"))
+
+    def binbytes(self) -> None:
+        self.stack.append(self.take(self.u4()))
+
+    def short_binbytes(self) -> None:
+        self.stack.append(self.take(self.u1()))
+
+    def binbytes8(self) -> None:
+        self.stack.append(self.take(self.u8()))
+
+    # Containers
+
+    def empty_list(self) -> None:
+        self.stack.append([])
+        self.spent += NODE
+
+    def empty_dict(self) -> None:
+        self.stack.append({})
+        self.spent += NODE
+
+    def empty_tuple(self) -> None:
+        self.stack.append(())
+
+    def empty_set(self) -> None:
+        self.push_call(_SET, ())
+
+    def make_frozenset(self) -> None:
+        self.push_call(_FROZENSET, (self.close_mark(),))
+
+    def make_list(self) -> None:
+        items = self.close_mark()
+        self.spent += NODE + 8 * len(items)
+        self.stack.append(items)
+
+    def make_tuple(self) -> None:
+        items = tuple(self.close_mark())
+        self.spent += NODE + 8 * len(items)
+        self.stack.append(items)
+
+    def tuple1(self) -> None:
+        self.stack[-1] = (self.stack[-1],)
+        self.spent += NODE
+
+    def tuple2(self) -> None:
+        second = self.stack.pop()
+        self.stack[-1] = (self.stack[-1], second)
+        self.spent += NODE
+
+    def tuple3(self) -> None:
+        third, second = self.stack.pop(), self.stack.pop()
+        self.stack[-1] = (self.stack[-1], second, third)
+        self.spent += NODE
+
+    def make_dict(self) -> None:
+        items = self.close_mark()
+        self.spent += NODE
+        target: dict[Any, Any] = {}
+        self.store(target, items)
+        self.stack.append(target)
+
+    def append(self) -> None:
+        value = self.stack.pop()
+        self.extend(self.stack[-1], [value])
+
+    def appends(self) -> None:
+        values = self.close_mark()
+        self.extend(self.stack[-1], values)
+
+    def setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.store(self.stack[-1], [key, value])
+
+    def setitems(self) -> None:
+        items = self.close_mark()
+        self.store(self.stack[-1], items)
+
+    # Names and calls
+
+    def global_line(self) -> None:
+        module = self.line().decode()
+        self.stack.append(self.named(module, self.line().decode()))
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.stack.append(self.named(module, name))
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.push_call(self.stack.pop(), args)
+
+    def newobj_ex(self) -> None:
+        kwargs, args = self.stack.pop(), self.stack.pop()
+        if not isinstance(kwargs, dict):
+            self.malformed("calls with keyword arguments that are no dict")
+        self.push_call(self.stack.pop(), args, kwargs)
+
+    def inst(self) -> None:
+        module = self.line().decode()
+        function = self.named(module, self.line().decode())
+        self.push_call(function, tuple(self.close_mark()))
+
+    def obj(self) -> None:
+        items = self.close_mark()
+        if not items:
+            self.malformed("makes an object of nothing")
+        self.push_call(items[0], tuple(items[1:]))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if not isinstance(target, Call):
+            self.malformed(f"sets the state of a {type(target).__name__}")
+        if target.state is not None:
+            self.malformed("sets the state of an object twice")
+        target.state = state
+
+    def persid(self) -> None:
+        self.stack.append(self.line().decode())
+        self.binpersid()
+
+    def binpersid(self) -> None:
+        node = Persistent(self.stack.pop())
+        self.persistents.append(node)
+        self.stack.append(node)
+        self.spent += NODE
+
+    # The frame of it all
+
+    def proto(self) -> None:
+        protocol = self.u1()
+        if protocol > _HIGHEST_PROTOCOL:
+            raise UnsupportedError(f"{self.where}: pickle protocol {protocol} is newer than {_HIGHEST_PROTOCOL}")
+
+    def frame(self) -> None:
+        size = self.u8()
+        if size > len(self.data) - self.pos:
+            self.truncated()
+
+    def extension(self) -> None:
+        raise UnsupportedError(f"{self.where}: the pickle uses a copyreg extension code, which only its writer knows")
+
+    def buffer(self) -> None:
+        raise UnsupportedError(f"{self.where}: the pickle keeps data in out-of-band buffers, which are not in the file")
+
+
+_STOP: Final = ord(".")
+_HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
+    ord("("): _Machine.open_mark,
+    ord("0"): _Machine.pop,
+    ord("1"): _Machine.pop_mark,
+    ord("2"): _Machine.dup,
+    ord("F"): _Machine.float_line,
+    ord("I"): _Machine.int_line,
+    ord("J"): _Machine.binint,
+    ord("K"): _Machine.binint1,
+    ord("L"): _Machine.long_line,
+    ord("M"): _Machine.binint2,
+    ord("N"): _Machine.none,
+    ord("P"): _Machine.persid,
+    ord("Q"): _Machine.binpersid,
+    ord("R"): _Machine.reduce,
+    ord("S"): _Machine.string_line,
+    ord("T"): _Machine.binstring,
+    ord("U"): _Machine.short_binstring,
+    ord("V"): _Machine.unicode_line,
+    ord("X"): _Machine.binunicode,
+    ord("a"): _Machine.append,
+    ord("b"): _Machine.build,
+    ord("c"): _Machine.global_line,
+    ord("d"): _Machine.make_dict,
+    ord("}"): _Machine.empty_dict,
+    ord("e"): _Machine.appends,
+    ord("g"): _Machine.get,
+    ord("h"): _Machine.binget,
+    ord("i"): _Machine.inst,
+    ord("j"): _Machine.long_binget,
+    ord("l"): _Machine.make_list,
+    ord("]"): _Machine.empty_list,
+    ord("o"): _Machine.obj,
+    ord("p"): _Machine.put,
+    ord("q"): _Machine.binput,
+    ord("r"): _Machine.long_binput,
+    ord("s"): _Machine.setitem,
+    ord("t"): _Machine.make_tuple,
+    ord(")"): _Machine.empty_tuple,
+    ord("u"): _Machine.setitems,
+    ord("G"): _Machine.binfloat,
+    ord("B"): _Machine.binbytes,
+    ord("C"): _Machine.short_binbytes,
+    0x80: _Machine.proto,
+    0x81: _Machine.reduce,  # NEWOBJ
+    0x82: _Machine.extension,
+    0x83: _Machine.extension,
+    0x84: _Machine.extension,
+    0x85: _Machine.tuple1,
+    0x86: _Machine.tuple2,
+    0x87: _Machine.tuple3,
+    0x88: _Machine.true,
+    0x89: _Machine.false,
+    0x8A: _Machine.long1,
+    0x8B: _Machine.long4,
+    0x8C: _Machine.short_binunicode,
+    0x8D: _Machine.binunicode8,
+    0x8E: _Machine.binbytes8,
+    0x8F: _Machine.empty_set,
+    0x90: _Machine.appends,  # ADDITEMS
+    0x91: _Machine.make_frozenset,
+    0x92: _Machine.newobj_ex,
+    0x93: _Machine.stack_global,
+    0x94: _Machine.memoize,
+    0x95: _Machine.frame,
+    0x96: _Machine.binbytes8,  # BYTEARRAY8
+    0x97: _Machine.buffer,
+    0x98: _Machine.buffer,
+}
+
+
+def _text(data: bytes) -> str | bytes:
+    """A Python 2 string: text if it is UTF-8, as torch.load reads it, else bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data

@@ -1,0 +1,78 @@
+"""Which names a pickle cannot mention without being refused: those that run code, and the ways around to them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MODULES: Final = _words("""
+    _aix_support _ctypes _osx_support _posixshmem _posixsubprocess _pyrepl _socket _winapi aiohttp asyncio bdb cProfile
+    cloudpickle codeop commands concurrent ctypes dill distutils doctest ensurepip fileinput ftplib idlelib imaplib imp
+    importlib inspect joblib lib2to3 marshal msvcrt multiprocessing nt ntpath os os2 pdb pip pkgutil poplib popen2 posix
+    posixpath pty pydoc pyximport runpy setuptools shelve shutil smtplib socket socketserver sqlite3 ssl subprocess sys
+    tempfile telnetlib threading timeit urllib urllib2 venv webbrowser winreg xmlrpc zipimport
+""")
+"""Top-level modules of which no checkpoint has a use, and attackers have; Python 2 spellings included."""
+
+_BUILTINS: Final = _words("""
+    apply breakpoint compile delattr eval exec execfile exit file globals help input locals open quit raw_input reload
+    setattr vars
+""")
+"""What runs or reaches code in `builtins`; `getattr` is not here (see `is_getattr`), `__import__` is in `_REACHED`."""
+
+_PATHS: Final = _words("""
+    _io.FileIO _io.open _pickle.Unpickler _pickle.load _pickle.loads cPickle.load cPickle.loads code.InteractiveConsole
+    code.InteractiveInterpreter code.interact codecs.open copyreg.add_extension copyreg.pickle http.client http.server
+    io.FileIO io.open numpy.f2py numpy.load numpy.testing operator.attrgetter operator.methodcaller pandas.eval
+    pandas.read_pickle pickle.Unpickler pickle.load pickle.loads platform.popen profile.Profile profile.run
+    profile.runctx requests.api test.support torch._dynamo.guards torch._inductor torch.distributed.rpc torch.fx
+    torch.hub torch.jit torch.load torch.ops torch.package torch.serialization.load torch.utils._config_module
+    torch.utils.bottleneck torch.utils.collect_env torch.utils.cpp_extension torch.utils.data.datapipes trace.Trace
+    types.CodeType types.FunctionType
+""")
+"""Dotted prefixes that load or run code from elsewhere; the lists of picklescan were a start."""
+
+_REACHED: Final = _words("""
+    __base__ __bases__ __builtins__ __call__ __class__ __closure__ __code__ __dict__ __func__ __getattr__
+    __getattribute__ __globals__ __import__ __init_subclass__ __loader__ __mro__ __reduce__ __reduce_ex__ __self__
+    __spec__ __subclasses__ __wrapped__ builtins ctypes eval exec importlib nt os popen posix pty runpy shutil socket
+    subprocess sys system
+""")
+"""Attributes that nothing in a checkpoint has, and every attack by way of an innocent module goes through."""
+
+_BUILTIN_MODULES: Final = frozenset({"builtins", "__builtin__", "__builtins__"})
+
+
+def executes(module: str, name: str) -> bool:
+    """Whether a reference to `name` (perhaps dotted) of `module` runs code or reaches for what does.
+
+    >>> executes("posix", "system"), executes("__builtin__", "eval"), executes("torch.serialization", "os.system")
+    (True, True, True)
+    >>> executes("collections", "OrderedDict"), executes("builtins", "set"), executes("builtins", "getattr")
+    (False, False, False)
+    """
+    top, parts = module.split(".", 1)[0], name.split(".")
+    if top in _MODULES or not _REACHED.isdisjoint(parts):
+        return True
+    if top in _BUILTIN_MODULES and not _BUILTINS.isdisjoint(parts):
+        return True
+    path = [*module.split("."), *parts][:8]  # the longest of _PATHS is shorter
+    return any(".".join(path[:end]) in _PATHS for end in range(2, len(path) + 1))
+
+
+def reaches(attribute: str) -> bool:
+    """Whether fetching the (perhaps dotted) `attribute` of an innocent object is a step towards running code.
+
+    >>> reaches("__globals__"), reaches("a.system"), reaches("_local_tensor")
+    (True, True, False)
+    """
+    return not _REACHED.isdisjoint(attribute.split("."))
+
+
+def is_getattr(module: str, name: str) -> bool:
+    """Whether this is `getattr`, which pickled enums and nested classes use, and so do attackers."""
+    return name == "getattr" and module in _BUILTIN_MODULES

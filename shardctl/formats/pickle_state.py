@@ -1,0 +1,284 @@
+"""What a run of the pickle machine holds, and the few things its opcodes do to it, each within a limit."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from shardctl.errors import HostileError, SourceError
+from shardctl.formats.pickle_names import executes, is_getattr, reaches
+from shardctl.formats.pickle_tree import Call, Global, Persistent
+
+NODE: Final = 96
+"""Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
+_LINE: Final = 1 << 16
+"""Longest argument of a protocol 0 opcode, in bytes; real ones are names and numbers."""
+_NAME: Final = 1_000
+"""Longest name of a global, in characters."""
+_HOLE: Final = object()
+"""Stands in the memo where nothing was stored."""
+_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), Global, Call, Persistent})
+_SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), Global, Call, Persistent})
+"""Types whose hash is secret, an address or one of a few, so that collisions cannot be arranged."""
+_BATCH: Final = 1_000
+"""`pickle` stores the items of a dict in batches of this many."""
+
+_u2 = struct.Struct("<H").unpack_from
+_u4 = struct.Struct("<I").unpack_from
+_u8 = struct.Struct("<Q").unpack_from
+
+
+class TruncatedError(SourceError):
+    """The pickle goes on beyond the bytes at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pickle may ask for; more makes it hostile. The defaults keep any verdict below 20 s and 1 GiB."""
+
+    opcodes: int = 32_000_000
+    """A state dict takes about 40 per tensor."""
+    memory: int = 640 << 20
+    """Estimated bytes of the tree."""
+    depth: int = 4_096
+    """Marks open at once; `pickle.dump` itself gives up at about a thousand levels."""
+    memo: int = 16_000_000
+    """Largest memo index."""
+    odd_keys: int = 10_000
+    """Keys with a hash that the writer can choose, so that a dict would take quadratic time."""
+
+
+class PickleState:
+    """A stack of stacks (one for each open mark), the memo, and what was spent of the limits.
+
+    Reading beyond the data raises IndexError or struct.error, and so does an empty stack: the loop that runs the
+    opcodes turns both into an error that tells them apart.
+    """
+
+    __slots__ = (
+        "attributes",
+        "data",
+        "globals",
+        "limits",
+        "marked",
+        "memo",
+        "odd",
+        "persistents",
+        "pos",
+        "spent",
+        "stack",
+        "where",
+    )
+
+    def __init__(self, data: bytes, where: str, start: int, limits: Limits) -> None:
+        self.data = data
+        self.where = where
+        self.pos = start
+        self.limits = limits
+        self.stack: list[Any] = []
+        self.marked: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.persistents: list[Persistent] = []
+        self.attributes: set[Global] = set()
+        """`getattr`, in each spelling that was mentioned."""
+        self.spent = 0
+        self.odd = 0
+
+    def malformed(self, what: str) -> NoReturn:
+        """Raise SourceError: no pickler writes this."""
+        raise SourceError(f"{self.where}: the pickle {what}, at byte {self.pos}")
+
+    def hostile(self, what: str) -> NoReturn:
+        """Raise HostileError."""
+        raise HostileError(
+            f"{self.where}: the pickle {what}, at byte {self.pos}",
+            hint="do not load this file with anything that unpickles; get the weights from another place",
+        )
+
+    def truncated(self) -> NoReturn:
+        """Raise TruncatedError."""
+        raise TruncatedError(f"{self.where}: the pickle is cut off at byte {len(self.data)}")
+
+    # Arguments of opcodes
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        start = self.pos
+        self.pos = end = start + size
+        if end > len(self.data):
+            raise TruncatedError(
+                f"{self.where}: the pickle declares {size:,} bytes at byte {start}, but only "
+                f"{max(len(self.data) - start, 0):,} remain"
+            )
+        self.spent += 4 * size + NODE  # a str may take four bytes for each one of UTF-8
+        return self.data[start:end]
+
+    def line(self) -> bytes:
+        """The bytes up to the next newline, which is skipped."""
+        end = self.data.find(b"\n", self.pos, self.pos + _LINE)
+        if end < 0:
+            if self.pos + _LINE > len(self.data):
+                self.truncated()
+            self.malformed(f"has a line of more than {_LINE:,} bytes")
+        line = self.data[self.pos : end]
+        self.pos = end + 1
+        self.spent += 4 * len(line) + NODE
+        return line
+
+    def u1(self) -> int:
+        """The next byte."""
+        value = self.data[self.pos]
+        self.pos += 1
+        return value
+
+    def u2(self) -> int:
+        """The next two bytes, little-endian like the others."""
+        value: int = _u2(self.data, self.pos)[0]
+        self.pos += 2
+        return value
+
+    def u4(self) -> int:
+        """The next four bytes."""
+        value: int = _u4(self.data, self.pos)[0]
+        self.pos += 4
+        return value
+
+    def u8(self) -> int:
+        """The next eight bytes."""
+        value: int = _u8(self.data, self.pos)[0]
+        self.pos += 8
+        return value
+
+    # Stack and memo
+
+    def open_mark(self) -> None:
+        """Begin a new stack above the present one."""
+        if len(self.marked) >= self.limits.depth:
+            self.hostile(f"nests deeper than {self.limits.depth:,} levels")
+        self.marked.append(self.stack)
+        self.stack = []
+
+    def close_mark(self) -> list[Any]:
+        """Everything since the last mark."""
+        items = self.stack
+        if not self.marked:
+            self.malformed("closes a mark that was never opened")
+        self.stack = self.marked.pop()
+        return items
+
+    def recall(self, index: int) -> None:
+        """Push what the memo holds."""
+        value = self.memo[index] if 0 <= index < len(self.memo) else _HOLE
+        if value is _HOLE:
+            self.malformed(f"recalls memo {index}, which was never stored")
+        self.stack.append(value)
+
+    def remember(self, index: int) -> None:
+        """Store the top of the stack in the memo."""
+        memo = self.memo
+        value = self.stack[-1]
+        if index == len(memo):
+            memo.append(value)
+            return
+        if not 0 <= index < self.limits.memo:
+            self.hostile(f"stores to memo {index:,}")
+        if index > len(memo):  # Python 2 counts from 1
+            memo.extend([_HOLE] * (index + 1 - len(memo)))
+        memo[index] = value
+
+    # Containers
+
+    def extend(self, target: object, values: list[Any]) -> None:
+        """Append to a list or to whatever a call would have returned."""
+        self.spent += 16 * len(values)
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Call):
+            if target.elements is None:
+                target.elements = []
+                self.spent += NODE
+            target.elements.extend(values)
+        else:
+            self.malformed(f"appends to a {type(target).__name__}")
+
+    def store(self, target: object, items: list[Any]) -> None:
+        """Store alternating keys and values in a dict or in whatever a call would have returned."""
+        if len(items) % 2:
+            self.malformed("stores a key without a value")
+        if isinstance(target, Call):
+            if target.items is None:
+                target.items = {}
+                self.spent += NODE
+            target = target.items
+        if not isinstance(target, dict):
+            self.malformed(f"stores by key into a {type(target).__name__}")
+        before, keys = len(target), items[::2]
+        self.spent += NODE * len(keys)
+        for key in keys:
+            if type(key) not in _SAFE_KEYS:
+                self._admit(key, before)
+        target.update(zip(keys, items[1::2], strict=True))
+        if len(target) != before + len(keys):
+            self.malformed("stores the same key twice")
+
+    def _admit(self, key: object, before: int) -> None:
+        """Count a key whose collisions can be arranged; integers in sequence cannot collide."""
+        if type(key) is tuple:
+            if any(type(part) not in _FLAT for part in key):  # its hash would recurse
+                self.malformed("has a nested tuple as a key")
+        elif type(key) is int:
+            if before <= key < before + _BATCH:
+                return
+        elif type(key) is not float:
+            self.malformed(f"has a {type(key).__name__} as a key")
+        self.odd += 1
+        if self.odd > self.limits.odd_keys:
+            self.hostile(f"has more than {self.limits.odd_keys:,} numbers or tuples as keys")
+
+    # Names and calls
+
+    def named(self, module: object, name: object) -> Global:
+        """The reference to a global, one object for each; hostile if it runs code."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            self.malformed("names a global by something other than text")
+        if len(module) + len(name) > _NAME:
+            self.malformed(f"names a global in more than {_NAME:,} characters")
+        known = self.globals.get((module, name))
+        if known is None:
+            if executes(module, name):
+                self.hostile(f"mentions {module}.{name}, which runs code")
+            known = self.globals[module, name] = Global(module, name)
+            self.spent += 2 * NODE
+            if is_getattr(module, name):
+                self.attributes.add(known)
+        return known
+
+    def push_call(self, function: object, args: object, kwargs: dict[Any, Any] | None = None) -> None:
+        """Push the note that `function` was to be called.
+
+        `getattr` of a name is a longer name and is judged as one: pickled enums need it, and so do attacks that
+        reach a module through another. As an argument of another function nobody needs it.
+        """
+        if not isinstance(function, Global | Call):
+            self.malformed(f"calls a {type(function).__name__}")
+        if not isinstance(args, tuple):
+            self.malformed(f"calls with a {type(args).__name__} for arguments")
+        self.spent += NODE
+        if self.attributes and any(type(argument) is Global and argument in self.attributes for argument in args):
+            self.hostile("hands getattr to another function")
+        if isinstance(function, Global) and function in self.attributes:
+            self.stack.append(self._attribute(function, args))
+        else:
+            self.stack.append(Call(function, args, kwargs))
+
+    def _attribute(self, function: Global, args: tuple[Any, ...]) -> Global | Call:
+        if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _NAME:  # noqa: PLR2004 - object and name
+            self.malformed("calls getattr with strange arguments")
+        target, attribute = args[:2]
+        if isinstance(target, Global):
+            return self.named(target.module, f"{target.name}.{attribute}")
+        if reaches(attribute):
+            self.hostile(f"reaches for the attribute {attribute}")
+        return Call(function, args)
