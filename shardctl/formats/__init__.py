@@ -1,1 +1,90 @@
 """The containers shardctl reads; an unknown or ambiguous directory is an error that says what was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UsageError
+from shardctl.formats import safetensors
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
+
+if TYPE_CHECKING:
+    from shardctl.manifest import Manifest
+    from shardctl.storage import Source
+
+FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT,)
+"""Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
+_SHOWN: Final = 5
+
+
+def detect(source: Source) -> Format:
+    """The container of a source, by its marks alone.
+
+    Raises:
+        SourceError: there is none, or more than one.
+        UnsupportedError: what is there is a checkpoint of a kind that shardctl does not read.
+    """
+    found = _detected(source)
+    if not found:
+        raise _nothing(source)
+    if len(found) > 1 and found[0] is not safetensors.FORMAT:
+        raise SourceError(
+            f"{source.name} looks like {' and like '.join(f.title for f in found)}",
+            hint=f"say which with --from {' or --from '.join(f.name for f in found)}",
+        )
+    return found[0]
+
+
+def scan(source: Source, *, override: str | None = None) -> Manifest:
+    """What the source contains and where, by stored names; headers only, never tensor data.
+
+    `override` names a format, and nothing is detected then.
+
+    Raises:
+        UsageError: there is no format of that name.
+        SourceError: as `detect`, and as the format's own `scan`.
+    """
+    refuse_adapter(source)
+    if override is not None:
+        return _named(override).scan(source)
+    chosen = detect(source)
+    others = [f.title for f in _detected(source) if f is not chosen]
+    manifest = chosen.scan(source)
+    if not others:
+        return manifest
+    warning = f"{source.name} also holds {' and '.join(others)}; the {chosen.title} are read"
+    return replace(manifest, warnings=(warning, *manifest.warnings))
+
+
+def _detected(source: Source) -> list[Format]:
+    return [format_ for format_ in FORMATS if format_.detect(source)]
+
+
+def _named(name: str) -> Format:
+    for format_ in FORMATS:
+        if format_.name == name:
+            return format_
+    raise UsageError(f"there is no format {name!r}", hint=f"formats: {', '.join(f.name for f in FORMATS)}")
+
+
+def _nothing(source: Source) -> SourceError:
+    """The error that says what was found instead of a checkpoint."""
+    refuse_foreign(source)
+    known = ", ".join(f.title for f in FORMATS)
+    files = list(source.files())
+    given = given_file(source)
+    if given is not None:
+        refuse_impostor(source, given, "a checkpoint that shardctl reads")
+        return SourceError(f"{source.name} is not a checkpoint", hint=f"recognised are {known}")
+    if not files:
+        return SourceError(f"{source.name} holds no files", hint=f"recognised are {known}")
+    snapshots = sorted({path.split("/")[1] for path in files if path.startswith("snapshots/")})
+    if snapshots:
+        return SourceError(
+            f"{source.name} is a Hugging Face cache folder, not a checkpoint",
+            hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
+        )
+    shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
+    return SourceError(f"{source.name} holds no checkpoint, only {shown}", hint=f"recognised are {known}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,3 +32,12 @@ class Format:
     Raises SourceError for what is missing, malformed or hostile, and UnsupportedError for what is understood and not
     converted. What is odd but not wrong goes into the manifest's warnings.
     """
+
+
+def given_file(source: Source) -> str | None:
+    """The file's path, if the source was given as one file and not as a directory."""
+    files = source.files()
+    if len(files) != 1:
+        return None
+    path = next(iter(files))
+    return path if PurePath(source.name).name == path else None

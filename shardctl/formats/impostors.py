@@ -53,18 +53,39 @@ def refuse_impostor(source: Source, path: str, expected: str) -> None:
         )
 
 
-def unfinished_download(source: Source, path: str) -> str | None:
-    """The file in the source that says that `path` is still being downloaded, if there is one."""
-    return next((path + suffix for suffix in _UNFINISHED if path + suffix in source.files()), None)
-
-
 def refuse_unfinished(source: Source, path: str) -> None:
     """Raise SourceError if a download of `path` has not ended."""
-    marker = unfinished_download(source, path)
-    if marker is not None:
-        raise SourceError(
-            f"{path} is not completely downloaded: {marker} is still there",
-            hint="finish the download, or delete that file if it is a leftover",
+    for suffix in _UNFINISHED:
+        if path + suffix in source.files():
+            raise SourceError(
+                f"{path} is not completely downloaded: {path}{suffix} is still there",
+                hint="finish the download, or delete that file if it is a leftover",
+            )
+
+
+def unfinished_downloads(source: Source, suffix: str) -> list[str]:
+    """What the root's files that end in `suffix` and are not completely downloaded will be called."""
+    return [
+        path.removesuffix(ending)
+        for path in source.files()
+        for ending in _UNFINISHED
+        if "/" not in path and path.endswith(suffix + ending)
+    ]
+
+
+ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
+"""What peft calls the weights of an adapter."""
+
+
+def refuse_adapter(source: Source) -> None:
+    """Raise UnsupportedError if the source is a LoRA (or other peft) adapter and not a model."""
+    files = source.files()
+    weights = {path for path in files if "/" not in path and path.endswith((".safetensors", ".bin", ".pt", ".pth"))}
+    adapters = weights & {*ADAPTERS}
+    if adapters and not weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}:
+        raise UnsupportedError(
+            f"{source.name} holds an adapter (such as LoRA), not a model",
+            hint="merge it into its base model first (peft: `merge_and_unload`), and give the merged model",
         )
 
 

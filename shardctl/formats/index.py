@@ -32,6 +32,8 @@ _MEMBERS: Final = 64
 """Members of the outermost object; real indexes have two or three."""
 _LONGEST_VALUE: Final = 1_000_000
 """Characters of a member that is not the weight map."""
+_LONGEST_NAME: Final = 255
+"""Characters of a file's name; no common file system allows more."""
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
@@ -111,9 +113,9 @@ def read_index(source: Source, path: str) -> Index:
 
 def check_shard(source: Source, index: str, file: str) -> None:
     """Refuse a shard that is not the bare name of a regular, complete file of the index's own directory."""
-    if file in {"", ".", ".."} or any(c in file for c in "/\\\0") or _DRIVE.match(file):
+    if len(file) > _LONGEST_NAME or file in {"", ".", ".."} or any(c in file for c in "/\\\0") or _DRIVE.match(file):
         raise HostileError(
-            f"{index} names the file {file!r}, which is not the bare name of a file beside it",
+            f"{index} names the file {file[:_LONGEST_NAME]!r}, which is not the bare name of a file beside it",
             hint="an index that leaves its directory is not what any library writes; do not trust this checkpoint",
         )
     refuse_unfinished(source, file)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SPACES: Final = (" ", "\t", "\n", "\r")
 _AFTER_KEY: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_LONGEST_KEY: Final = 10_000
+"""Characters of a key, such as a tensor's name; what is longer would only flood messages and manifests."""
 _EXCERPT: Final = 40
 """Characters of the input that a message repeats."""
 
@@ -28,7 +30,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise MalformedError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} appears twice in one object")
+        raise MalformedError(
+            f"the key {excerpt(next(k for k in keys if keys.count(k) > 1), 0)} appears twice in one object"
+        )
     return members
 
 
@@ -59,6 +63,8 @@ def walk_object(text: str, at: int, member: Callable[[str, int], int]) -> int:
         return at + 1
     while True:
         key, at = read_string(text, at)
+        if len(key) > _LONGEST_KEY:
+            raise MalformedError(f"the key {excerpt(key, 0)} has more than {_LONGEST_KEY:,} characters")
         colon = _AFTER_KEY.match(text, at)
         if colon is None:
             raise MalformedError(f"expected ':' after the key {key!r}, found {excerpt(text, at)}")
@@ -80,7 +86,7 @@ def read_string(text: str, at: int) -> tuple[str, int]:
     except json.JSONDecodeError as error:
         raise MalformedError(f"{error.msg} in the string {excerpt(text, at)}") from error
     if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-        raise MalformedError(f"the string {value!r} holds a lone surrogate, which is not Unicode text")
+        raise MalformedError(f"the string {excerpt(value, 0)} holds a lone surrogate, which is not Unicode text")
     return value, end
 
 

@@ -6,7 +6,7 @@ The rules are those of safetensors 0.8, `safetensors/src/tensor.rs` (`read_metad
 - a name, a key of `__metadata__` or a field that appears twice is refused (the library takes the last);
 - an entry is an object of exactly `dtype`, `shape` and `data_offsets`, and its dtype a string (the library also
   takes unknown fields, and an array or ``{"F32": null}`` where its JSON reader happens to);
-- at most 500,000 tensors in a file, 32 dims in a shape and 10,000 characters in an entry.
+- at most 500,000 tensors in a file, 32 dims in a shape, 10,000 characters in a name and in an entry.
 """
 
 from __future__ import annotations

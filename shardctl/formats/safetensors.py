@@ -1,0 +1,280 @@
+"""Safetensors checkpoints: one file, an index and its shards, a directory without index, a distributed save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.impostors import ADAPTERS, refuse_adapter, refuse_unfinished, unfinished_downloads
+from shardctl.formats.index import Index, read_index
+from shardctl.formats.links import check_link
+from shardctl.formats.safetensors_header import Array, Header, looks_like_header, read_header
+from shardctl.formats.sharding_info import KEY, VERSION_KEY, Placed, read_sharding_info
+from shardctl.formats.side_files import side_files
+from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardctl.storage import Source
+
+_SUFFIX: Final = ".safetensors"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_WHOLE: Final = "model.safetensors"
+_STANDARD_INDEX: Final = "model.safetensors.index.json"
+_RANK_FILE: Final = re.compile(r"shard-[0-9]{5}-(model-[0-9]{5}-of-[0-9]{5}\.safetensors)")
+"""What torch's HuggingFaceStorageWriter writes and transformers >= 5.20 recognises."""
+_NUMBERED: Final = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
+"""Prefix, number (usually from 1), count; the two widths may differ (`-00001-of-000163` is real)."""
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory holds safetensors files or an index of some, or the file looks like one."""
+    given = given_file(source)
+    if given is not None:
+        return given.endswith((_SUFFIX, _INDEX_SUFFIX)) or looks_like_header(source, given)
+    return any("/" not in path and path.endswith((_SUFFIX, _INDEX_SUFFIX)) for path in source.files()) or bool(
+        unfinished_downloads(source, _SUFFIX)
+    )
+
+
+def scan(source: Source) -> Manifest:
+    """Read every header, and say where each tensor is.
+
+    A tensor of a type narrower than a byte whose last dim does not fill whole bytes has no byte strides. Its region's
+    strides are then `()`: it can only be copied whole, as one run of `Tensor.nbytes` bytes.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file's name or link leaves the directory.
+        UnsupportedError: an adapter, or something newer than this version.
+    """
+    chosen = _choose(source)
+    headers = {path: _header(source, path) for path in chosen.files}
+    placed = {path: read_sharding_info(header) for path, header in headers.items()}
+    sharded = any(info is not None for info in placed.values())
+    warnings = list(chosen.warnings)
+    if chosen.index is not None:
+        held = {path: {a.name: a.nbytes for a in header.arrays} for path, header in headers.items()}
+        warnings += chosen.index.check(held)
+    weight_map = chosen.index.weight_map if chosen.index is not None else {}
+    stored: dict[str, list[_Stored]] = {}
+    for path, header in headers.items():
+        info = placed[path]
+        for array in header.arrays:
+            if weight_map.get(array.name, path) == path:
+                place = info[array.name] if info is not None else None
+                stored.setdefault(array.name, []).append(_Stored(path, array, place))
+    tensors = {name: _tensor(parts, sharded=sharded) for name, parts in stored.items()}
+    if chosen.index is None and not sharded:
+        _check_one_save(chosen.files)
+    metadata, differing = _metadata(headers)
+    objects, left = side_files(source, set(headers))
+    return Manifest(
+        format=FORMAT.name,
+        tensors=tensors,
+        files={path: File(path, header.size) for path, header in headers.items()},
+        objects=objects,
+        metadata=metadata,
+        warnings=(*warnings, *differing, *left),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The files that make up the checkpoint."""
+
+    files: tuple[str, ...]
+    index: Index | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _choose(source: Source) -> _Choice:
+    given = given_file(source)
+    if given is not None:
+        return _one_file(given)
+    names = [p for p in source.files() if "/" not in p and p.endswith(_SUFFIX) and p not in ADAPTERS]
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
+    if any(_RANK_FILE.fullmatch(name) for name in names):
+        _check_numbering(names)
+        return _Choice(tuple(names))
+    if _WHOLE in names:
+        return _whole_file(source, indexes)
+    if indexes:
+        index = read_index(source, _one_index(indexes))
+        return _Choice(index.shards, index, index.warnings)
+    if names:
+        _check_numbering(names)
+        return _Choice(tuple(names))
+    refuse_adapter(source)
+    for path in unfinished_downloads(source, _SUFFIX):
+        refuse_unfinished(source, path)
+    raise SourceError(f"{source.name} holds no {_SUFFIX} file")
+
+
+def _one_file(path: str) -> _Choice:
+    if path.endswith(_INDEX_SUFFIX):
+        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
+    numbered = _NUMBERED.fullmatch(path)
+    if numbered is None or int(numbered[3]) == 1:
+        return _Choice((path,))
+    return _Choice((path,), warnings=(f"{path} is one of {int(numbered[3])} files; only its own tensors are read",))
+
+
+def _whole_file(source: Source, indexes: Sequence[str]) -> _Choice:
+    """The choice where `model.safetensors` exists; an index of other files beside it is a second checkpoint."""
+    if _STANDARD_INDEX not in indexes:
+        return _Choice((_WHOLE,))
+    index = read_index(source, _STANDARD_INDEX)
+    others = [path for path in index.shards if path != _WHOLE]
+    if others:
+        raise SourceError(
+            f"{source.name} holds two checkpoints: {_WHOLE}, and {others[0]} with the others that {_STANDARD_INDEX} "
+            "names",
+            hint=f"give {_WHOLE} itself, or move it away",
+        )
+    return _Choice((_WHOLE,), index, index.warnings)
+
+
+def _one_index(indexes: Sequence[str]) -> str:
+    if _STANDARD_INDEX in indexes or len(indexes) == 1:
+        return _STANDARD_INDEX if _STANDARD_INDEX in indexes else indexes[0]
+    raise SourceError(
+        f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
+        hint="leave only one of them in the directory, with its shards",
+    )
+
+
+def _group(name: str) -> tuple[str, str] | None:
+    """What the files of one save share: prefix and count, or None for a name without numbers; ranks are left out."""
+    numbered = _NUMBERED.fullmatch(_RANK_FILE.sub(r"\1", name))
+    return (numbered[1], numbered[3]) if numbered else None
+
+
+def _check_numbering(names: Sequence[str]) -> None:
+    """Raise SourceError if one of the files `prefix-00001-of-0000N` to `prefix-0000N-of-0000N` is missing.
+
+    Of the files of ranks, each number must be there for some rank: a rank writes no file that would be empty.
+    """
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        numbered = _NUMBERED.fullmatch(_RANK_FILE.sub(r"\1", name))
+        if numbered is not None:
+            groups.setdefault((numbered[1], numbered[3]), {})[int(numbered[2])] = numbered[2]
+    for (prefix, count), present in groups.items():
+        first = min(present.keys() & {0}, default=1)
+        for number in range(first, first + min(int(count), len(present) + 1)):
+            if number not in present:
+                width = len(next(iter(present.values())))
+                raise SourceError(
+                    f"{prefix}-{number:0{width}}-of-{count}{_SUFFIX} is missing: only {len(present)} of the "
+                    f"{int(count)} files are here",
+                    hint="fetch the missing file",
+                )
+
+
+def _check_one_save(names: Sequence[str]) -> None:
+    """Refuse numbered files beside others of another numbering, or of none: which belong together is a guess."""
+    examples = {_group(name): name for name in names}
+    if len(examples) > 1:
+        raise SourceError(
+            f"the directory holds files of different saves and no index: {' and '.join(sorted(examples.values()))}",
+            hint="leave only the files that belong together",
+        )
+
+
+def _header(source: Source, path: str) -> Header:
+    refuse_unfinished(source, path)
+    check_link(source, path)
+    return read_header(source, path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An array in a file, and its place in its global tensor: whole, if `place` is None."""
+
+    file: str
+    array: Array
+    place: Placed | None
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        return self.place.origin if self.place is not None else (0,) * len(self.array.shape)
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.origin, self.array.shape, strict=True))
+
+
+def _tensor(parts: Sequence[_Stored], *, sharded: bool) -> Tensor:
+    """The global tensor that the arrays of one name make up; without sharding information there is only one."""
+    first = parts[0]
+    if len(parts) > 1 and not sharded:
+        raise SourceError(
+            f"tensor {first.array.name!r} is in both {first.file} and {parts[1].file}",
+            hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
+            f"the {KEY} that says which part each holds",
+        )
+    shape = _global_shape(parts) if sharded else first.array.shape
+    chunks = tuple(_chunk(part, shape) for part in parts)
+    return Tensor(first.array.name, first.array.dtype, shape, chunks)
+
+
+def _global_shape(parts: Sequence[_Stored]) -> tuple[int, ...]:
+    """The shape that the files declare, else the furthest extent of any box, as torch computes it."""
+    first = parts[0]
+    for part in parts:
+        if part.array.dtype != first.array.dtype or len(part.array.shape) != len(first.array.shape):
+            raise SourceError(
+                f"tensor {first.array.name!r} is {_spell(first)} in {first.file} but {_spell(part)} in {part.file}"
+            )
+    declared = [(part, part.place.global_shape) for part in parts if part.place and part.place.global_shape is not None]
+    if not declared:
+        return tuple(max(extents) for extents in zip(*(part.stop for part in parts), strict=True))
+    one, shape = declared[0]
+    for other, another in declared:
+        if another != shape:
+            raise SourceError(
+                f"tensor {first.array.name!r} has the global shape {list(shape)} in {one.file} but {list(another)} in "
+                f"{other.file}"
+            )
+    return shape
+
+
+def _spell(part: _Stored) -> str:
+    return f"{part.array.dtype} of {len(part.array.shape)} dims"
+
+
+def _chunk(part: _Stored, shape: tuple[int, ...]) -> Chunk:
+    array = part.array
+    if any(stop > extent for stop, extent in zip(part.stop, shape, strict=True)):
+        raise SourceError(
+            f"tensor {array.name!r}: the box from {list(part.origin)} to {list(part.stop)} that {part.file} holds is "
+            f"not inside the global shape {list(shape)}"
+        )
+    try:
+        strides = dense_strides(array.dtype, array.shape)
+    except UnsupportedError:
+        strides = ()
+    return Chunk(Box(part.origin, array.shape), array.dtype, Region(part.file, array.offset, strides), array.name)
+
+
+def _metadata(headers: Mapping[str, Header]) -> tuple[dict[str, str], list[str]]:
+    """The `__metadata__` of all files, without what belongs to the container, and warnings where files differ."""
+    merged: dict[str, tuple[str, str]] = {}
+    warnings = []
+    for path, header in headers.items():
+        for key, value in header.metadata.items():
+            if key in {KEY, VERSION_KEY}:
+                continue
+            kept, other = merged.setdefault(key, (value, path))
+            if kept != value:
+                warnings.append(f"__metadata__ {key!r} differs between {other} and {path}; that of {other} is kept")
+    return {key: value for key, (value, _) in merged.items()}, warnings
+
+
+FORMAT: Final = Format("safetensors", "safetensors files", detect, scan)

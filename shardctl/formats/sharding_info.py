@@ -1,0 +1,88 @@
+"""`DCP_SHARDING_INFO`: what a safetensors file of a distributed save says of the boxes it holds.
+
+Written by torch's `HuggingFaceStorageWriter` into `__metadata__` as JSON, ``{name: {"saved_offsets": [...]}}``
+(torch/distributed/checkpoint/hf_storage.py and _hf_utils.py). A `global_shape` beside the offsets (proposed upstream
+in pytorch #189945, ignored by the readers of torch 2.13) keeps a tensor from shrinking when its last shard is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.json_members import MalformedError, end_of_text, read_flat_object, skip_space, walk_object
+
+if TYPE_CHECKING:
+    from shardctl.formats.safetensors_header import Header
+
+KEY: Final = "DCP_SHARDING_INFO"
+VERSION_KEY: Final = "DCP_VERSION"
+_OFFSETS: Final = "saved_offsets"
+_GLOBAL: Final = "global_shape"
+_LONGEST_ENTRY: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a stored array lies in its global tensor."""
+
+    origin: tuple[int, ...]
+    global_shape: tuple[int, ...] | None
+    """None where the writer did not say."""
+
+
+def read_sharding_info(header: Header) -> dict[str, Placed] | None:
+    """The place of each array of a file, by name; None if the file has no such information, so that all are whole.
+
+    Entries for tensors that the file does not hold are ignored, as torch does.
+
+    Raises:
+        SourceError: the JSON is malformed, does not fit the arrays, or misses one of them.
+        UnsupportedError: an entry has fields that this version does not know and that could change its meaning.
+    """
+    text = header.metadata.get(KEY)
+    if not text:
+        return None
+    ndims = {array.name: len(array.shape) for array in header.arrays}
+    info: dict[str, Placed] = {}
+
+    def member(name: str, at: int) -> int:
+        if name in info:
+            raise MalformedError(f"tensor {name!r} appears twice")
+        entry, at = read_flat_object(text, at, _LONGEST_ENTRY)
+        if name in ndims:
+            info[name] = _placed(name, entry, ndims[name])
+        return at
+
+    try:
+        end_of_text(text, walk_object(text, skip_space(text, 0), member))
+    except MalformedError as error:
+        raise SourceError(f"{KEY} of {header.path} is malformed: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{KEY} of {header.path}: {error.message}", hint=error.hint) from error
+    missing = next((name for name in ndims if name not in info), None)
+    if missing is not None:
+        raise SourceError(f"{KEY} of {header.path} does not say where in the model tensor {missing!r} lies")
+    return info
+
+
+def _placed(name: str, entry: dict[str, Any], ndim: int) -> Placed:
+    unknown = sorted(entry.keys() - {_OFFSETS, _GLOBAL})
+    if unknown:
+        raise UnsupportedError(
+            f"tensor {name!r} has the unknown field {unknown[0]!r}", hint="a newer torch wrote it; update shardctl"
+        )
+    if _OFFSETS not in entry:
+        raise MalformedError(f"tensor {name!r} has no field {_OFFSETS!r}")
+    origin = _indices(name, _OFFSETS, entry[_OFFSETS], ndim)
+    shape = _indices(name, _GLOBAL, entry[_GLOBAL], ndim) if _GLOBAL in entry else None
+    return Placed(origin, shape)
+
+
+def _indices(name: str, field: str, values: object, ndim: int) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(v) is not int for v in values):
+        raise MalformedError(f"tensor {name!r} has a {field} that is not a list of sizes")
+    if len(values) != ndim:
+        raise MalformedError(f"tensor {name!r} has {len(values)} numbers in {field}, but {ndim} dims")
+    return tuple(values)
