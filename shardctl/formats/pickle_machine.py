@@ -44,7 +44,7 @@ def load(data: bytes, where: str, *, start: int = 0, limits: Limits = Limits()) 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Stop the cyclic garbage collector: a growing tree has no garbage, and looking for it takes a quarter of the time."""
+    """Stop the cyclic garbage collector: a growing tree has no garbage; looking for it takes a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -60,28 +60,14 @@ class _Machine(PickleState):
     __slots__ = ()
 
     def run(self) -> Pickle:
-        data, handlers, limits = self.data, _HANDLERS, self.limits
-        stopped = False
+        """Every opcode up to STOP."""
         try:
-            for _ in range(0, limits.opcodes, _STRETCH):
-                for _ in range(_STRETCH):
-                    code = data[self.pos]
-                    self.pos += 1
-                    if code == _STOP:
-                        stopped = True
-                        break
-                    handlers[code](self)
-                if self.spent > limits.memory:
-                    self.hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
-                if stopped:
-                    break
-            else:
-                self.hostile(f"has more than {limits.opcodes:,} opcodes")
+            self._steps()
             value = self.stack.pop()
         except struct.error:
             self.truncated()
         except IndexError:
-            if self.pos >= len(data):
+            if self.pos >= len(self.data):
                 self.truncated()
             self.malformed("takes more from the stack than is on it")
         except KeyError as error:  # only the table of handlers raises it
@@ -91,6 +77,19 @@ class _Machine(PickleState):
         if self.stack or self.marked:
             self.malformed("stops with values left on its stack")
         return Pickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
+
+    def _steps(self) -> None:
+        data, handlers, limits = self.data, _HANDLERS, self.limits
+        for _ in range(0, limits.opcodes, _STRETCH):
+            for _ in range(_STRETCH):
+                code = data[self.pos]
+                self.pos += 1
+                if code == _STOP:
+                    return
+                handlers[code](self)
+            if self.spent > limits.memory:
+                self.hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
+        self.hostile(f"has more than {limits.opcodes:,} opcodes")
 
     # Stack and memo
 

@@ -37,8 +37,8 @@ class TruncatedError(SourceError):
 class Limits:
     """What a pickle may ask for; more makes it hostile. The defaults keep any verdict below 20 s and 1 GiB."""
 
-    opcodes: int = 32_000_000
-    """A state dict takes about 40 per tensor."""
+    opcodes: int = 24_000_000
+    """A state dict takes about 32 per tensor."""
     memory: int = 640 << 20
     """Estimated bytes of the tree."""
     depth: int = 4_096

@@ -1,0 +1,301 @@
+"""Where the records of an uncompressed zip archive lie, from our own strict reading of its directory.
+
+Python's `zipfile` is lenient where two readers can disagree, checks a CRC that torch may have left out, and reads a
+local header only when the record is opened. Layout: PKWARE APPNOTE 6.3.9, sections 4.3 and 4.5.3.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.storage import Source
+
+MAGIC: Final = b"PK\x03\x04"
+"""What a non-empty archive begins with."""
+
+_END: Final = struct.Struct("<4s4H2IH")
+_LOCATOR: Final = struct.Struct("<4sIQI")
+_END64: Final = struct.Struct("<4sQ2H2I4Q")
+_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
+_LOCAL: Final = struct.Struct("<4s5H3I2H")
+_FULL2: Final = 0xFFFF
+_FULL4: Final = 0xFFFFFFFF
+"""Stands for "see the zip64 field"."""
+_ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
+_DESCRIPTOR: Final = 1 << 3
+"""Sizes and CRC follow the data, so the local header may have zeros."""
+_DIRECTORY: Final = 64 << 20
+"""Largest central directory, in bytes; 100,000 records take 7 MB."""
+_RECORDS: Final = 500_000
+_RUN: Final = 64 << 10
+"""Bytes of file read at once for local headers that lie close together: a read costs more than this many bytes."""
+_AGAIN: Final = "the file was truncated or its copy is incomplete; fetch it again"
+_DRIVE: Final = re.compile(r"[A-Za-z]:")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A stored record."""
+
+    name: str
+    """Its path below the archive's root folder."""
+    offset: int
+    """Absolute byte offset of its data in the file."""
+    size: int
+    """Bytes."""
+    crc: int
+    """CRC-32 of its data; 0 where the writer did not compute one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """All records of an archive."""
+
+    path: str
+    root: str
+    """The one folder that all records lie in."""
+    records: Mapping[str, Record]
+    """By name, in the order of the directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the central directory says of a record."""
+
+    full: bytes
+    flags: int
+    method: int
+    crc: int
+    size: int
+    header: int
+    """Offset of the local header from the archive's start."""
+
+
+def read_archive(source: Source, path: str, *, start: int = 0, size: int | None = None) -> Archive:
+    """Read the directory of the archive in `size` bytes (default: the rest) of a file from byte `start`.
+
+    Raises:
+        SourceError: truncated or malformed, duplicate records, or a record described in two different ways.
+        HostileError: a name that leaves the root folder, or records that overlap.
+        UnsupportedError: compressed, encrypted or spread over several disks.
+    """
+    if size is None:
+        size = source.files()[path].size - start
+    return _Reader(source, path, start, size).archive()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    source: Source
+    path: str
+    start: int
+    size: int
+
+    def archive(self) -> Archive:
+        first, length, count = self._end()
+        entries = list(self._entries(self._read(first, length), count))
+        names, root = self._names(entries)
+        records = self._locate(entries, names, first)
+        return Archive(self.path, root, records)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return read(self.source, self.path, self.start + offset, size)
+
+    def _refuse(self, what: str, hint: str | None = None) -> NoReturn:
+        raise SourceError(f"{self.path}: the zip archive {what}", hint=hint)
+
+    # The end: where the directory is
+
+    def _end(self) -> tuple[int, int, int]:
+        """Offset, length and number of entries of the central directory."""
+        if self.size < _END.size:
+            self._refuse("is cut off before its directory", _AGAIN)
+        at = self.size - _END.size
+        end = _END.unpack(self._read(at, _END.size))
+        if end[0] != b"PK\x05\x06" or end[7]:
+            self._refuse("does not end with its directory", _AGAIN)
+        _, disk, first_disk, here, count, length, first, _ = end
+        locator_at = at - _LOCATOR.size
+        tail = self._read(locator_at, _LOCATOR.size) if locator_at >= _END64.size else b""
+        if tail.startswith(b"PK\x06\x07"):
+            at = locator_at - _END64.size
+            disk, first_disk, here, count, length, first = self._end64(tail, at, end)
+        if disk or first_disk or here != count:
+            raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
+        if first + length != at:
+            self._refuse(
+                f"has its directory end at byte {first + length:,} where its end record begins at {at:,}", _AGAIN
+            )
+        if length > _DIRECTORY or count > _RECORDS:
+            raise HostileError(f"{self.path}: the zip archive has a directory of {count:,} records, {length:,} bytes")
+        return first, length, count
+
+    def _end64(self, tail: bytes, at: int, end: tuple[int, ...]) -> tuple[int, ...]:
+        _, disk, where, disks = _LOCATOR.unpack(tail)
+        if disk or disks > 1:
+            raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
+        if where != at:
+            self._refuse(f"points to its zip64 end record at byte {where:,}, which should be at {at:,}", _AGAIN)
+        signature, length, _, _, *wide = _END64.unpack(self._read(at, _END64.size))
+        if signature != b"PK\x06\x06" or length != _END64.size - 12:
+            self._refuse("has a malformed zip64 end record")
+        for narrow, value, full in zip(end[1:7], wide, (_FULL2,) * 4 + (_FULL4,) * 2, strict=True):
+            if narrow not in (full, value):
+                self._refuse(f"has two end records that disagree: {narrow:,} and {value:,}")
+        return tuple(wide)
+
+    # The directory
+
+    def _entries(self, directory: bytes, count: int) -> Iterator[_Entry]:
+        at = 0
+        for _ in range(count):
+            if at + _CENTRAL.size > len(directory):
+                self._refuse(f"has fewer records than the {count:,} it declares")
+            fields = _CENTRAL.unpack_from(directory, at)
+            signature, _, _, flags, method, _, _, crc, packed, size, named, extra, remark, disk, _, _, header = fields
+            at += _CENTRAL.size
+            if signature != b"PK\x01\x02" or at + named + extra + remark > len(directory):
+                self._refuse("has a malformed directory")
+            full = directory[at : at + named]
+            fields64 = self._zip64(directory[at + named : at + named + extra], (size, packed, header), full)
+            size, packed, header = fields64
+            at += named + extra + remark
+            if disk:
+                raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
+            self._check_stored(full, flags, method, packed, size)
+            yield _Entry(full, flags, method, crc, size, header)
+        if at != len(directory):
+            self._refuse(f"has more records than the {count:,} it declares")
+
+    def _zip64(self, extra: bytes, values: tuple[int, ...], full: bytes) -> list[int]:
+        """The sizes and the offset, those of 32 bits that are full replaced in order from the zip64 field."""
+        wide = b""
+        at = 0
+        while at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<2H", extra, at)
+            if kind == 1:
+                if wide:
+                    self._refuse(f"has two zip64 fields for {_shown(full)}")
+                wide = extra[at + 4 : at + 4 + length]
+            at += 4 + length
+        if at != len(extra):
+            self._refuse(f"has a malformed extra field for {_shown(full)}")
+        needed = values.count(_FULL4)
+        if len(wide) < 8 * needed:
+            self._refuse(f"lacks the zip64 field of {_shown(full)}")
+        replacements = iter(struct.unpack_from(f"<{needed}Q", wide))
+        return [next(replacements) if value == _FULL4 else value for value in values]
+
+    def _check_stored(self, full: bytes, flags: int, method: int, packed: int, size: int) -> None:
+        if flags & _ENCRYPTED:
+            raise UnsupportedError(f"{self.path}: record {_shown(full)} is encrypted")
+        if method:
+            raise UnsupportedError(
+                f"{self.path}: record {_shown(full)} is compressed (zip method {method})",
+                hint="parts of it cannot be read alone; load the file and save it again with torch.save",
+            )
+        if packed != size:
+            self._refuse(f"declares two sizes for {_shown(full)}: {packed:,} and {size:,}")
+
+    # Names
+
+    def _names(self, entries: Sequence[_Entry]) -> tuple[list[str], str]:
+        """The name of each entry below the root, and the root; empty for entries that are folders."""
+        names: list[str] = []
+        roots: dict[str, bytes] = {}
+        seen: set[str] = set()
+        for entry in entries:
+            try:
+                full = entry.full.decode()
+            except UnicodeDecodeError:
+                self._refuse(f"has the record name {_shown(entry.full)}, which is not UTF-8")
+            folder = full.endswith("/") and not entry.size
+            parts = full.removesuffix("/" if folder else "").split("/")
+            if not {"", ".", ".."}.isdisjoint(parts) or "\\" in full or "\0" in full or _DRIVE.match(full):
+                raise HostileError(
+                    f"{self.path}: the zip archive has the record {_shown(entry.full)}, which may leave its folder",
+                    hint="torch.save never writes such a name; do not unpack this file",
+                )
+            key = "/".join(parts).lower()  # torch looks names up without regard to case
+            if key in seen:
+                self._refuse(f"has the record {_shown(entry.full)} twice")
+            seen.add(key)
+            if len(parts) == 1 and not folder:
+                self._refuse(f"has the record {_shown(entry.full)} outside of any folder, unlike torch.save")
+            roots.setdefault(parts[0], entry.full)
+            if len(roots) > 1:
+                self._refuse(f"has records in more than one folder: {' and '.join(map(_shown, roots.values()))}")
+            names.append("" if folder else "/".join(parts[1:]))
+        return names, next(iter(roots), "")
+
+    # Local headers: where the data is
+
+    def _locate(self, entries: Sequence[_Entry], names: Sequence[str], directory: int) -> dict[str, Record]:
+        found: dict[str, Record] = {}
+        order = sorted(range(len(entries)), key=lambda i: entries[i].header)
+        free = 0
+        for i, header in zip(order, self._headers([entries[i] for i in order], directory), strict=True):
+            entry = entries[i]
+            data = entry.header + self._check_local(entry, header)
+            if entry.header < free or data + entry.size > directory:
+                raise HostileError(
+                    f"{self.path}: the zip archive has record {_shown(entry.full)} overlap another or the directory",
+                    hint="no writer does this; it makes small files unpack to huge ones",
+                )
+            free = data + entry.size
+            if names[i]:
+                found[names[i]] = Record(names[i], self.start + data, entry.size, entry.crc)
+        return {name: found[name] for name in names if name}
+
+    def _headers(self, entries: Sequence[_Entry], directory: int) -> Iterator[bytes]:
+        """The local header of each entry with its name; neighbours share a read."""
+        run, base = b"", 0
+        for i, entry in enumerate(entries):
+            end = entry.header + _LOCAL.size + len(entry.full)
+            if end > directory:
+                self._refuse(
+                    f"has the header of {_shown(entry.full)} at byte {entry.header:,}, inside or after its directory"
+                )
+            if end > base + len(run):
+                base = entry.header
+                for other in entries[i : i + _RUN // _LOCAL.size]:
+                    reach = other.header + _LOCAL.size + len(other.full)
+                    if reach > max(end, base + _RUN) or reach > directory:
+                        break
+                    end = max(end, reach)
+                run = self._read(base, end - base)
+            yield run[entry.header - base : entry.header - base + _LOCAL.size + len(entry.full)]
+
+    def _check_local(self, entry: _Entry, header: bytes) -> int:
+        """The length of the local header with its extra field, once it agrees with the directory."""
+        fields: tuple[bytes, *tuple[int, ...]] = _LOCAL.unpack_from(header)
+        signature, _, flags, method, _, _, crc, packed, size, named, extra = fields
+        later = bool(flags & _DESCRIPTOR)
+        agrees = (
+            signature == MAGIC
+            and named == len(entry.full)
+            and header[_LOCAL.size :] == entry.full
+            and method == entry.method
+            and not flags & _ENCRYPTED
+            and (crc == entry.crc or (later and not crc))
+            and all(n in (entry.size, _FULL4) or (later and not n) for n in (packed, size))
+        )
+        if not agrees:
+            self._refuse(
+                f"describes record {_shown(entry.full)} in two ways, in its directory and at byte {entry.header:,}"
+            )
+        return _LOCAL.size + named + extra
+
+
+def _shown(name: bytes) -> str:
+    """A record's name for a message: quoted, escaped and short."""
+    return ascii(name[:100].decode("utf-8", "replace"))
