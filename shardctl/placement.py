@@ -116,8 +116,11 @@ def _advice(cut: Cut, section: Section, units: int) -> str:
 
 
 def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> list[Interval]:
-    if len(held) != 1:
+    whole = sum(section.size for section in cut.sections)
+    if sum(stop - start for start, stop in held) != whole:
         raise CutError(f"an exact cut over {cut.axis} must come before any other cut of the same dim")
+    if not whole:
+        return []
     origin = held[0][0]
     result: list[Interval] = []
     for section in cut.sections:

@@ -1,6 +1,20 @@
 """Model families as data: what a checkpoint must contain, and how each tensor is cut."""
 
-from shardctl.models.describe import FAMILIES, KvHeads, describe, find
+from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
 from shardctl.models.model import Model, ModelTensor
+from shardctl.models.rule_file import RuleFile, load_rules
+from shardctl.models.rule_table import RuleRow, rule_table
 
-__all__ = ["FAMILIES", "KvHeads", "Model", "ModelTensor", "describe", "find"]
+__all__ = [
+    "FAMILIES",
+    "KvHeads",
+    "Model",
+    "ModelTensor",
+    "RuleFile",
+    "RuleRow",
+    "describe",
+    "find",
+    "load_rules",
+    "model_for",
+    "rule_table",
+]

@@ -19,8 +19,10 @@ from shardctl.models.table import build
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.manifest import Manifest
     from shardctl.models.family import Family
     from shardctl.models.model import Model
+    from shardctl.models.rule_file import RuleFile
 
 KvHeads = Literal["replicate", "error"]
 """What to do where there are fewer key/value heads than tp ranks."""
@@ -72,3 +74,23 @@ def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error") -> Mo
         )
     family, architecture = found
     return build(family, architecture, Config(config), share_kv=kv_heads == "replicate")
+
+
+def model_for(
+    config: Mapping[str, object] | None,
+    stored: Manifest,
+    rules: RuleFile | None = None,
+    *,
+    kv_heads: KvHeads = "error",
+) -> Model | None:
+    """The model of a checkpoint: its family's, with what a rule file says instead, or a rule file's alone.
+
+    None if there is neither a config nor a rule file: then names stay as stored, and only one device can hold it.
+    Raises UnsupportedError for an unknown architecture without a rule file, UsageError for a tensor that no rule
+    matches.
+    """
+    if rules is None:
+        return None if config is None else describe(config, kv_heads=kv_heads)
+    if config is not None and find(config) is not None:
+        return rules.over(describe(config, kv_heads=kv_heads), stored)
+    return rules.model(stored, Config(config).architecture() if config is not None else "")

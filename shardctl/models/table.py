@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FSDP: Final = Cut("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
-MOST_TENSORS: Final = 1_000_000
+MOST_TENSORS: Final = 500_000
 """Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
 _INDEX: Final = pattern(r"\{(\w+)\}")
 
@@ -138,7 +138,7 @@ class _Builder:
 
     def add(self, plan: _Plan, at: tuple[int, ...]) -> None:
         """Add the tensor of `plan` whose indices are `at`, unless a condition on its layer excludes it."""
-        if any((at[0] in values) != wanted for values, wanted in plan.only):
+        if plan.only and any((at[0] in values) != wanted for values, wanted in plan.only):
             return
         name = plan.pieces[0]
         for value, piece in zip(at, plan.pieces[1:], strict=True):

@@ -1,0 +1,71 @@
+"""Patterns over dotted tensor names, which match whole parts and never substrings."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PART: Final = r"[^.]+"
+
+
+class PatternList:
+    """Patterns in order, of which the first that matches a name wins.
+
+    `*` is one part, `**` any number of parts, also none.
+
+    >>> patterns = PatternList(["layers.*.mlp.**", "**.bias"])
+    >>> [patterns.first(n) for n in ("layers.0.mlp.up.bias", "norm.bias", "norm.bias2", "layers.0.mlp2.up")]
+    [0, 1, None, None]
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        """Raise UsageError for a pattern with an empty part or a `*` within a part."""
+        self._any: re.Pattern[str] | None = None
+        if patterns:
+            self._any = re.compile("|".join(f"({_expression(p)})" for p in patterns))
+
+    def first(self, name: str) -> int | None:
+        """The position of the first pattern that matches the whole name."""
+        found = self._any.fullmatch(f".{name}") if self._any else None
+        return found.lastindex - 1 if found and found.lastindex else None
+
+
+class LayerPattern:
+    """A pattern whose only `*` counts layers, and that matches the names below it.
+
+    >>> LayerPattern("model.layers.*").number("model.layers.12.mlp.up_proj.weight")
+    12
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Raise UsageError unless the pattern has exactly one `*`, for the layer's number."""
+        parts = pattern.split(".")
+        if parts.count("*") != 1 or "**" in parts:
+            raise UsageError(f"the layer pattern {pattern!r} needs exactly one *, where the layer's number stands")
+        _expression(pattern)
+        self._below = re.compile(
+            r"\.".join(r"(\d+)" if p == "*" else re.escape(p) for p in parts) + r"(?:\..*)?", re.DOTALL
+        )
+
+    def number(self, name: str) -> int | None:
+        """The layer's number in the name, or None if it names no layer."""
+        found = self._below.fullmatch(name)
+        return int(found[1]) if found else None
+
+
+def _expression(pattern: str) -> str:
+    """A regular expression for the pattern, to be matched with a dot before the name, so that each part has one."""
+    text = ""
+    for part in pattern.split("."):
+        if not part or ("*" in part and part not in ("*", "**")):
+            raise UsageError(
+                f"the name pattern {pattern!r} has the part {part!r}",
+                hint="parts are between dots: write them out, or * for any one part and ** for any number",
+            )
+        text += rf"(?:\.{_PART})*" if part == "**" else rf"\.{_PART if part == '*' else re.escape(part)}"
+    return text

@@ -1,0 +1,223 @@
+"""Rules that a user wrote: how tensors are cut whose family is not known, or not meant."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+from shardctl.models.binding import listed, meaning
+from shardctl.models.family import Row
+from shardctl.models.model import Model, ModelTensor
+from shardctl.models.name_pattern import LayerPattern, PatternList
+from shardctl.placement import Cut, Section, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.placement import Where
+
+CUTTING: Final = ("tp", "fsdp", "ep", "etp")
+"""The mesh axes that can cut a dim."""
+_OTHER: Final = {"pp": "pp places whole layers: see [layers]", "dp": "dp holds copies", "cp": "cp holds copies"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the tensors whose names match are cut."""
+
+    pattern: str
+    """Over whole dotted parts; see `PatternList`."""
+    axes: tuple[tuple[str, ...], ...]
+    """For each dim, the mesh axes that cut it, in the order of cutting; dims not mentioned are not cut."""
+
+    def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[Cut, ...], ...]:
+        """The cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
+
+        A 0-d tensor is never cut. `fsdp` cuts unevenly, all other axes exactly.
+        """
+        if not shape:
+            return ()
+        if len(self.axes) > len(shape):
+            raise UsageError(f"the rule {self.pattern!r} speaks of {len(self.axes)} dims, but {name} is {list(shape)}")
+        every = (*self.axes, *((),) * (len(shape) - len(self.axes)))
+        return tuple(
+            tuple(Cut(axis) if axis == "fsdp" else Cut(axis, (Section(extent),)) for axis in axes)
+            for axes, extent in zip(every, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFile:
+    """A rule file, read and checked."""
+
+    path: str
+    """Where it was read from, for messages."""
+    rules: tuple[Rule, ...]
+    """In order; the first that matches a name is the one."""
+    layers: tuple[LayerPattern, ...] = ()
+    """Where layers stand in names; those of a second pattern follow those of the first."""
+    last: PatternList = field(default_factory=lambda: PatternList(()))
+    """The tensors of the last stage."""
+
+    def model(self, stored: Manifest, architecture: str = "") -> Model:
+        """A model known from this file alone: canonical names are the stored ones.
+
+        Raises UsageError naming the tensors that no rule matches.
+        """
+        matches = self._matches(stored)
+        unmatched = [name for name in stored.tensors if name not in matches]
+        if unmatched:
+            raise UsageError(
+                f"no rule of {self.path} matches {listed(unmatched)}",
+                hint='add a rule for them; "**" = [] as the last one leaves all others whole',
+            )
+        stages = self._stages(stored.tensors)
+        tensors = {name: self._tensor(t, matches[name], stages.get(name)) for name, t in stored.tensors.items()}
+        return Model(
+            family="",
+            architecture=architecture,
+            layers=len({where for where in stages.values() if where[0] == "layer"}),
+            tensors=tensors,
+            warnings=self._unused(set(matches.values())),
+        )
+
+    def over(self, model: Model, stored: Manifest) -> Model:
+        """`model` with the cuts and stages that this file gives instead, and with the tensors that only it knows."""
+        tensors = dict(model.tensors)
+        names = [*tensors, *(n for n in stored.tensors if meaning(model, n) is None)]
+        stages = self._stages(dict.fromkeys(names))
+        order = PatternList([rule.pattern for rule in self.rules])
+        used: set[int] = set()
+        for name in names:
+            mine = tensors.get(name)
+            found = next((n for n in map(order.first, (name, *(mine.ties if mine else ()))) if n is not None), None)
+            if found is not None:
+                used.add(found)
+            where = stages.get(name)
+            if mine is None:
+                if found is not None:
+                    tensors[name] = self._tensor(stored.tensors[name], found, where)
+            elif found is not None or where is not None:
+                tensors[name] = self._changed(mine, found, where)
+        layers = max([model.layers, *(n + 1 for where, n in stages.values() if where == "layer")])
+        return replace(model, layers=layers, tensors=tensors, warnings=(*model.warnings, *self._unused(used)))
+
+    def _matches(self, stored: Manifest) -> dict[str, int]:
+        order = PatternList([rule.pattern for rule in self.rules])
+        return {name: found for name in stored.tensors if (found := order.first(name)) is not None}
+
+    def _stages(self, names: Mapping[str, object]) -> dict[str, tuple[Where, int]]:
+        """The stages of the names that `[layers]` speaks of; layers count from 0 whatever their numbers."""
+        stages: dict[str, tuple[Where, int]] = {}
+        below = 0
+        for pattern in self.layers:
+            numbers = {name: n for name in names if name not in stages and (n := pattern.number(name)) is not None}
+            layers = {n: below + place for place, n in enumerate(sorted(set(numbers.values())))}
+            stages.update({name: ("layer", layers[n]) for name, n in numbers.items()})
+            below += len(layers)
+        for name in names:
+            if name not in stages and self.last.first(name) is not None:
+                stages[name] = ("last", 0)
+        return stages
+
+    def _tensor(self, stored: Tensor, rule: int, where: tuple[Where, int] | None) -> ModelTensor:
+        chosen = self.rules[rule]
+        spec = Spec(chosen.cuts(stored.name, stored.shape), (where or ("first", 0),))
+        return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(chosen.pattern, ""))
+
+    def _changed(self, tensor: ModelTensor, rule: int | None, where: tuple[Where, int] | None) -> ModelTensor:
+        row, spec = tensor.row, tensor.spec
+        if rule is not None:
+            chosen = self.rules[rule]
+            row = Row(chosen.pattern, row.dims)
+            spec = replace(spec, cuts=chosen.cuts(tensor.name, tensor.shape))
+        if where is not None:
+            spec = replace(spec, where=(where,))
+        return replace(tensor, row=row, spec=spec)
+
+    def _unused(self, used: set[int]) -> tuple[str, ...]:
+        return tuple(
+            f"the rule {rule.pattern!r} of {self.path} is used by no tensor"
+            for place, rule in enumerate(self.rules)
+            if place not in used
+        )
+
+
+def load_rules(path: str | Path) -> RuleFile:
+    """Read a rule file (TOML); raises UsageError if it is unreadable or says anything that is not understood.
+
+    ```toml
+    [rules]
+    "model.layers.*.mlp.up_proj.weight" = ["tp", "fsdp"]  # dim 0 over tp, dim 1 over fsdp
+    "model.embed_tokens.weight" = [["tp", "fsdp"]]        # dim 0 over tp, what is left over fsdp; dim 1 whole
+    "**" = []                                             # all others whole
+
+    [layers]
+    pattern = "model.layers.*"
+    last = ["model.norm.**", "lm_head.**"]
+    ```
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the rule file {path}: {error}") from error
+    _known(tables, ("rules", "layers"), str(path))
+    rules, layers = _table(tables, "rules", path), _table(tables, "layers", path)
+    _known(layers, ("pattern", "last"), f"[layers] of {path}")
+    return RuleFile(
+        path=str(path),
+        rules=_checked([Rule(p, _axes(p, dims, str(path))) for p, dims in rules.items()]),
+        layers=tuple(LayerPattern(p) for p in _words(layers.get("pattern", []), f"layers.pattern of {path}")),
+        last=PatternList(_words(layers.get("last", []), f"layers.last of {path}")),
+    )
+
+
+def _checked(rules: list[Rule]) -> tuple[Rule, ...]:
+    PatternList([rule.pattern for rule in rules])
+    return tuple(rules)
+
+
+def _known(table: Mapping[str, object], keys: tuple[str, ...], where: str) -> None:
+    unknown = [key for key in table if key not in keys]
+    if unknown:
+        raise UsageError(f"{where} has an unknown key {unknown[0]!r}", hint=f"the keys are {', '.join(keys)}")
+
+
+def _table(tables: Mapping[str, object], key: str, path: str | Path) -> Mapping[str, object]:
+    value = tables.get(key, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} of {path} is not a table", hint=f"begin it with the line [{key}]")
+    return value
+
+
+def _words(value: object, where: str) -> list[str]:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UsageError(f"{where} is not a pattern or a list of patterns")
+    return words
+
+
+def _axes(pattern: str, dims: object, path: str) -> tuple[tuple[str, ...], ...]:
+    """The axes of one rule; raises UsageError for axes that are unknown, repeated, or in an impossible order."""
+    where = f"the rule {pattern!r} of {path}"
+    if not isinstance(dims, list):
+        raise UsageError(f"{where} is not a list with one entry a dim", hint='write ["tp", "fsdp"], or [] for none')
+    axes = tuple(tuple(_words(dim, where)) if dim else () for dim in dims)
+    flat = [axis for dim in axes for axis in dim]
+    for axis in flat:
+        if axis not in CUTTING:
+            why = f"; {_OTHER[axis]}" if axis in _OTHER else ""
+            raise UsageError(f"{where} names {axis!r}, which cuts no dim{why}", hint=f'use {", ".join(CUTTING)} or ""')
+        if flat.count(axis) > 1:
+            raise UsageError(f"{where} cuts with {axis} twice")
+    for dim in axes:
+        if any(axis != "fsdp" for axis in dim[1:]):
+            raise UsageError(
+                f"{where} cuts one dim by {' then '.join(dim)}",
+                hint="only fsdp can follow another axis, because the others divide a whole dim exactly",
+            )
+    return axes

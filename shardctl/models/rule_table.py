@@ -1,0 +1,44 @@
+"""The rules in force, as a table for people."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from shardctl.models.model import Model
+
+_INDEX: Final = re.compile(r"\{\w+\}")
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One rule, and how much it governs."""
+
+    pattern: str
+    """Over names, as a rule file would say it."""
+    dims: str
+    """The family's logical dims, one word a dim; empty for a tensor that only a rule file knows."""
+    axes: tuple[tuple[str, ...], ...]
+    """For each dim, the mesh axes that cut it, in the order of cutting."""
+    stages: tuple[str, ...]
+    """The kinds of stage: `first`, `layer`, `last`."""
+    tensors: int
+    """How many tensors of the model it governs."""
+
+
+def rule_table(model: Model) -> tuple[RuleRow, ...]:
+    """The rules in force for the class's own tensors, in model order."""
+    counts: dict[tuple[str, str, tuple[tuple[str, ...], ...], tuple[str, ...]], int] = {}
+    prefix = f"{model.prefix}." if model.prefix else ""
+    for tensor in model.own():
+        name = tensor.row.name
+        key = (
+            _INDEX.sub("*", f"{prefix}{name[1:]}" if name.startswith(".") else name),
+            tensor.row.dims,
+            tuple(tuple(cut.axis for cut in cuts) for cuts in tensor.spec.cuts),
+            tuple(where for where, _ in tensor.spec.where),
+        )
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(RuleRow(*key, count) for key, count in counts.items())

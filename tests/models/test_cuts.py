@@ -1,0 +1,186 @@
+"""What the tables cut is what transformers cuts, whole heads, and never a byte lost or held twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from model_oracle import FIXTURES, fixture, on_meta
+
+from shardctl.box import Box, subtract_all
+from shardctl.errors import CutError
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.placement import Cut, Section, boxes, check, intervals
+
+PLANNED = [name for name in FIXTURES if fixture(name)["model_type"] not in ("bert", "roberta", "gpt2", "t5")]
+OWN_CHOICE = {
+    # Most of transformers' plans leave the input embedding whole. A tied one must be cut like the head; Megatron,
+    # torchtitan and those plans that do cut it (`embedding_rowwise`, Gemma's) cut it over the vocabulary.
+    "model.embed_tokens.weight",
+}
+
+
+def tp_dims(tensor):
+    return {dim for dim, cuts in enumerate(tensor.spec.cuts) if any(cut.axis == "tp" for cut in cuts)}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_tp_cuts_are_those_of_transformers_own_plan(name):
+    config = fixture(name)
+    model, real = describe(config), on_meta(config)
+    expected = {}
+    for pattern, style in real.tp_plan.items():
+        for tensor in (n for t in model.own() for n in (t.name, *t.ties)):
+            module, _, kind = tensor.rpartition(".")
+            if ".".join("*" if p.isdecimal() else p for p in module.split(".")) != pattern:
+                continue
+            if style.startswith("colwise") or style == "embedding_rowwise":
+                expected[tensor] = {0}
+            elif style == "rowwise":
+                expected[tensor] = {1} if kind == "weight" else set()
+            else:
+                assert style.startswith("replicated"), style
+                expected[tensor] = set()
+    assert any(expected.values())
+    for tensor in model.own():
+        for spelled in (tensor.name, *tensor.ties):
+            if spelled in expected or spelled not in OWN_CHOICE:
+                assert tp_dims(tensor) == expected.get(spelled, set()), spelled
+
+
+def ranks(mesh):
+    return [mesh.coordinate(rank) for rank in range(mesh.world)]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"fsdp": 3}, {"fsdp": 4, "tp": 2}, {"fsdp": 2, "tp": 4}], ids=str)
+def test_every_element_is_held_and_only_shared_heads_are_held_twice(name, degrees):
+    model = describe(fixture(name), kv_heads="replicate")
+    mesh = Mesh.of(**degrees)
+    for tensor in model.tensors.values():
+        check(tensor.name, tensor.shape, tensor.spec, mesh)
+        shared = any(section.shared for cuts in tensor.spec.cuts for cut in cuts for section in cut.sections)
+        held = [box for at in ranks(mesh) for box in boxes(tensor.shape, tensor.spec, mesh, at)]
+        assert subtract_all(Box.whole(tensor.shape), held) == []
+        cut_by_all = all(
+            d == 1 or any(cut.axis == axis for cuts in tensor.spec.cuts for cut in cuts) for axis, d in mesh.axes
+        )
+        if cut_by_all and not shared:
+            assert sum(box.size for box in held) == Box.whole(tensor.shape).size
+
+
+def test_a_gpt2_rank_holds_its_heads_of_q_k_and_v_as_its_own_attention_would_split_them():
+    config = fixture("gpt2")
+    model = describe(config)
+    weight = model.tensors["transformer.h.0.attn.c_attn.weight"]
+    mesh = Mesh.of(tp=2)
+    numbered = torch.arange(32 * 96).reshape(weight.shape)
+    for at in ranks(mesh):
+        parts = boxes(weight.shape, weight.spec, mesh, at)
+        assert len(parts) == 3
+        mine = torch.cat([numbered[b.slices()] for b in parts], dim=1)
+        heads = slice(2 * at["tp"], 2 * at["tp"] + 2)
+        # GPT2Attention.forward: split into q, k, v along the last dim, then view as (..., heads, head_dim)
+        theirs = torch.cat(
+            [x.view(32, 4, 8)[:, heads].reshape(32, 16) for x in numbered.split(32, dim=1)],
+            dim=1,
+        )
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_llama_rank_holds_the_key_value_heads_that_its_query_heads_attend_to(degree):
+    model = describe(fixture("llama"), kv_heads="replicate")
+    mesh = Mesh.of(tp=degree)
+    q, k = (model.tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
+    for at in ranks(mesh):
+        (mine,), (keys,) = (boxes(t.shape, t.spec, mesh, at) for t in (q, k))
+        queries = range(mine.origin[0] // 8, mine.stop[0] // 8)
+        assert {head // 2 for head in queries} == set(range(keys.origin[0] // 8, keys.stop[0] // 8))
+
+
+def test_too_few_key_value_heads_are_refused_with_the_degrees_that_work():
+    tensor = describe(fixture("llama")).tensors["model.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 key/value heads") as caught:
+        check(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=4))
+    assert caught.value.hint == "use --tp 1, 2, or --kv-heads replicate to keep each head on several ranks"
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_a_degree_that_the_heads_do_not_allow_is_refused(name):
+    model = describe(fixture(name), kv_heads="replicate")
+    refused = next(t for t in model.own() if any(c.sections for cuts in t.spec.cuts for c in cuts))
+    with pytest.raises(CutError, match="over tp=3: 4 attention heads"):
+        check(refused.name, refused.shape, refused.spec, Mesh.of(tp=3))
+
+
+def test_a_vocabulary_is_cut_as_torch_chunk_cuts_it():
+    tensor = describe(fixture("gpt2")).tensors["transformer.wte.weight"]
+    mesh = Mesh.of(tp=4)
+    sizes = [boxes(tensor.shape, tensor.spec, mesh, at)[0].shape[0] for at in ranks(mesh)]
+    assert sizes == [len(part) for part in torch.arange(97).chunk(4)]
+
+
+def test_fsdp_cuts_what_tp_left():
+    tensor = describe(fixture("llama")).tensors["model.layers.0.mlp.up_proj.weight"]
+    mesh = Mesh.of(fsdp=2, tp=2)
+    numbered = torch.arange(48)
+    for at in ranks(mesh):
+        (box,) = boxes(tensor.shape, tensor.spec, mesh, at)
+        mine = numbered.chunk(2)[at["tp"]].chunk(2)[at["fsdp"]]
+        assert list(range(box.origin[0], box.stop[0])) == mine.tolist()
+
+
+def test_an_exact_cut_after_another_is_refused_rather_than_wrong():
+    after = (Cut("fsdp"), Cut("tp", (Section(8),)))
+    mesh = Mesh.of(fsdp=2, tp=2)
+    for at in ranks(mesh):
+        with pytest.raises(CutError, match="must come before any other cut"):
+            intervals(8, after, mesh, at)
+    assert intervals(0, (Cut("tp", (Section(0),)),), mesh, mesh.coordinate(1)) == []
+
+
+def stages(model):
+    return {name: tensor.spec.where for name, tensor in model.tensors.items()}
+
+
+def test_a_tied_embedding_is_on_both_ends_and_an_untied_one_on_the_first():
+    tied, untied = stages(describe(fixture("qwen2-tied"))), stages(describe(fixture("qwen2")))
+    assert tied["model.embed_tokens.weight"] == (("first", 0), ("last", 0))
+    assert untied["model.embed_tokens.weight"] == (("first", 0),)
+    assert untied["lm_head.weight"] == untied["model.norm.weight"] == (("last", 0),)
+    assert untied["model.layers.1.mlp.up_proj.weight"] == (("layer", 1),)
+
+
+def test_a_decoders_blocks_follow_the_encoders():
+    model = describe(fixture("t5"))
+    where = stages(model)
+    assert model.layers == 5
+    assert where["encoder.block.1.layer.0.layer_norm.weight"] == (("layer", 1),)
+    assert where["encoder.final_layer_norm.weight"] == (("layer", 1),)
+    assert where["decoder.block.0.layer.0.layer_norm.weight"] == (("layer", 2),)
+    assert where["decoder.final_layer_norm.weight"] == (("last", 0),)
+    assert where["shared.weight"] == (("first", 0), ("layer", 2), ("last", 0))
+
+
+def test_what_an_encoder_does_not_use_is_on_no_layer_that_it_lacks():
+    model = describe(fixture("t5", architectures=["T5EncoderModel"]))
+    assert model.layers == 2
+    numbers = [n for t in model.tensors.values() for where, n in t.spec.where if where == "layer"]
+    assert set(numbers) == {0, 1}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_layers_are_numbered_without_a_gap(name):
+    model = describe(fixture(name))
+    numbers = {n for t in model.own() for where, n in t.spec.where if where == "layer"}
+    assert numbers == set(range(model.layers))
+
+
+def test_heads_of_classes_are_whole_on_every_tp_rank():
+    heads = {"classifier", "score", "qa_outputs", "pooler", "summary", "seq_relationship", "out_proj"}
+    for name, tensor in itertools.chain.from_iterable(describe(fixture(f)).tensors.items() for f in FIXTURES):
+        if heads & set(name.split(".")):
+            assert tp_dims(tensor) == set(), name
