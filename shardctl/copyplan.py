@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.box import BoxIndex, disjoint, subtract_known
+from shardctl.box import Box, BoxIndex, disjoint, subtract_known
 from shardctl.errors import CoverageError, SourceError, UnsupportedError
 from shardctl.manifest import Fill, narrow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.box import Box
     from shardctl.manifest import Chunk, Manifest, Tensor
 
 
@@ -26,17 +26,9 @@ class TensorCopy:
     """Parts of source chunks whose boxes are disjoint and together cover every wanted box exactly."""
 
     @property
-    def whole(self) -> bool:
-        """Whether every element of the tensor is read."""
-        return sum(chunk.box.size for chunk in self.reads) == self.source_size
-
-    @property
     def source_size(self) -> int:
         """Elements of the global tensor."""
-        size = 1
-        for extent in self.source.shape:
-            size *= extent
-        return size
+        return prod(self.source.shape)
 
     @property
     def read_bytes(self) -> int:
@@ -102,13 +94,24 @@ def _join_tensor(stored: Tensor, wanted: Tensor) -> TensorCopy:
     affine = {c.affine for c in stored.chunks} | {c.affine for c in wanted.chunks}
     if len(affine) > 1:
         raise UnsupportedError(f"{name} needs the change {sorted(affine - {''})}, which is not supported yet")
-    if len(stored.chunks) == 1 and stored.chunks[0].box.shape == stored.shape:
-        parts = [(0, stored.chunks[0].box)] if stored.chunks[0].box.size else []
-    else:
-        parts = disjoint([chunk.box for chunk in stored.chunks])
+    parts = _parts(stored)
     needed = _needed(wanted, parts)
     prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
     return TensorCopy(stored, wanted, tuple(narrow(stored.chunks[i], box) for i, box in needed))
+
+
+def cover(tensor: Tensor) -> tuple[Chunk, ...]:
+    """Parts of a tensor's chunks that hold each of its elements once; raises CoverageError if some are missing."""
+    parts = _parts(tensor)
+    prove_covered(tensor, [box for _, box in parts], [Box.whole(tensor.shape)])
+    return tuple(narrow(tensor.chunks[i], box) for i, box in parts)
+
+
+def _parts(tensor: Tensor) -> list[tuple[int, Box]]:
+    """Disjoint boxes that cover all that is stored, each with the position of its chunk; earlier chunks win."""
+    if tensor.chunks and tensor.chunks[0].box.shape == tensor.shape:
+        return [(0, tensor.chunks[0].box)] if tensor.chunks[0].box.size else []
+    return disjoint([chunk.box for chunk in tensor.chunks])
 
 
 def _needed(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[tuple[int, Box]]:

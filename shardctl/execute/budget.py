@@ -1,0 +1,85 @@
+"""How much host memory a copy may use, and how that is divided into blocks and threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import MemoryBudgetError
+
+if TYPE_CHECKING:
+    from shardctl.copyplan import CopyPlan
+
+MIB: Final = 1 << 20
+INTERPRETER: Final = 80 * MIB
+"""Anonymous memory of Python, NumPy and the terminal library before any tensor is read (measured: 45 to 60 MiB)."""
+PER_TENSOR: Final = 4_500
+"""Bytes of bookkeeping for a tensor: manifest, plan, digest and its line in `shardctl.json` (measured)."""
+PER_CHUNK: Final = 1_800
+"""Bytes of bookkeeping for a chunk (measured)."""
+PER_THREAD: Final = 3 * MIB
+"""Digest and cast scratch of one thread, and its stack."""
+USUAL_BLOCK: Final = 8 * MIB
+"""Larger blocks were not faster; smaller ones cost more calls."""
+SMALLEST_BLOCK: Final = 256 << 10
+"""Below this the cost of a call shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`projected` is a promise: the engine's anonymous memory stays below it, whatever the size of the model."""
+
+    limit: int
+    """Bytes the user allows."""
+    threads: int
+    block: int
+    """Bytes of a band."""
+    per_thread: int
+    """Bytes each thread allocates: the band, the gather scratch, and the cast's output."""
+    reserved: int
+    """Bytes that do not depend on threads and block: the interpreter and the manifests."""
+
+    buffers: float
+    """Blocks each thread holds: the band, the scratch, and the output of a cast."""
+
+    def with_block(self, block: int) -> Budget:
+        """The same limit with the block size of an earlier run, and as many threads as then fit.
+
+        Raises MemoryBudgetError if not even one does.
+        """
+        per_thread = int(block * self.buffers) + PER_THREAD
+        threads = min(self.threads, (self.limit - self.reserved) // per_thread)
+        if threads < 1:
+            raise MemoryBudgetError(
+                f"the interrupted run had blocks of {block:,} bytes, too many for --memory {self.limit / MIB:.0f}MiB",
+                hint="allow as much memory as then, or add --no-resume to start anew",
+            )
+        return replace(self, block=block, per_thread=per_thread, threads=threads)
+
+    @property
+    def projected(self) -> int:
+        """Peak anonymous memory in bytes."""
+        return self.threads * self.per_thread + self.reserved
+
+
+def budget(plan: CopyPlan, limit: int, threads: int) -> Budget:
+    """Divide `limit` bytes; blocks shrink before threads are given up.
+
+    Raises MemoryBudgetError if not even one thread with the smallest block fits.
+    """
+    chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
+    reserved = INTERPRETER + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
+    buffers = 2 + max((_cast_ratio(c.source.dtype.bits, c.target.dtype.bits) for c in plan.copies), default=0)
+    for count in range(threads, 0, -1):
+        block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
+        if block >= (MIB if count > 1 else SMALLEST_BLOCK):
+            return Budget(limit, count, block, int(block * buffers) + PER_THREAD, reserved, buffers)
+    least = reserved + PER_THREAD + int(SMALLEST_BLOCK * buffers)
+    raise MemoryBudgetError(
+        f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {least / MIB:.0f} MiB",
+        hint=f"{reserved / MIB:.0f} MiB of that is the interpreter and {len(plan.copies)} tensors in {chunks} chunks",
+    )
+
+
+def _cast_ratio(have: int, want: int) -> float:
+    return 0 if have == want else max(want / have, 1)

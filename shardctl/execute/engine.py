@@ -1,0 +1,304 @@
+"""Carries out a copy plan: every band is read once, digested, cast if asked, and written wherever it is wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from shardctl.bands import Band, ChunkIndex, fastest_dim, split
+from shardctl.cast import cast
+from shardctl.digest import Sums, partial
+from shardctl.errors import Interrupted
+from shardctl.execute.progress import Silent
+from shardctl.manifest import Fill
+from shardctl.workers import Stop, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.box import Box
+    from shardctl.copyplan import CopyPlan, TensorCopy
+    from shardctl.execute.budget import Budget
+    from shardctl.execute.journal import Entry, Journal, Key
+    from shardctl.execute.progress import Progress
+    from shardctl.storage import Source, Target
+
+SYNC_BYTES: Final = 1 << 30
+"""How many written bytes may be lost to a kill: after so many, files are synced and the journal grows."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a copy did."""
+
+    source_sums: dict[str, Sums] = field(default_factory=dict)
+    """Digest sums of each tensor as it was read."""
+    output_sums: dict[str, Sums] = field(default_factory=dict)
+    """Digest sums of each tensor as it was written; the same unless it was cast."""
+    overflowed: dict[str, int] = field(default_factory=dict)
+    """Finite elements that a cast turned into infinities, by tensor."""
+    kept_bytes: int = 0
+    """Output bytes that an earlier run had written and that were found intact."""
+    written_bytes: int = 0
+    """Output bytes written by this run."""
+
+
+def execute(
+    plan: CopyPlan,
+    source: Source,
+    target: Target,
+    budget: Budget,
+    *,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+) -> Outcome:
+    """Copy; on return every file of the plan is complete and synced.
+
+    Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
+    """
+    run = _Run(plan, source, target, journal, progress or Silent(), budget)
+    run.prepare()
+    stop = stop or Stop()
+    try:
+        spread(run.tasks(), run.worker, budget.threads, stop)
+    finally:
+        run.settle()
+    if stop:
+        raise Interrupted(
+            "interrupted; everything finished so far is kept",
+            signal=stop.signal,
+            hint="run the same command again: it goes on where this one stopped",
+        )
+    run.prove()
+    return run.outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    key: Key
+    copy: TensorCopy
+    reads: ChunkIndex
+    writes: ChunkIndex
+    box: Box
+
+
+_Batch = tuple[list[tuple["Key", "Entry"]], list[str]]
+"""Journal rows, and the files to sync before they may be written."""
+
+
+class _Run:
+    """The state that the threads of one copy share; `_lock` guards all of it."""
+
+    def __init__(  # noqa: PLR0917 - one run is these six things
+        self,
+        plan: CopyPlan,
+        source: Source,
+        target: Target,
+        journal: Journal | None,
+        progress: Progress,
+        budget: Budget,
+    ) -> None:
+        self._plan, self._source, self._target = plan, source, target
+        self._journal, self._progress, self._budget = journal, progress, budget
+        self._lock = threading.Lock()
+        self._missing = _payloads(plan)
+        self._unsynced: set[str] = set()
+        self._unjournalled: list[tuple[Key, Entry]] = []
+        self._unsynced_bytes = 0
+        self._sync_failed = False
+        self._elements: Counter[str] = Counter()
+        self.outcome = Outcome()
+
+    def prepare(self) -> None:
+        files = self._plan.want.files
+        self._progress.begin(sum(file.size for file in files.values()), len(files))
+        for path, file in files.items():
+            self._target.create(path, file.size)
+            for offset, data in file.literals:
+                self._target.write_at(path, offset, data)
+                self._progress.advance(len(data))
+        for path, missing in self._missing.items():
+            if not missing:
+                self._complete(path)
+
+    def tasks(self) -> Iterator[_Task]:
+        """Every band of every tensor, in the order of the source's bytes."""
+        for number, copy in enumerate(self._plan.copies):
+            reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
+            tile = fastest_dim(copy.reads)
+            tile = fastest_dim(copy.target.chunks) if tile is None else tile
+            bands = split(copy.source.shape, copy.source.dtype, self._budget.block, fastest=tile)
+            for band, box in enumerate(bands):
+                yield _Task((number, band), copy, reads, writes, box)
+
+    def worker(self) -> Callable[[_Task], None]:
+        """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
+        hands = _Hands(self._budget)
+
+        def handle(task: _Task) -> None:
+            entry = self._journal.entries.get(task.key) if self._journal else None
+            if entry and hands.intact(task, self._target, entry[1]):
+                self._record(task, entry, hands.output_bytes(task), kept=True)
+            else:
+                self._record(task, hands.move(task, self._source, self._target), hands.written)
+                self._overflow(task, hands.overflowed)
+
+        return handle
+
+    def _overflow(self, task: _Task, count: int) -> None:
+        if count:
+            with self._lock:
+                name = task.copy.source.name
+                self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + count
+
+    def _record(self, task: _Task, entry: Entry, written: Counter[str], *, kept: bool = False) -> None:
+        """Add a band's digests and bytes; sync and journal when enough has gathered."""
+        name, nbytes = task.copy.source.name, written.total()
+        done: list[str] = []
+        batch: _Batch = ([], [])
+        with self._lock:
+            self._elements[name] += task.box.size
+            _accumulate(self.outcome.source_sums, name, entry[0])
+            _accumulate(self.outcome.output_sums, name, entry[1])
+            for path, count in written.items():
+                self._missing[path] -= count
+                if not self._missing[path]:
+                    done.append(path)
+            if kept:
+                self.outcome.kept_bytes += nbytes
+            else:
+                self.outcome.written_bytes += nbytes
+                self._unsynced.update(written)
+                self._unjournalled.append((task.key, entry))
+                self._unsynced_bytes += nbytes
+                if self._unsynced_bytes >= SYNC_BYTES:
+                    batch = self._take()
+        self._progress.advance(nbytes, kept=kept)
+        self._settle(*batch)
+        for path in done:
+            self._complete(path)
+
+    def _take(self) -> _Batch:
+        rows, paths = self._unjournalled, sorted(self._unsynced)
+        self._unjournalled, self._unsynced, self._unsynced_bytes = [], set(), 0
+        return rows, paths
+
+    def _settle(self, rows: list[tuple[Key, Entry]], paths: list[str]) -> None:
+        for path in paths:
+            self._sync(path)
+        if rows and self._journal:
+            self._journal.append(rows)
+
+    def _complete(self, path: str) -> None:
+        self._sync(path)
+        self._progress.file_done(path)
+
+    def _sync(self, path: str) -> None:
+        try:
+            self._target.sync(path)
+        except BaseException:
+            self._sync_failed = True  # a second fsync would report success over pages that are gone
+            raise
+
+    def settle(self) -> None:
+        """Sync and journal what is left, so that a run that failed can go on from here."""
+        if not self._sync_failed:
+            self._settle(*self._take())
+
+    def prove(self) -> None:
+        """Count again: every byte of every file was written, and every element of every tensor seen."""
+        for path, missing in self._missing.items():
+            assert missing == 0, f"{path}: {missing} bytes were not written"  # noqa: S101 - our own second count
+        for copy in self._plan.copies:
+            sums = Sums.zero(copy.source.dtype)
+            self.outcome.source_sums.setdefault(copy.source.name, sums)
+            self.outcome.output_sums.setdefault(copy.source.name, Sums.zero(copy.target.dtype))
+            seen = self._elements[copy.source.name]
+            assert seen == copy.source_size, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
+
+
+class _Hands:
+    """One thread's buffers, and what it does with them."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._band = Band(budget.block)
+        self._block = budget.block
+        self._data = np.empty(budget.block, np.uint8)
+        self._cast: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self.written: Counter[str] = Counter()
+        self.overflowed = 0
+
+    def move(self, task: _Task, source: Source, target: Target) -> Entry:
+        """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
+        tensor, wanted = task.copy.source, task.copy.target
+        found = self._band.read(source, task.reads, task.box, self._data)
+        assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
+        data = self._data
+        read_sums = partial(data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, task.box, tensor.shape)
+        sums = read_sums
+        self.overflowed = 0
+        if wanted.dtype != tensor.dtype:
+            if self._cast is None or self._cast.nbytes < wanted.dtype.nbytes(task.box.shape):
+                self._cast = np.empty(ceil(self._block * wanted.dtype.bits / tensor.dtype.bits), np.uint8)
+            data = self._cast[: wanted.dtype.nbytes(task.box.shape)]
+            self.overflowed = cast(
+                self._data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, wanted.dtype, data
+            ).overflowed
+            sums = partial(data, wanted.dtype, task.box, tensor.shape)
+        self.written = Counter()
+        for chunk in task.writes.within(task.box):
+            if not isinstance(chunk.where, Fill):
+                self.written[chunk.where.file] += self._band.write(target, chunk, task.box, data)
+        return read_sums, sums
+
+    def intact(self, task: _Task, target: Target, expected: Sums) -> bool:
+        """Whether every copy of the band that an earlier run wrote still has the journal's digest."""
+        by_box: dict[Box, list[Sums]] = {}
+        dtype, shape = task.copy.target.dtype, task.copy.target.shape
+        buffer = (
+            self._data
+            if dtype.nbytes(task.box.shape) <= self._data.nbytes
+            else np.empty(dtype.nbytes(task.box.shape), np.uint8)
+        )
+        for chunk in task.writes.within(task.box):
+            if isinstance(chunk.where, Fill):
+                continue
+            self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
+            sums = partial(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
+            by_box.setdefault(chunk.box, []).append(sums)
+        if sum(box.size for box in by_box) != task.box.size:
+            return False  # boxes that overlap in part cannot be added up; copying again is always right
+        total = Sums.zero(dtype)
+        for replicas in by_box.values():
+            if any(sums != replicas[0] for sums in replicas):
+                return False
+            total += replicas[0]
+        return total == expected
+
+    @staticmethod
+    def output_bytes(task: _Task) -> Counter[str]:
+        """The bytes a band has in each file."""
+        written: Counter[str] = Counter()
+        for chunk in task.writes.within(task.box):
+            if not isinstance(chunk.where, Fill):
+                written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
+        return written
+
+
+def _payloads(plan: CopyPlan) -> Counter[str]:
+    """The bytes that tensors have in each file; together with the literals they must be all of it."""
+    payload: Counter[str] = Counter(dict.fromkeys(plan.want.files, 0))
+    for _, chunk in plan.want.arrays():
+        if not isinstance(chunk.where, Fill):
+            payload[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
+    return payload
+
+
+def _accumulate(into: dict[str, Sums], name: str, sums: Sums) -> None:
+    into[name] = into[name] + sums if name in into else sums

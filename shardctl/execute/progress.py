@@ -1,0 +1,31 @@
+"""What the engine tells whoever watches it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called from several threads; must not raise."""
+
+    def begin(self, total_bytes: int, files: int) -> None:
+        """Work of this many output bytes in this many files starts."""
+
+    def advance(self, nbytes: int, *, kept: bool = False) -> None:
+        """So many output bytes are in place; `kept` if an earlier run had written them."""
+
+    def file_done(self, path: str) -> None:
+        """A file is complete and on stable storage."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def begin(self, total_bytes: int, files: int) -> None:
+        """Ignore."""
+
+    def advance(self, nbytes: int, *, kept: bool = False) -> None:
+        """Ignore."""
+
+    def file_done(self, path: str) -> None:
+        """Ignore."""

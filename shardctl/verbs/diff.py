@@ -1,0 +1,99 @@
+"""Which tensors of two checkpoints differ, in whatever layouts the two are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from shardctl.errors import Interrupted
+from shardctl.execute.interrupt import stopping
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verify.content import compare
+from shardctl.workers import Effort
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardctl.manifest import Tensor
+
+Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One tensor that is not the same."""
+
+    tensor: str
+    kind: Kind
+    a: str
+    """What the first checkpoint has, as ``BF16 [2, 3]``; empty if nothing."""
+    b: str
+    count: int = 0
+    """Elements that differ, for kind `values`."""
+    size: int = 0
+    """Elements of the tensor."""
+    first: str = ""
+    """The first element that differs, as a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diffed:
+    """How two checkpoints differ."""
+
+    a: str
+    b: str
+    changes: tuple[Change, ...]
+    equal: int
+    """Tensors whose bits are the same."""
+    nbytes: int
+    """Bytes compared."""
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    reading_a: Reading | None = None,
+    reading_b: Reading | None = None,
+    effort: Effort | None = None,
+) -> Diffed:
+    """Compare two checkpoints tensor by tensor and bit by bit, by canonical names."""
+    effort = effort or Effort()
+    with opened(a, reading_a) as first, opened(b, reading_b) as second, stopping(effort.stop):
+        ours, theirs = first.manifest.tensors, second.manifest.tensors
+        changes, pairs = [], []
+        for name in sorted({*ours, *theirs}):
+            kind = _kind(ours.get(name), theirs.get(name))
+            if kind is None:
+                pairs.append((ours[name], theirs[name]))
+            else:
+                changes.append(Change(name, kind, _text(ours.get(name)), _text(theirs.get(name))))
+        differences = compare(pairs, first.source, second.source, effort)
+        if effort.stop:
+            raise Interrupted("interrupted before the end of the comparison", signal=effort.stop.signal)
+        for d in differences:
+            tensor = ours[d.tensor]
+            text = _text(tensor)
+            changes.append(Change(d.tensor, "values", text, text, d.count, prod(tensor.shape), str(d.first)))
+        return Diffed(
+            str(a),
+            str(b),
+            tuple(sorted(changes, key=lambda c: c.tensor)),
+            len(pairs) - len(differences),
+            sum(t.nbytes for t, _ in pairs),
+        )
+
+
+def _kind(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
+    if ours is None:
+        return "only_in_b"
+    if theirs is None:
+        return "only_in_a"
+    if ours.shape != theirs.shape:
+        return "shape"
+    return "dtype" if ours.dtype != theirs.dtype else None
+
+
+def _text(tensor: Tensor | None) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}" if tensor else ""

@@ -1,0 +1,60 @@
+"""The layout-independent digest of a checkpoint, computed from every element it stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardctl.digest import checkpoint_digest, tensor_digest
+from shardctl.errors import Interrupted
+from shardctl.execute.interrupt import stopping
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verify.content import measure
+from shardctl.workers import Effort
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """The digest of one global tensor."""
+
+    digest: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The digest of a checkpoint."""
+
+    path: str
+    digest: str
+    tensors: Mapping[str, TensorDigest]
+    """By canonical name, sorted."""
+    nbytes: int
+    """Bytes of tensors, each counted once."""
+    warnings: tuple[str, ...]
+
+
+def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort | None = None) -> Digested:
+    """Read the checkpoint at `path` once and digest it; equal for every layout of the same elements."""
+    effort = effort or Effort()
+    with opened(path, reading) as checkpoint, stopping(effort.stop):
+        tensors = sorted(checkpoint.manifest.tensors.values(), key=lambda t: t.name)
+        found = measure(tensors, checkpoint.source, effort)
+        if effort.stop:
+            raise Interrupted("interrupted before the end; there is no digest", signal=effort.stop.signal)
+        rows = {
+            t.name: TensorDigest(tensor_digest(found[t.name].sums, t.dtype, t.shape), t.dtype.name, t.shape)
+            for t in tensors
+        }
+        return Digested(
+            path=str(path),
+            digest=checkpoint_digest((t.name, t.dtype, t.shape, rows[t.name].digest) for t in tensors),
+            tensors=rows,
+            nbytes=sum(t.nbytes for t in tensors),
+            warnings=checkpoint.manifest.warnings,
+        )

@@ -1,0 +1,207 @@
+"""From an opened checkpoint and a wish to a copy plan: the part that `plan`, `--dry-run` and `reshard` share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.copyplan import CopyPlan, join
+from shardctl.dtype import BY_NAME, FLOATS, DType
+from shardctl.errors import UsageError
+from shardctl.execute.budget import Budget, budget
+from shardctl.layouts import LAYOUTS, hf, ranks
+from shardctl.mesh import Mesh
+from shardctl.pieces import Placed, balance, layer_costs, parse_stages
+from shardctl.storage import read
+from shardctl.verbs.opening import CONFIG
+from shardctl.workers import usual_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Manifest, Opaque, Tensor
+    from shardctl.verbs.opening import Checkpoint
+
+_CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types that `--dtype` changes; integers, booleans and scaled 8-bit floats mean something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to make of a checkpoint; every field is an option of the command line."""
+
+    to: str | None = None
+    """The layout; by default `ranks` for a mesh and `hf` for one device."""
+    mesh: Mesh | None = None
+    stages: str | None = None
+    """Layers per stage, such as ``20,20,22,18``; by default balanced by bytes."""
+    names: str = "transformers"
+    """`keep` writes the source's own names into rank files."""
+    max_shard_size: int | None = None
+    """Bytes of tensors per file."""
+    dtype: str = "keep"
+    keep_fp32: str | None = None
+    """Tensors whose name matches this regular expression are not cast."""
+    include: str | None = None
+    exclude: str | None = None
+    memory: int = 1 << 30
+    """Bytes of anonymous host memory."""
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A conversion, worked out and not yet begun."""
+
+    checkpoint: Checkpoint
+    wish: Wish
+    layout: str
+    mesh: Mesh
+    have: Manifest
+    """What is converted: the checkpoint, filtered."""
+    plan: CopyPlan
+    placed: Placed | None
+    """Who holds what, for a mesh layout."""
+    budget: Budget
+    carried: tuple[Opaque, ...]
+    """Side files that travel along, in their new form."""
+    options: Mapping[str, str]
+    """The options that shape the bytes, for the record."""
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of all files of the result but its record."""
+        side = sum(len(o.content) if o.content is not None else o.size for o in self.carried)
+        return self.plan.write_bytes + side
+
+    def identity(self) -> str:
+        """A hash of everything that decides the output's bytes, except the values of the source's elements."""
+        state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
+        for path, file in self.plan.want.files.items():
+            state.update(f"{path}\0{file.size}\0".encode())
+            for offset, data in file.literals:
+                state.update(offset.to_bytes(8, "little") + data)
+        for copy in self.plan.copies:
+            for chunk in (*copy.reads, *copy.target.chunks):
+                state.update(f"{copy.source.name}\0{chunk.box}{chunk.dtype}{chunk.where}".encode())
+        for side in self.carried:
+            state.update(f"{side.name}\0{side.size}\0".encode() + (side.content or b""))
+        return state.hexdigest()[:32]
+
+
+def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
+    """Work out what `wish` means for a checkpoint.
+
+    Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
+    CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
+    """
+    mesh = wish.mesh or Mesh.of()
+    layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
+    if layout not in LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
+    if layout == "hf" and mesh.world > 1:
+        raise UsageError(
+            f"layout hf has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
+        )
+    if wish.names not in {"keep", "transformers"}:
+        raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
+    have = _filtered(checkpoint.manifest, wish)
+    dtypes = _dtypes(have, wish)
+    placed = None
+    if layout == "hf":
+        want = hf.pack(have, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
+    else:
+        placed = place(checkpoint, have, mesh, wish.stages, keep_names=wish.names == "keep")
+        want = ranks.pack(have, placed, dtypes, max_shard_size=wish.max_shard_size)
+    plan = join(have, want)
+    return Draft(
+        checkpoint=checkpoint,
+        wish=wish,
+        layout=layout,
+        mesh=mesh,
+        have=have,
+        plan=plan,
+        placed=placed,
+        budget=budget(plan, wish.memory, wish.threads or usual_threads()),
+        carried=tuple(_carried(checkpoint, have, dtypes)),
+        options=_options(wish),
+    )
+
+
+def place(checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None, *, keep_names: bool) -> Placed:
+    """Cut a checkpoint's tensors for a mesh by its model's rules."""
+    model = checkpoint.require_model(f"a mesh of {mesh}")
+    tensors = tuple(have.tensors.values())
+    specs = {tensor.name: model.tensors[tensor.name].spec for tensor in tensors}
+    pp = mesh.degree("pp")
+    if stages is not None:
+        layers = parse_stages(stages, model.layers, pp)
+    else:
+        layers = balance(*layer_costs(tensors, specs, model.layers), pp)
+    return Placed(tensors, specs, mesh, layers, keep_names=keep_names)
+
+
+def _filtered(manifest: Manifest, wish: Wish) -> Manifest:
+    if wish.include is None and wish.exclude is None:
+        return manifest
+    include, exclude = _pattern("--include", wish.include or ""), _pattern("--exclude", wish.exclude or r"(?!)")
+    kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
+    if not kept:
+        raise UsageError("--include and --exclude leave no tensor", hint="shardctl inspect SRC lists the names")
+    return replace(manifest, tensors=kept)
+
+
+def _dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
+    if wish.dtype == "keep":
+        return {name: tensor.dtype for name, tensor in have.tensors.items()}
+    if wish.dtype not in FLOATS:
+        raise UsageError(f"unknown --dtype {wish.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
+    want, keep = FLOATS[wish.dtype], _pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
+
+    def chosen(tensor: Tensor) -> DType:
+        kept = tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name)
+        return tensor.dtype if kept or tensor.dtype.name not in _CASTABLE else want
+
+    return {name: chosen(tensor) for name, tensor in have.tensors.items()}
+
+
+def _pattern(option: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
+
+
+def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]) -> list[Opaque]:
+    """The side files that travel along; after a cast, `config.json` says the new dtype."""
+    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    carried = []
+    for side in have.objects:
+        if side.policy == "drop":
+            continue
+        if side.name == CONFIG and cast:
+            content = _mended(read(checkpoint.source, CONFIG), cast.pop())
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        else:
+            carried.append(side)
+    return carried
+
+
+def _mended(config: bytes, dtype: str) -> bytes:
+    parsed = json.loads(config)
+    keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
+    return (json.dumps(parsed | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _options(wish: Wish) -> dict[str, str]:
+    shaping = {
+        "dtype": wish.dtype if wish.dtype != "keep" else None,
+        "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,
+        "names": "keep" if wish.names == "keep" else None,
+        "include": wish.include,
+        "exclude": wish.exclude,
+    }
+    return {key: value for key, value in shaping.items() if value is not None}

@@ -1,0 +1,146 @@
+"""What a checkpoint is: container, layout, model, mesh, types, ties; from headers only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardctl.models import rule_table
+from shardctl.verbs.opening import Reading, opened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardctl.mesh import Mesh
+    from shardctl.models import RuleRow
+    from shardctl.verbs.opening import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeShare:
+    """How much of a checkpoint has one type."""
+
+    dtype: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One global tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    ties: tuple[str, ...]
+    stored: tuple[str, ...]
+    """The names in the files, where they differ from the canonical one."""
+    chunks: int
+    """Stored boxes, replicas included."""
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """What `inspect` says."""
+
+    path: str
+    format: str
+    layout: str
+    """What shardctl wrote, or empty."""
+    family: str
+    architecture: str
+    why_no_model: str
+    """Why the model is not known, if it is not."""
+    mesh: Mesh | None
+    stages: tuple[int, ...]
+    parameters: int
+    """Elements of every tensor, ties and replicas counted once."""
+    nbytes: int
+    """Bytes of every tensor, ties and replicas counted once."""
+    file_bytes: int
+    """Bytes of the weight files."""
+    files: tuple[str, ...]
+    dtypes: tuple[DTypeShare, ...]
+    tensors: tuple[TensorLine, ...]
+    carried: tuple[str, ...]
+    """Other files that would travel along."""
+    dropped: tuple[str, ...]
+    """Other files that would be left behind."""
+    digest: str
+    """As recorded when shardctl wrote it; not computed."""
+    rules: tuple[RuleRow, ...]
+    """The effective rule table."""
+    warnings: tuple[str, ...]
+
+
+def inspect(path: str | Path, *, reading: Reading | None = None) -> Inspected:
+    """Describe the checkpoint at `path` from its headers."""
+    with opened(path, reading) as checkpoint:
+        return _describe(str(path), checkpoint)
+
+
+def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
+    manifest, model, record = checkpoint.manifest, checkpoint.model, checkpoint.record
+    return Inspected(
+        path=path,
+        format=manifest.format,
+        layout=record.layout if record else "",
+        family=model.family if model else "",
+        architecture=model.architecture if model else "",
+        why_no_model=_why(checkpoint),
+        mesh=record.mesh if record else None,
+        stages=record.stages if record else (),
+        parameters=sum(prod(t.shape) for t in manifest.tensors.values()),
+        nbytes=manifest.nbytes,
+        file_bytes=sum(file.size for file in manifest.files.values()),
+        files=tuple(manifest.files),
+        dtypes=_dtypes(checkpoint),
+        tensors=tuple(_lines(checkpoint)),
+        carried=tuple(o.name for o in manifest.objects if o.policy == "carry"),
+        dropped=tuple(o.name for o in manifest.objects if o.policy == "drop"),
+        digest=record.digest if record else "",
+        rules=rule_table(model) if model else (),
+        warnings=manifest.warnings,
+    )
+
+
+def _why(checkpoint: Checkpoint) -> str:
+    if checkpoint.model:
+        return ""
+    return checkpoint.model_error.message if checkpoint.model_error else "there is no config.json"
+
+
+def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:
+    shares: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for tensor in checkpoint.manifest.tensors.values():
+        share = shares[tensor.dtype.name]
+        share[0] += 1
+        share[1] += prod(tensor.shape)
+        share[2] += tensor.nbytes
+    rows = (DTypeShare(name, *share) for name, share in shares.items())
+    return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _lines(checkpoint: Checkpoint) -> list[TensorLine]:
+    lines = []
+    for tensor in checkpoint.manifest.tensors.values():
+        names = dict.fromkeys(chunk.name for chunk in tensor.chunks)
+        files = dict.fromkeys(chunk.where.file for chunk in tensor.chunks if hasattr(chunk.where, "file"))
+        lines.append(
+            TensorLine(
+                tensor.name,
+                tensor.dtype.name,
+                tensor.shape,
+                tensor.nbytes,
+                tensor.ties,
+                tuple(n for n in names if n != tensor.name),
+                len(tensor.chunks),
+                tuple(files),
+            )
+        )
+    return lines

@@ -1,0 +1,126 @@
+"""Opens a checkpoint: where it is, what its container holds, what model that is, and what each tensor is called."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardctl import formats, models
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.record import RECORD, Record, load
+from shardctl.storage import read
+from shardctl.storage.local import LocalSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models import Model
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a source is to be understood; every field is an option of the command line."""
+
+    config: Path | None = None
+    """The model's `config.json`, or a directory that holds it, when the checkpoint has none."""
+    rules: Path | None = None
+    """A rule file (`--rules`)."""
+    container: str | None = None
+    """Overrides detection (`--from`)."""
+    kv_heads: models.KvHeads = "error"
+    """`replicate` keeps each key/value head on several ranks when tp exceeds their number."""
+    strict: bool = False
+    """Makes every warning an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened source: headers read, nothing else."""
+
+    source: LocalSource
+    stored: Manifest
+    """Under the names of the files."""
+    manifest: Manifest
+    """Under canonical names, where the family is known; else the stored ones."""
+    model: Model | None
+    """None if the source has no config and no rules were given."""
+    model_error: UnsupportedError | None
+    """Why there is no model although there is a config."""
+    config: Mapping[str, Any] | None
+    record: Record | None
+    """What `shardctl.json` says, if shardctl wrote this."""
+
+    def require_model(self, purpose: str) -> Model:
+        """The model, or an error that says why it is needed and how to supply it."""
+        if self.model is not None:
+            return self.model
+        if self.model_error is not None:
+            raise self.model_error
+        raise SourceError(
+            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know the model",
+            hint="name one with --config PATH, or say how its tensors are cut with --rules FILE",
+        )
+
+
+@contextmanager
+def opened(path: str | Path, reading: Reading | None = None) -> Iterator[Checkpoint]:
+    """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only."""
+    source = LocalSource(Path(path))
+    try:
+        yield _open(source, reading or Reading())
+    finally:
+        source.close()
+
+
+def _open(source: LocalSource, reading: Reading) -> Checkpoint:
+    stored = formats.scan(source, override=reading.container)
+    record = load(read(source, RECORD)) if RECORD in source.files() else None
+    config = _config(source, reading.config)
+    rules = models.load_rules(reading.rules) if reading.rules else None
+    model, problem = None, None
+    if config is not None or rules is not None:
+        try:
+            model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads)
+        except UnsupportedError as error:
+            problem = error
+    manifest = model.bind(stored) if model else stored
+    if record:
+        manifest = replace(manifest, tensors={n: _respelled(t, record) for n, t in manifest.tensors.items()})
+    if reading.strict and manifest.warnings:
+        raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
+    return Checkpoint(source, stored, manifest, model, problem, config, record)
+
+
+def _respelled(tensor: Tensor, record: Record) -> Tensor:
+    """The tensor with the names that the *original* checkpoint used, which only the record remembers."""
+    known = record.tensors.get(tensor.name)
+    return replace(tensor, spelling=known.spelling) if known else tensor
+
+
+def _config(source: LocalSource, override: Path | None) -> Mapping[str, Any] | None:
+    if override is not None:
+        path = override / CONFIG if override.is_dir() else override
+        try:
+            return _parse(path.read_bytes(), str(path))
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    if CONFIG in source.files():
+        return _parse(read(source, CONFIG), CONFIG)
+    beside = source.root / CONFIG  # the source may be one file of a directory
+    return _parse(beside.read_bytes(), CONFIG) if beside.is_file() else None
+
+
+def _parse(data: bytes, path: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SourceError(f"{path} is not a JSON object")
+    return config

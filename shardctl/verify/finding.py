@@ -1,0 +1,23 @@
+"""What a check found, where, and how much it matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong (`error`) or odd (`warning`), with its place."""
+
+    severity: Severity
+    check: str
+    """Which check found it, such as `coverage` or `digest`."""
+    message: str
+    """A sentence that names the place."""
+    tensor: str = ""
+    file: str = ""
+    box: str = ""
+    """The elements concerned, as ``[a:b, c:d]``."""

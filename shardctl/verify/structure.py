@@ -1,0 +1,128 @@
+"""Checks that need headers only: files, coverage, overlaps, names, shapes, the record, modes."""
+
+from __future__ import annotations
+
+import stat
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box, BoxIndex, disjoint, subtract_known
+from shardctl.manifest import Fill
+from shardctl.record import RECORD
+from shardctl.verify.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.record import Record
+    from shardctl.storage import Stat
+
+_SHOWN: Final = 3
+
+
+def check_files(record: Record, files: Mapping[str, Stat]) -> Iterator[Finding]:
+    """Files that `shardctl.json` names and that are absent or of another size, and files that it does not name."""
+    for path, size in record.files.items():
+        if path not in files:
+            yield Finding("error", "files", f"{path} is missing; {RECORD} lists it with {size:,} bytes", file=path)
+        elif files[path].size != size:
+            found = files[path].size
+            yield Finding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
+    for path in files:
+        if path not in record.files and path != RECORD:
+            weights = path.endswith((".safetensors", ".bin", ".pt", ".pth"))
+            yield Finding(
+                "error" if weights else "warning",
+                "files",
+                f"{path} is not part of this checkpoint" + (": a loader would take it for one" if weights else ""),
+                file=path,
+            )
+
+
+def check_modes(root: Path, files: Mapping[str, Stat]) -> Iterator[Finding]:
+    """Files that only their owner can read, next to others that everyone can."""
+    modes = {path: (root / path).stat().st_mode for path in files}
+    if not any(mode & stat.S_IROTH for mode in modes.values()):
+        return
+    for path, mode in modes.items():
+        if not mode & stat.S_IROTH:
+            yield Finding(
+                "warning", "modes", f"{path} has mode {stat.S_IMODE(mode):04o}; others cannot read it", file=path
+            )
+
+
+def check_coverage(manifest: Manifest) -> Iterator[Finding]:
+    """Elements stored nowhere, and chunks that overlap others in part."""
+    for tensor in manifest.tensors.values():
+        if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
+            continue
+        yield from _holes(tensor)
+        yield from _overlaps(tensor)
+
+
+def _holes(tensor: Tensor) -> Iterator[Finding]:
+    index = BoxIndex([chunk.box for chunk in tensor.chunks])
+    for hole in subtract_known(Box.whole(tensor.shape), index)[:_SHOWN]:
+        files = sorted({c.where.file for c in tensor.chunks if not isinstance(c.where, Fill)})
+        yield Finding(
+            "error",
+            "coverage",
+            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in {_few(files)}",
+            tensor=tensor.name,
+            box=str(hole),
+        )
+
+
+def _overlaps(tensor: Tensor) -> Iterator[Finding]:
+    boxes = list(dict.fromkeys(chunk.box for chunk in tensor.chunks))
+    if sum(box.size for box in boxes) == sum(part.size for _, part in disjoint(boxes)):
+        return
+    index = BoxIndex(boxes)
+    for position, box in enumerate(boxes):
+        for other, common in index.overlapping(box):
+            if other > position:
+                both = [c for c in tensor.chunks if c.box in {box, boxes[other]}]
+                files = sorted({c.where.file for c in both if not isinstance(c.where, Fill)})
+                message = f"chunks {box} and {boxes[other]} overlap in {common} ({_few(files)})"
+                yield Finding(
+                    "error",
+                    "overlap",
+                    f"{tensor.name} {list(tensor.shape)}: {message}",
+                    tensor=tensor.name,
+                    file=files[0] if files else "",
+                    box=str(common),
+                )
+                return  # one place a tensor is enough to look at
+
+
+def check_record(record: Record, manifest: Manifest) -> Iterator[Finding]:
+    """Tensors, types, shapes and places as `shardctl.json` has them, against the headers."""
+    for name, expected in record.tensors.items():
+        tensor = manifest.tensors.get(name)
+        if tensor is None:
+            yield Finding("error", "record", f"{name} is in {RECORD} but in no file", tensor=name)
+            continue
+        if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
+            yield Finding(
+                "error",
+                "record",
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; {RECORD} says {expected.dtype} {list(expected.shape)}",
+                tensor=name,
+            )
+            continue
+        found = {(c.where.file, c.name, c.box) for c in tensor.chunks if not isinstance(c.where, Fill)}
+        wanted = {(s.file, s.name, s.box) for s in expected.stored}
+        for file, stored, box in sorted(wanted - found, key=str)[:_SHOWN]:
+            message = f"{name} {box} should be in {file} as {stored}, and is not"
+            yield Finding("error", "record", message, tensor=name, file=file, box=str(box))
+        for file, stored, box in sorted(found - wanted, key=str)[:_SHOWN]:
+            message = f"{name} {box} is in {file} as {stored}, where {RECORD} has none"
+            yield Finding("error", "record", message, tensor=name, file=file, box=str(box))
+    for name in manifest.tensors:
+        if name not in record.tensors:
+            yield Finding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)
+
+
+def _few(files: list[str]) -> str:
+    return ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")

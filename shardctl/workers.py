@@ -1,0 +1,81 @@
+"""Threads that share a queue of work, stop at the first error, and can be asked to stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Item = TypeVar("Item")
+
+
+class Stop:
+    """A request to stop soon; falsy until a signal's number is set."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __bool__(self) -> bool:
+        return self.signal != 0
+
+
+class Watcher(Protocol):
+    """Is told how work goes on."""
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done; called from several threads, and must not raise."""
+
+
+class Nobody:
+    """Watches nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Ignore."""
+
+
+def usual_threads() -> int:
+    """One thread a core, up to eight: beyond that disks, not cores, decide."""
+    return min(os.cpu_count() or 1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is spent on a task, who watches, and who may stop it."""
+
+    threads: int = field(default_factory=usual_threads)
+    watcher: Watcher = field(default_factory=Nobody)
+    stop: Stop = field(default_factory=Stop)
+
+
+def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: Stop) -> None:
+    """Give every item to one of `threads` threads; each calls `worker` once, for a function with its own buffers.
+
+    Returns when no item is left or `stop` is set; raises the first error of any thread, after all have ended.
+    """
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def following() -> Item | None:
+        with lock:
+            return None if stop or errors else next(items, None)
+
+    def work() -> None:
+        try:
+            handle = worker()
+            while (item := following()) is not None:
+                handle(item)
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the calling thread
+            with lock:
+                errors.append(error)
+
+    running = [threading.Thread(target=work, name=f"shardctl-{i}", daemon=True) for i in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
