@@ -277,8 +277,7 @@ class _Reader:
 
     def _check_local(self, entry: _Entry, header: bytes) -> int:
         """The length of the local header with its extra field, once it agrees with the directory."""
-        fields: tuple[bytes, *tuple[int, ...]] = _LOCAL.unpack_from(header)
-        signature, _, flags, method, _, _, crc, packed, size, named, extra = fields
+        signature, _, flags, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
         later = bool(flags & _DESCRIPTOR)
         agrees = (
             signature == MAGIC
@@ -293,7 +292,7 @@ class _Reader:
             self._refuse(
                 f"describes record {_shown(entry.full)} in two ways, in its directory and at byte {entry.header:,}"
             )
-        return _LOCAL.size + named + extra
+        return _LOCAL.size + len(entry.full) + int(extra)
 
 
 def _shown(name: bytes) -> str:

@@ -1,0 +1,293 @@
+"""Checkpoints that torch.save wrote: one file, an index and its shards, a directory without index."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.impostors import (
+    ADAPTERS,
+    refuse_adapter,
+    refuse_impostor,
+    refuse_unfinished,
+    unfinished_downloads,
+)
+from shardctl.formats.index import Index, read_index
+from shardctl.formats.links import check_link
+from shardctl.formats.side_files import side_files
+from shardctl.formats.torch_legacy import MAGICS, read_legacy
+from shardctl.formats.torch_state import StateDict, state_dict
+from shardctl.formats.torch_zip import read_zip
+from shardctl.formats.zip_records import MAGIC
+from shardctl.manifest import Chunk, File, Manifest, Opaque, Region, Tensor
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.storage import Source
+
+_SUFFIXES: Final = (".bin", ".pt", ".pth")
+_INDEX_SUFFIX: Final = ".bin.index.json"
+_WHOLE: Final = "pytorch_model.bin"
+_STANDARD_INDEX: Final = "pytorch_model.bin.index.json"
+_OTHERS: Final = re.compile(
+    r"(optimizer|scheduler|scaler|training_args|random_states|rng_state).*|.*(model|optim)_states\.pt"
+    r"|consolidated\.[0-9]+\.pth"
+)
+"""What Trainer and accelerate keep to resume, and the files of DeepSpeed and Meta: containers of their own."""
+_NUMBERED: Final = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.bin")
+_HEAD: Final = 512
+_TAR: Final = slice(257, 262)
+_REPEATED: Final = 16
+_REPEATED_FREE: Final = 256 << 20
+"""Tensors may be views that repeat elements (`expand`), but all of them together hold at most this many bytes more
+than 16 times the file's: beyond, a small file would fill a disk."""
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory holds files of torch.save or an index of some, or the file looks like one."""
+    given = given_file(source)
+    if given is not None:
+        return given.endswith((*_SUFFIXES, _INDEX_SUFFIX)) or _has_magic(source, given)
+    return bool(
+        _candidates(source)
+        or any("/" not in path and path.endswith(_INDEX_SUFFIX) for path in source.files())
+        or any(path.startswith("pytorch_model") for path in unfinished_downloads(source, ".bin"))
+    )
+
+
+def scan(source: Source) -> Manifest:
+    """Read every pickle without running it, and say where each tensor is.
+
+    Names whose elements are the very same bytes (same file, offset, strides, shape and dtype) are one tensor: the
+    first is its name and the others its `ties`. Views that overlap in any other way are tensors of their own, and so
+    are empty ones.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: a container or a tensor of a kind that is not converted.
+    """
+    chosen = _choose(source)
+    warnings = list(chosen.warnings)
+    read_files: dict[str, _Read] = {}
+    for path in chosen.files:
+        read_files[path] = found = _read(source, path)
+        warnings += found.state.warnings
+    if chosen.index is not None:
+        warnings += _check_index(chosen.index, read_files)
+    weight_map = chosen.index.weight_map if chosen.index is not None else {}
+    tensors: dict[str, Tensor] = {}
+    held: dict[str, str] = {}
+    for path, found in read_files.items():
+        for tensor in _tensors(found, weight_map):
+            for name in (tensor.name, *tensor.ties):
+                if name in held:
+                    raise SourceError(
+                        f"tensor {name!r} is in both {held[name]} and {path}",
+                        hint="if the files are alternatives, give one of them; parts of ranks need the format that "
+                        "wrote them",
+                    )
+                held[name] = path
+            tensors[tensor.name] = tensor
+    objects, left = side_files(source, set(read_files))
+    inside = [Opaque(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others]
+    return Manifest(
+        format=FORMAT.name,
+        tensors=tensors,
+        files={path: File(path, source.files()[path].size) for path in read_files},
+        objects=(*objects, *inside),
+        warnings=(*warnings, *left),
+    )
+
+
+def read_saved(source: Source, path: str) -> Saved:
+    """What torch.save wrote into a file, in whichever of its containers, but for the storages.
+
+    Raises:
+        SourceError: the file is something else, truncated or malformed.
+        HostileError: it tries to run code or to exhaust the reader.
+        UnsupportedError: a container of before 2017, TorchScript, compressed or big-endian data.
+    """
+    head = _head(source, path)
+    if head.startswith(MAGIC):
+        return read_zip(source, path)
+    if head.startswith(MAGICS):
+        return read_legacy(source, path)
+    if head[_TAR] == b"ustar":
+        raise UnsupportedError(
+            f"{path} is a tar archive, as torch.save wrote before version 0.1.10", hint="save it again with torch"
+        )
+    if not head.startswith(b"\x80"):
+        refuse_impostor(source, path, "a file of torch.save")
+    try:  # torch would unpickle any file, so an attack need not look like a checkpoint
+        return read_legacy(source, path)
+    except HostileError:
+        raise
+    except SourceError as error:
+        raise SourceError(f"{path} is neither a zip archive nor a pickle that torch.save wrote") from error
+
+
+# Which files
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The files that make up the checkpoint."""
+
+    files: tuple[str, ...]
+    index: Index | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _choose(source: Source) -> _Choice:
+    given = given_file(source)
+    if given is not None:
+        return _one_file(given)
+    names = _candidates(source)
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
+    index = None
+    if _STANDARD_INDEX in indexes or len(indexes) == 1:
+        index = read_index(source, _STANDARD_INDEX if _STANDARD_INDEX in indexes else indexes[0])
+    elif indexes and _WHOLE not in names:
+        raise SourceError(
+            f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
+            hint="leave only one of them in the directory, with its shards",
+        )
+    if index is not None and (_WHOLE not in names or index.path == _STANDARD_INDEX):
+        if _WHOLE in names and index.shards != (_WHOLE,):
+            raise SourceError(
+                f"{source.name} holds two checkpoints: {_WHOLE}, and the files that {index.path} names",
+                hint=f"give {_WHOLE} itself, or move it away",
+            )
+        return _Choice(index.shards, index, index.warnings)
+    if _WHOLE in names:
+        return _Choice((_WHOLE,))
+    if names:
+        _check_numbering(names)
+        return _Choice(tuple(names))
+    refuse_adapter(source)
+    for path in unfinished_downloads(source, ".bin"):
+        refuse_unfinished(source, path)
+    raise SourceError(f"{source.name} holds no file of torch.save")
+
+
+def _one_file(path: str) -> _Choice:
+    if path.endswith(_INDEX_SUFFIX):
+        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
+    numbered = _NUMBERED.fullmatch(path)
+    if numbered is None or int(numbered[3]) == 1:
+        return _Choice((path,))
+    return _Choice((path,), warnings=(f"{path} is one of {int(numbered[3])} files; only its own tensors are read",))
+
+
+def _candidates(source: Source) -> list[str]:
+    """The files of the root that are weights by their names or by their first bytes."""
+    return [
+        path
+        for path in source.files()
+        if "/" not in path
+        and path.endswith(_SUFFIXES)
+        and path not in ADAPTERS
+        and not _OTHERS.fullmatch(path)
+        and (path.startswith("pytorch_model") or _has_magic(source, path))
+    ]
+
+
+def _has_magic(source: Source, path: str) -> bool:
+    head = _head(source, path)
+    return head.startswith(MAGICS) or (head.startswith(MAGIC) and b"/data.pkl" in head)
+
+
+def _head(source: Source, path: str) -> bytes:
+    return read(source, path, 0, min(source.files()[path].size, _HEAD))
+
+
+def _check_numbering(names: Sequence[str]) -> None:
+    """Raise SourceError if a file of a numbered set is missing, or if the files come from several saves."""
+    groups = {(m[1], m[3]) if (m := _NUMBERED.fullmatch(name)) else None for name in names}
+    if len(groups) > 1 and groups != {None}:
+        raise SourceError(
+            f"the directory holds files of different saves and no index: {', '.join(names[:3])}",
+            hint="leave only the files that belong together",
+        )
+    group = groups.pop()
+    if group is not None and len(names) != int(group[1]):
+        raise SourceError(f"only {len(names)} of the {int(group[1])} files {names[0]} and so on are here")
+
+
+# What is in them
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One file's weights."""
+
+    saved: Saved
+    state: StateDict
+
+
+def _read(source: Source, path: str) -> _Read:
+    refuse_unfinished(source, path)
+    check_link(source, path)
+    saved = read_saved(source, path)
+    state = state_dict(saved.tree, path)
+    _check_total(source, path, state.views)
+    return _Read(saved, state)
+
+
+def _check_total(source: Source, path: str, views: Mapping[str, View]) -> None:
+    size = source.files()[path].size
+    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in set(views.values()))
+    if total > _REPEATED * size + _REPEATED_FREE:
+        raise HostileError(
+            f"{path} has {size:,} bytes, but its tensors would have {total:,}: their strides repeat elements",
+            hint="if that is meant, save x.clone() of the expanded tensors",
+        )
+
+
+def _tensors(found: _Read, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
+    """The tensors of a file that the index does not place in another one."""
+    saved = found.saved
+    names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
+    for name, view in found.state.views.items():
+        if weight_map.get(name, saved.path) == saved.path:
+            region = saved.region(view, name)
+            alone = name if not prod(view.shape) else ""
+            names.setdefault((region, view.shape, f"{view.dtype} {alone}"), []).append(name)
+    for (region, shape, _), (name, *ties) in names.items():
+        dtype = found.state.views[name].dtype
+        yield Tensor(name, dtype, shape, (Chunk(_whole_box(shape), dtype, region, name),), ties=tuple(ties))
+
+
+@lru_cache(maxsize=4096)
+def _whole_box(shape: tuple[int, ...]) -> Box:
+    """The layers of a model repeat a few shapes, so most boxes are one object."""
+    return Box.whole(shape)
+
+
+def _check_index(index: Index, read_files: Mapping[str, _Read]) -> tuple[str, ...]:
+    """The index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
+    by_name: dict[str, dict[str, int]] = {}
+    once: dict[str, dict[str, int]] = {}
+    for path, found in read_files.items():
+        seen: set[View] = set()
+        by_name[path], once[path] = {}, {}
+        for name, view in found.state.views.items():
+            nbytes = view.dtype.nbytes(view.shape)
+            by_name[path][name] = nbytes
+            once[path][name] = 0 if view in seen else nbytes
+            seen.add(view)
+    total = sum(once[file].get(name, 0) for name, file in index.weight_map.items())
+    return index.check(once if index.total_size == total else by_name)
+
+
+FORMAT: Final = Format("torch", "files of torch.save", detect, scan)

@@ -1,0 +1,257 @@
+"""Which nodes of a torch pickle are tensors, and where in their storages the elements lie.
+
+Only the exact names that tensors need have a meaning here (torch `_utils.py`, `_tensor.py` and `serialization.py`);
+every other node is opaque.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from shardctl.dtype import BY_NAME, BY_TORCH, DType
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.pickle_tree import Call, Global, Persistent, mapping
+from shardctl.manifest import Region, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_STORAGES: Final = {
+    "BFloat16Storage": "BF16",
+    "BoolStorage": "BOOL",
+    "ByteStorage": "U8",
+    "CharStorage": "I8",
+    "ComplexFloatStorage": "C64",
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "IntStorage": "I32",
+    "LongStorage": "I64",
+    "ShortStorage": "I16",
+}
+_OTHER_STORAGES: Final = {
+    "ComplexDoubleStorage": 16,
+    "QInt32Storage": 4,
+    "QInt8Storage": 1,
+    "QUInt2x4Storage": 1,
+    "QUInt4x2Storage": 1,
+    "QUInt8Storage": 1,
+    "UntypedStorage": 1,
+    "_UntypedStorage": 1,
+}
+"""Element sizes, in bytes, of the storages that say nothing of a dtype, or of one that safetensors lacks."""
+_STORAGE_MODULES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
+_PLAIN: Final = frozenset(
+    {
+        "torch.Tensor",
+        "torch._tensor.Tensor",
+        "torch.nn.parameter.Buffer",
+        "torch.nn.parameter.Parameter",
+        "torch.nn.parameter.UninitializedParameter",
+    }
+)
+"""Classes whose elements mean what their bytes say."""
+_UNREADABLE: Final = {
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "lives on a device whose storage is not in the file",
+    "torch._utils._rebuild_device_tensor_from_numpy": "lives on a device whose storage is not in the file",
+    "torch._utils._rebuild_meta_tensor_no_storage": "is on the meta device, so the file has no data of it",
+    "torch._utils._rebuild_nested_tensor": "is a nested tensor",
+    "torch._utils._rebuild_qtensor": "is a quantized tensor of torch.quantization",
+    "torch._utils._rebuild_sparse_csr_tensor": "is sparse",
+    "torch._utils._rebuild_sparse_tensor": "is sparse",
+    "torch._utils._rebuild_wrapper_subclass": "is a tensor subclass without a storage of its own",
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": "is one rank's part of a ShardedTensor",
+    "torch.distributed._tensor.api.DTensor": "is one rank's part of a DTensor",
+    "torch.distributed.tensor.DTensor": "is one rank's part of a DTensor",
+    "torch.distributed.tensor._api.DTensor": "is one rank's part of a DTensor",
+}
+"""Tensors that would be lost if they were taken for something opaque."""
+_WRAPPINGS: Final = 8
+"""Calls around a tensor, such as a Parameter of a subclass; real files have two."""
+_DIMS: Final = 64
+"""Torch and NumPy have no more."""
+_FAR: Final = 1 << 63
+"""No extent, stride, offset or size is this large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A reference to a flat run of bytes elsewhere in the file."""
+
+    key: str
+    """What the container calls it."""
+    dtype: DType | None
+    """The type of its elements; None if it does not say, or has one that safetensors lacks."""
+    itemsize: int
+    """Bytes of an element."""
+    numel: int
+    """Number of elements of the whole storage."""
+    begin: int = 0
+    """First byte of the part that is meant: old legacy files have storages that are views of others."""
+    end: int = 0
+    """One past its last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole storage."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided tensor over a storage."""
+
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """Bytes from the start of the whole storage to the first element."""
+    strides: tuple[int, ...]
+    """Bytes from unit to unit along each dim; those of dims that have fewer than two units are the dense ones."""
+    subclass: str = ""
+    """The tensor's class, if its elements may mean something else than they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One file that torch.save wrote, read but for its tensors."""
+
+    path: str
+    tree: Any
+    """What was saved (see `pickle_tree`)."""
+    extents: Mapping[str, tuple[int, int]]
+    """Absolute byte offset in the file and bytes of each storage, by key."""
+
+    def region(self, view: View, name: str) -> Region:
+        """Where a view's elements are in the file.
+
+        Raises:
+            SourceError: the file lacks the storage, or has one of another size than the pickle says. (With
+                `mmap=True` torch would return the bytes that follow it as weights.)
+        """
+        extent = self.extents.get(view.storage.key)
+        where = f"{self.path}: tensor {name!r}"
+        if extent is None:
+            raise SourceError(f"{where} is in storage {view.storage.key!r}, which the file does not have")
+        start, nbytes = extent
+        if nbytes != view.storage.nbytes:
+            raise SourceError(f"{where} is in a storage of {view.storage.nbytes:,} bytes, but the file has {nbytes:,}")
+        return Region(self.path, start + view.offset, view.strides)
+
+
+def storage(node: Persistent, where: str) -> Storage:
+    """The storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
+    match node.id:
+        case ("storage", Global() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
+            view = rest[0] if rest else None
+        case _:
+            raise SourceError(f"{where} refers to something that is no storage")
+    dtype = BY_NAME.get(_STORAGES.get(kind.name, ""))
+    itemsize = dtype.unit_bytes if dtype else _OTHER_STORAGES.get(kind.name)
+    if itemsize is None or kind.module not in _STORAGE_MODULES:
+        raise UnsupportedError(f"{where} is in a {kind}, a type of storage that shardctl does not know")
+    begin, end = 0, numel * itemsize
+    if view is not None:  # (key, first element, number of elements)
+        match view:
+            case (str(), int() as first, int() as count) if 0 <= first < _FAR and 0 <= count < _FAR:
+                begin = first * itemsize
+                end = min(begin + count * itemsize, end)
+            case _:
+                raise SourceError(f"{where} has a malformed view of a storage")
+    return Storage(key, dtype, itemsize, numel, begin, end)
+
+
+def as_tensor(node: object, where: str) -> View | None:
+    """The tensor that a node stands for; None if it is something else. `where` begins messages.
+
+    Raises:
+        SourceError: a malformed tensor, or one that does not lie in its storage.
+        UnsupportedError: a tensor whose elements are not plainly in a storage, or of a type that safetensors lacks.
+    """
+    subclass = ""
+    for _ in range(_WRAPPINGS):
+        if not isinstance(node, Call) or not isinstance(node.function, Global):
+            return None
+        function, args = str(node.function), node.args
+        if function in _UNREADABLE:
+            raise UnsupportedError(f"{where} {_UNREADABLE[function]}", hint="save its plain, full tensor instead")
+        match function, args:
+            case (("torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor"), (Persistent(), _, _, _, *rest)):
+                source = storage(args[0], where)
+                return _view(source, source.dtype, (*args[1:4], rest[2:]), where, subclass)
+            case "torch._utils._rebuild_tensor_v3", (Persistent(), _, _, _, _, _, Global() as kind, *rest):
+                return _view(storage(args[0], where), _dtype(kind, where), (*args[1:4], rest), where, subclass)
+            case (("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state"), (inner, *_)):
+                node = inner
+            case (
+                ("torch._tensor._rebuild_from_type_v2" | "torch._tensor._rebuild_from_type"),
+                (
+                    Global() as inner_function,
+                    Global() as kind,
+                    tuple() as inner_args,
+                    *_,
+                ),
+            ):
+                subclass = subclass if str(kind) in _PLAIN else str(kind)
+                node = Call(inner_function, inner_args)
+            case _ if function.startswith("torch._utils._rebuild_"):
+                raise UnsupportedError(f"{where} is made by {function}, which shardctl does not know")
+            case _:
+                return None
+    raise SourceError(f"{where} is wrapped more than {_WRAPPINGS} times")
+
+
+def _dtype(kind: Global, where: str) -> DType:
+    dtype = BY_TORCH.get(kind.name) if kind.module == "torch" else None
+    if dtype is None:
+        raise UnsupportedError(f"{where} has the type {kind}, which safetensors cannot hold")
+    return dtype
+
+
+def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str, subclass: str) -> View:
+    first, size, stride, metadata = args
+    if dtype is None:
+        raise UnsupportedError(f"{where} has elements of a type that safetensors cannot hold")
+    if metadata and mapping(metadata[0]) != {} and metadata[0] is not None:
+        raise UnsupportedError(
+            f"{where} is lazily conjugated or negated, so its bytes are not its values",
+            hint="save x.resolve_conj().resolve_neg() instead",
+        )
+    extents, steps = _integers(size, where), _integers(stride, where)
+    if type(first) is not int or not 0 <= first < _FAR or len(extents) != len(steps) or len(extents) > _DIMS:
+        _malformed(where)
+    unit = dtype.unit_bytes
+    offset = source.begin + first * unit
+    reach = offset + unit + sum((extent - 1) * step * unit for extent, step in zip(extents, steps, strict=True))
+    if prod(extents) == 0:
+        offset = source.begin
+    elif reach > source.end:
+        raise SourceError(
+            f"{where} reaches byte {reach - source.begin:,} of a storage of {source.end - source.begin:,} bytes"
+        )
+    shape = extents
+    if dtype.unit_elements > 1:  # torch counts units, which it calls elements
+        if not shape:
+            raise UnsupportedError(f"{where} has no dims but holds {dtype.unit_elements} elements of {dtype}")
+        shape = (*shape[:-1], shape[-1] * dtype.unit_elements)
+    strides = tuple(
+        step * unit if extent > 1 else dense
+        for extent, step, dense in zip(extents, steps, dense_strides(dtype, shape), strict=True)
+    )
+    return View(source, dtype, shape, offset, strides, subclass)
+
+
+def _integers(node: object, where: str) -> tuple[int, ...]:
+    """The extents or strides in a tuple, a list or a `torch.Size` of them."""
+    if isinstance(node, Call) and str(node.function) == "torch.Size" and node.args:
+        node = node.args[0]
+    if not isinstance(node, tuple | list) or any(type(n) is not int or not 0 <= n < _FAR for n in node):
+        _malformed(where)
+    return tuple(node)
+
+
+def _malformed(where: str) -> NoReturn:
+    raise SourceError(f"{where} has an offset, shape or strides that are negative or malformed")

@@ -1,0 +1,58 @@
+"""The zip container of torch.save (torch 1.6 and later): one record for the pickle, one for each storage.
+
+Layout: torch `serialization.py` (`_save`, `_load`) and `caffe2/serialize/inline_container.h`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.pickle_machine import load
+from shardctl.formats.torch_tensors import Saved
+from shardctl.formats.zip_records import read_archive
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from shardctl.storage import Source
+
+LARGEST_PICKLE: Final = 128 << 20
+"""Bytes of a pickle that are still read; 100,000 tensors take about 14 MB."""
+_DATA: Final = "data/"
+_SHORT: Final = 64
+
+
+def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = None) -> Saved:
+    """Read the archive in `size` bytes (default: the rest) of a file from byte `start`, but for its storages.
+
+    Raises:
+        SourceError: truncated or malformed.
+        HostileError: it tries to run code or to exhaust the reader.
+        UnsupportedError: a TorchScript program, big-endian data or compressed records.
+    """
+    archive = read_archive(source, path, start=start, size=size)
+    records = archive.records
+    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
+        raise UnsupportedError(
+            f"{path} is a TorchScript program, not a checkpoint",
+            hint="torch.save(torch.jit.load(path).state_dict(), ...) makes one",
+        )
+    pickle = records.get("data.pkl")
+    if pickle is None:
+        raise SourceError(f"{path} is a zip archive without data.pkl, so torch.save did not write it")
+    order = records.get("byteorder")
+    if order is not None:
+        found = read(source, path, order.offset, min(order.size, _SHORT))
+        if found == b"big":
+            raise UnsupportedError(f"{path} holds big-endian data", hint="save it again on a little-endian machine")
+        if found != b"little":
+            raise SourceError(f"{path} has the byte order {found!r}, which is neither little nor big")
+    if pickle.size > LARGEST_PICKLE:
+        raise HostileError(f"{path} has a pickle of {pickle.size:,} bytes; more than {LARGEST_PICKLE:,} are not read")
+    tree = load(read(source, path, pickle.offset, pickle.size), f"{path} (data.pkl)").value
+    extents = {
+        name.removeprefix(_DATA): (record.offset, record.size)
+        for name, record in records.items()
+        if name.startswith(_DATA)
+    }
+    return Saved(path, tree, extents)
