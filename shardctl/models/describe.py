@@ -12,7 +12,7 @@ from shardctl.models.gpt2 import GPT2
 from shardctl.models.llama import LLAMA
 from shardctl.models.mistral import MISTRAL
 from shardctl.models.qwen import QWEN2, QWEN3
-from shardctl.models.roberta import ROBERTA
+from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.t5 import T5
 from shardctl.models.table import build
 
@@ -39,6 +39,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3,
     ROBERTA,
     T5,
+    XLM_ROBERTA,
 )
 """Every family; to add one, write its file and name it here."""
 
@@ -51,8 +52,9 @@ def find(config: Mapping[str, object]) -> tuple[Family, str] | None:
     named = Config(config)
     architecture, kind = named.architecture(), named.text("model_type", "")
     for family in FAMILIES:
-        if architecture in family.classes:
-            return family, architecture
+        current = family.renamed.get(architecture, architecture)
+        if current in family.classes:
+            return family, current
         if not architecture and kind == family.name:
             return family, next(iter(family.classes))
     return None

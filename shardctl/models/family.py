@@ -110,3 +110,5 @@ class Family:
     """Base-model prefixes that stored names may have, or lack."""
     legacy: Mapping[str, str] = field(default_factory=dict)
     """Older spellings of the ends of names."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Older names of classes, which configs on the Hub still have."""

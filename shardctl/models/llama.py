@@ -23,4 +23,5 @@ LLAMA: Final = Family(
     facts=_facts,
     classes=decoder_classes("Llama", question="transformer"),
     prefixes=("model", "transformer"),
+    renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
 )

@@ -1,11 +1,14 @@
-"""RoBERTa: BERT's blocks, with a head of its own for masked words and for sentences."""
+"""RoBERTa and XLM-RoBERTa: BERT's blocks, with heads of their own for masked words and for sentences."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardctl.models.bert import ENCODER, encoder_facts
 from shardctl.models.family import Family, ModelClass, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _ROBERTA: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
@@ -32,18 +35,30 @@ _ROBERTA: Final = (
     Row("qa_outputs.bias", "2", when="question", on="last"),
 )
 
+
+def _classes(stem: str) -> Mapping[str, ModelClass]:
+    return {
+        f"{stem}Model": ModelClass("", "pooler?"),
+        f"{stem}ForMaskedLM": ModelClass("roberta", "mlm"),
+        f"{stem}ForCausalLM": ModelClass("roberta", "mlm"),
+        f"{stem}ForSequenceClassification": ModelClass("roberta", "sentence"),
+        f"{stem}ForMultipleChoice": ModelClass("roberta", "pooler classifier", labels=1),
+        f"{stem}ForTokenClassification": ModelClass("roberta", "classifier"),
+        f"{stem}ForQuestionAnswering": ModelClass("roberta", "question"),
+    }
+
+
 ROBERTA: Final = Family(
     name="roberta",
     rows=_ROBERTA,
     facts=encoder_facts,
-    classes={
-        "RobertaModel": ModelClass("", "pooler?"),
-        "RobertaForMaskedLM": ModelClass("roberta", "mlm"),
-        "RobertaForCausalLM": ModelClass("roberta", "mlm"),
-        "RobertaForSequenceClassification": ModelClass("roberta", "sentence"),
-        "RobertaForMultipleChoice": ModelClass("roberta", "pooler classifier", labels=1),
-        "RobertaForTokenClassification": ModelClass("roberta", "classifier"),
-        "RobertaForQuestionAnswering": ModelClass("roberta", "question"),
-    },
+    classes=_classes("Roberta"),
+    prefixes=("roberta",),
+)
+XLM_ROBERTA: Final = Family(
+    name="xlm-roberta",
+    rows=_ROBERTA,
+    facts=encoder_facts,
+    classes=_classes("XLMRoberta"),
     prefixes=("roberta",),
 )

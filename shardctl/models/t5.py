@@ -117,4 +117,5 @@ T5: Final = Family(
         "T5ForQuestionAnswering": ModelClass("", "decoder question"),
     },
     prefixes=("transformer",),
+    renamed={"T5WithLMHeadModel": "T5ForConditionalGeneration"},
 )

