@@ -79,7 +79,7 @@ class Row:
     tied: str = "tied"
     """The flag that says so; `always` needs no flag."""
     buffer: str = ""
-    """The safetensors dtype of a buffer: present in some checkpoints only, and never a parameter."""
+    """The safetensors dtype of a buffer: present in some checkpoints only, never a parameter, never cut."""
 
 
 @dataclass(frozen=True, slots=True)

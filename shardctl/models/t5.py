@@ -59,7 +59,7 @@ _T5: Final = (
     *_attention(f"{_DECODER}.1", "EncDecAttention", "decoder"),
     Row(
         f"{_DECODER}.1.EncDecAttention.relative_attention_bias.weight",
-        "buckets heads",
+        "* *",
         "decoder first_block",
         buffer="F32",
     ),

@@ -86,6 +86,8 @@ class _Builder:
                 return None
         pieces = _INDEX.split(self.full(row.name))
         shape, cuts, free = self.extents(row.dims, mine=mine)
+        if row.buffer:
+            cuts = ((),) * len(shape)
         return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare)
 
     def full(self, name: str) -> str:

@@ -181,6 +181,13 @@ def test_layers_are_numbered_without_a_gap(name):
     assert numbers == set(range(model.layers))
 
 
+@pytest.mark.parametrize("name", FIXTURES)
+def test_buffers_are_whole_on_every_rank(name):
+    for tensor in describe(fixture(name)).tensors.values():
+        if tensor.row.buffer:
+            assert tensor.spec.cuts == ((),) * len(tensor.shape)
+
+
 def test_heads_of_classes_are_whole_on_every_tp_rank():
     heads = {"classifier", "score", "qa_outputs", "pooler", "summary", "seq_relationship", "out_proj"}
     for name, tensor in itertools.chain.from_iterable(describe(fixture(f)).tensors.items() for f in FIXTURES):
