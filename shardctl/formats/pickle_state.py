@@ -39,7 +39,7 @@ class Limits:
 
     opcodes: int = 24_000_000
     """A state dict takes about 32 per tensor."""
-    memory: int = 640 << 20
+    memory: int = 512 << 20
     """Estimated bytes of the tree."""
     depth: int = 4_096
     """Marks open at once; `pickle.dump` itself gives up at about a thousand levels."""
