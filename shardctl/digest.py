@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from hashlib import blake2b, shake_128
 from itertools import pairwise
 from math import prod
+from operator import gt
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -42,10 +43,14 @@ _BLOCK: Final = 1 << 15
 """Elements converted at a time. 256 KiB of float64 stay in a core's second-level cache, yet outweigh Python's calls."""
 _CALL: Final = 1 << 13
 """Elements per BLAS call: OpenBLAS starts threads of its own from 9,216 up, and would fight the caller's."""
-_STRIP: Final = 1 << 11
-"""Columns per BLAS call where there are rows enough: the matrix-vector kernels want at least four rows a call."""
-_GROUP: Final = 1 << 13
-"""Row sums kept at a time before the row keys are applied."""
+_ROWS: Final = 4
+"""Rows that the matrix-vector kernels of BLAS want at least."""
+_STRIP: Final = _CALL // _ROWS
+"""Columns per BLAS call at most."""
+_GROUP: Final = 1 << 15
+"""Row sums of one lane kept at a time before the row keys are applied."""
+
+_BYTE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +98,27 @@ def partial(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> Sums:
     """The sums over the elements of `box`, a box of a global tensor of `shape`, whose row-major bytes are `data`.
 
     Holds the GIL only between blocks, and may run in many threads at once; each keeps 256 KiB of scratch and
-    allocates at most a MiB while it runs.
+    allocates at most 2 MiB while it runs.
 
     Raises:
         ValueError: the box is not inside the tensor, or `data` has not the bytes of the box.
         UnsupportedError: the box cuts a byte that holds several elements.
     """
-    if len(box.shape) != len(shape) or any(stop > size for stop, size in zip(box.stop, shape, strict=True)):
+    if len(box.shape) != len(shape) or any(map(gt, box.stop, shape)):
         raise ValueError(f"box {box} is not inside a tensor of shape {tuple(shape)}")
     if not box.size:
         return Sums.zero(dtype)
     *leading, width = dtype.unit_shape(box.shape) or (1,)
     *_, column = dtype.unit_shape(box.origin) or (0,)
     units = _units(data, dtype, prod(leading), width)
-    total = np.zeros((parts(dtype), LANES), np.uint64)
-    per_unit = dtype.unit_elements
     rows = _Rows(box, shape)
-    for start, stop in _strips(column * per_unit, (column + width) * per_unit, len(units)):
-        strip = units[:, start // per_unit - column : stop // per_unit - column]
-        total += _strip_sums(strip, dtype, rows, start)
+    total = np.zeros((parts(dtype), LANES), np.uint64)
+    each = dtype.unit_elements
+    widest = _BLOCK // (len(total) * min(len(units), _ROWS))
+    for start, stop in _strips(column * each, (column + width) * each, widest):
+        _add_strip(
+            total, units[:, start // each - column : stop // each - column], dtype.bits, rows, range(start, stop)
+        )
     return Sums(tuple(total.ravel().tolist()))
 
 
@@ -160,7 +167,8 @@ def _distinct(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
     low = words & np.uint64(2**bits - 1)
     _, first = np.unique(low, return_index=True)
     first.sort()
-    return words.take(first[low[first] != 0][:_TILE])
+    kept: NDArray[np.uint64] = words[first[low[first] != 0][:_TILE]]
+    return kept
 
 
 @cache
@@ -241,66 +249,70 @@ def _units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
     return octets.view("<u2" if dtype.unit_bytes % 2 == 0 else "u1").reshape(rows, width, -1)
 
 
-def _strips(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Columns `start` to `stop` in strips that a BLAS call can take and that no tile's edge crosses."""
-    width = max(_STRIP, _CALL // rows & -8)  # a multiple of every unit
+def _strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Columns `start` to `stop` in strips of one BLAS call's width or of several, up to `most`, within a tile."""
     while start < stop:
-        end = min(stop, start + width, start - start % _TILE + _TILE)
+        end = min(stop, start + most, start - start % _TILE + _TILE)
+        if end - start > _STRIP:
+            end -= (end - start) % _STRIP
         yield start, end
         start = end
 
 
-def _strip_sums(units: NDArray[Any], dtype: DType, rows: _Rows, column: int) -> NDArray[np.uint64]:
-    """The sums ``[parts, lanes]`` over a strip ``[rows, units, words]`` of a box that starts at `column`."""
-    n_parts = parts(dtype)
-    width = units.shape[1] * dtype.unit_elements
+def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _Rows, columns: range) -> None:
+    """Add to `total` ``[parts, lanes]`` the sums over a strip ``[rows, units, words]`` at `columns` of the tensor."""
+    n_parts = len(total)
     keys, before = _column_keys()
-    a = column % _TILE
-    b = a + width
-    columns = keys[:, a:b]
+    tile, a = divmod(columns.start, _TILE)
+    b = a + len(columns)
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
-    step = max(1, _BLOCK // (n_parts * width))
-    group = max(step, _GROUP // n_parts)
-    total = np.zeros((n_parts, LANES), np.uint64)
+    calls = max(1, len(columns) // _STRIP)
+    group = _GROUP // (n_parts * calls)
     for start in range(0, len(units), group):
         stop = min(start + group, len(units))
-        dots = np.empty((LANES, n_parts, stop - start))
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            block = _scratch.block[: n_parts * (last - first) * width].reshape(n_parts, last - first, width)
-            words = units[first:last] if dtype.unit_elements == 1 else _codes(units[first:last], dtype)
-            np.copyto(block, words.transpose(2, 0, 1))
-            _dot(block, columns, dots[:, :, first - start : last - start])
-        dots += ones
+        dots = np.empty((LANES, n_parts, calls, stop - start))
+        _dot(units[start:stop], bits, keys[:, a:b], dots)
+        dots[:, :, 0] += ones
         exact = dots.astype(np.int64).view(np.uint64)
-        total += np.einsum("lpr,lr->pl", exact, rows.keys(start, stop, column // _TILE))
-    return total
+        total += np.einsum("lpcr,lr->pl", exact, rows.keys(start, stop, tile))
 
 
-def _codes(units: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
-    """The codes ``[rows, elements, 1]`` in units ``[rows, units, bytes]`` of a type narrower than a byte."""
-    packed = units[:, :, 0].astype(np.uint32)
-    for i in range(1, dtype.unit_bytes):
-        packed |= units[:, :, i].astype(np.uint32) << np.uint32(8 * i)
-    shifts = np.arange(0, dtype.bits * dtype.unit_elements, dtype.bits, dtype=np.uint32)
-    return ((packed[:, :, None] >> shifts) & np.uint32(2**dtype.bits - 1)).reshape(len(units), -1, 1)
+def _dot(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
+    """The inner products ``[lanes, parts, calls, rows]`` of the elements of `units` with each lane's column `keys`.
 
-
-def _dot(block: NDArray[np.float64], columns: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """The inner product ``[lanes, parts, rows]`` of each row of a block ``[parts, rows, width]`` with each lane's keys.
-
-    One NumPy call, which makes many BLAS calls of at most `_CALL` elements.
+    A row is cut into equal stretches, one for each of ``calls``. Two calls of NumPy do a block of elements.
     """
-    n_parts, rows, width = block.shape
-    if width == 1:  # where BLAS is ten times slower
-        np.multiply(block[:, :, 0], columns[:, :, None], out=out)
-        return
-    each = min(rows, max(1, _CALL // width))
-    even = rows - rows % each
-    for a, b, size in ((0, even, each), (even, rows, rows - even)):
-        if a < b:
-            np.matmul(
-                block[:, a:b].reshape(n_parts, -1, size, width),
-                columns[:, None, None, :, None],
-                out=out[:, :, a:b].reshape(LANES, n_parts, -1, size, 1),
-            )
+    n_lanes, n_parts, calls, rows = out.shape
+    width = keys.shape[1]
+    vectors = keys.reshape(n_lanes, 1, 1, calls, -1, 1)
+    product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
+    per_call = _CALL * calls // width // _ROWS * _ROWS
+    per_block = max(1, _BLOCK // (n_parts * width * per_call)) * per_call
+    done = 0
+    while done < rows:
+        per_block = min(per_block, rows - done)
+        per_call = min(per_call, per_block)
+        per_block -= per_block % per_call
+        end = rows - (rows - done) % per_block
+        block = _scratch.block[: n_parts * per_block * width].reshape(n_parts, per_block, width)
+        matrices = block.reshape(n_parts, -1, per_call, calls, width // calls).swapaxes(2, 3)
+        sources = units[done:end].reshape(-1, per_block, *units.shape[1:])
+        results = out[..., done:end].reshape(n_lanes, n_parts, calls, len(sources), -1, per_call, 1)
+        for source, result in zip(sources, results.transpose(3, 0, 1, 4, 2, 5, 6), strict=True):
+            elements = _codes(source, bits) if bits < _BYTE else source
+            np.copyto(block, elements.transpose(2, 0, 1))
+            product(matrices, vectors, out=result)
+        done = end
+
+
+def _codes(units: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """The codes ``[rows, elements, 1]`` of `bits` bits, low bits first, in units ``[rows, units, bytes]``."""
+    rows, n_units, n_bytes = units.shape
+    codes = np.empty((rows, n_units, n_bytes * _BYTE // bits), np.uint8)
+    for element in range(codes.shape[2]):
+        byte, shift = divmod(bits * element, _BYTE)
+        code = units[:, :, byte] >> np.uint8(shift)
+        if shift + bits > _BYTE:
+            code |= units[:, :, byte + 1] << np.uint8(_BYTE - shift)
+        np.bitwise_and(code, np.uint8(2**bits - 1), out=codes[:, :, element])
+    return codes.reshape(rows, -1, 1)

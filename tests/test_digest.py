@@ -206,8 +206,10 @@ def test_the_largest_elements_in_a_whole_tile_row_are_summed_exactly(name):
 def test_a_row_of_the_largest_elements_times_the_largest_keys_is_exact_in_float64():
     worst = 2**16 * (2**20 - 1) * 2**16
     assert worst < 2**53
-    out = np.empty((2, 1, 1))
-    digest._dot(np.full((1, 1, 65536), 65536.0), np.full((2, 65536), 2.0**20 - 1), out)
+    out = np.empty((2, 1, 1, 1))
+    digest._dot(np.full((1, 2048, 1), 65535, np.uint16), 16, np.full((2, 2048), 2.0**20 - 1), out)
+    out *= 32
+    out += 65536 * (2**20 - 1)
     assert out.astype(int).ravel().tolist() == [worst, worst]
 
 
