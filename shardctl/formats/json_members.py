@@ -141,4 +141,4 @@ def excerpt(text: str, at: int) -> str:
     """A few characters from `at`, quoted, for a message."""
     if at >= len(text):
         return "the end"
-    return repr(text[at : at + _EXCERPT]) + ("..." if at + _EXCERPT < len(text) else "")
+    return repr(text[at : at + _EXCERPT] + ("..." if at + _EXCERPT < len(text) else ""))
