@@ -162,7 +162,7 @@ NAMES = """
     torch.load torch.hub.load torch.serialization.load torch.jit.load torch.utils.cpp_extension.load
     torch.serialization.os torch._utils.sys numpy.testing._private.utils.runstring numpy.load pickle.loads _pickle.loads
     marshal.loads types.CodeType types.FunctionType operator.attrgetter operator.methodcaller collections.__builtins__
-    collections.OrderedDict.__init__.__globals__ torch.Tensor.__class__.__base__.__subclasses__ 
+    collections.OrderedDict.__init__.__globals__ torch.Tensor.__class__.__base__.__subclasses__
     _posixsubprocess.fork_exec
 """.split()  # noqa: SIM905 - a list of words
 
