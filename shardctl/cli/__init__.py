@@ -1,1 +1,15 @@
 """The command line: one file per verb; parses, calls one function, renders, sets the exit code."""
+
+import sys
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """The program: reads `sys.argv`, talks on stderr, answers on stdout, ends the process with the exit code."""
+    try:
+        from shardctl.cli.program import run
+
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

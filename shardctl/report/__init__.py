@@ -1,1 +1,1 @@
-"""Text, JSON, JUnit and Markdown views of results."""
+"""Text, JSON, JUnit and Markdown views of results: pure functions, which never print."""

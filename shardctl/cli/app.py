@@ -1,0 +1,56 @@
+"""The program's commands, its help, and its exit codes."""
+
+from typing import Annotated
+
+import typer
+
+from shardctl import __version__
+from shardctl.cli import diff, digest, inspect, plan, reshard, streams, verify
+
+EXIT_CODES = """\
+Exit codes:
+  0         done; the answer is yes
+  1         unexpected failure (a bug)
+  2         usage
+  3         done; the answer is no: verify or diff found something
+  4         source missing, unreadable, malformed, hostile or unsupported
+  5         not allowed: permissions
+  6         destination refused: exists and is not ours, no space, read-only
+  7         passing trouble after all retries: the same command resumes
+  130, 143  interrupted, terminated: state kept, the same command resumes
+
+Examples:
+  shardctl inspect ./llama
+  shardctl reshard ./llama ./llama-tp4 --tp 4
+"""
+
+app = typer.Typer(
+    name="shardctl",
+    help="Plan, reshard and verify model checkpoints: any layout in, any layout out, nothing lost, and proof of it.",
+    epilog=EXIT_CODES,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer calls it so
+    if value:
+        streams.text(f"shardctl {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def shardctl(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Hold what stands before the command."""
+
+
+for verb in (inspect, plan, reshard, verify, diff, digest):
+    name = verb.__name__.rpartition(".")[2]
+    app.command(name, epilog=verb.EXAMPLES)(getattr(verb, name))

@@ -1,0 +1,103 @@
+"""Runs a command line; the one place that turns exceptions into text and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from shardctl.cli import streams
+from shardctl.cli.app import app
+from shardctl.errors import UsageError
+from shardctl.report.documents import schema
+from shardctl.report.failure import Failure, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+_PARSER_ERROR: Final = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""The base of the parser's own errors; typer does not export it, and since 0.26 click is not where it comes from."""
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived while no verb was listening for it."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code; raises nothing but what ends the interpreter."""
+    streams.prepare()
+    try:
+        with _terminable():
+            code = _invoke(list(args)) if args else _invoke(["--help"]) or 2
+            streams.flush()
+            return code
+    except KeyboardInterrupt:
+        return _report(Failure("interrupted", "run the same command again", 130), args)
+    except _Terminated:
+        return _report(Failure("terminated", "run the same command again", 143), args)
+    except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
+        if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
+            streams.talk(traceback.format_exc())
+        return _report(failure(_ours(error)), args)
+
+
+def _invoke(args: list[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("shardctl", args) as context:
+            code: int | None = command.invoke(context)
+            return code or 0
+    except typer.Exit as done:
+        return done.exit_code
+
+
+def _report(failed: Failure, args: Sequence[str]) -> int:
+    """Say it on stderr, and as the last record where JSON was asked for; both must survive a bad command line."""
+    given = args[: list(args).index("--")] if "--" in args else args
+    verb = next((arg for arg in given if arg in {c.name for c in app.registered_commands}), None)
+    try:
+        if "--json" in given and verb:
+            streams.record(failed.document(schema(verb)))
+        streams.talk(failed.lines())
+        streams.flush()
+    except OSError:
+        return failed.exit_code or 1  # there is nowhere left to say it
+    return failed.exit_code
+
+
+def _ours(error: Exception) -> Exception:
+    """A parser's error as one of ours, with its suggestion as the hint."""
+    if not isinstance(error, _PARSER_ERROR):
+        return error
+    message, _, guess = str(getattr(error, "message", error)).partition(". Did you mean ")
+    if not guess:
+        message = str(getattr(error, "format_message", error.__str__)()).partition(" (Possible options: ")[0]
+        guess = " or ".join(getattr(error, "possibilities", None) or ())
+    message = message.strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "shardctl"
+    hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help shows what there is"
+    return UsageError(message[:1].lower() + message[1:], hint=hint)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM unwind the stack as Ctrl-C does, so that locks and staging areas are tidied."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

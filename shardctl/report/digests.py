@@ -1,0 +1,22 @@
+"""What `digest` found, as lines like those of sha256sum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+
+from shardctl.report.visible import line
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardctl.verbs.digest import Digested
+
+
+def digests(digested: Digested, *, tensors: bool = False) -> RenderableType:
+    """One line for the checkpoint, as the last; before it, on request, one for each tensor."""
+    lines = []
+    if tensors:
+        lines = [f"{row.digest}  {row.dtype}  {list(row.shape)}  {name}" for name, row in digested.tensors.items()]
+    return Group(*(line(text) for text in [*lines, f"{digested.digest}  {digested.path}"]))

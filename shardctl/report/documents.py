@@ -1,0 +1,198 @@
+"""Every result as a JSON document: integers that count bytes end in `_bytes`, and `status` agrees with `exit_code`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardctl.mesh import EXPERT_AXES
+
+if TYPE_CHECKING:
+    from shardctl.mesh import Mesh
+    from shardctl.report.meter import Meter
+    from shardctl.verbs.diff import Diffed
+    from shardctl.verbs.digest import Digested
+    from shardctl.verbs.inspect import Inspected
+    from shardctl.verbs.plan import Planned
+    from shardctl.verbs.reshard import Resharded
+    from shardctl.verbs.verify import Verified
+
+Document = dict[str, Any]
+
+
+def schema(verb: str) -> str:
+    """The name and version of a verb's document."""
+    return f"shardctl.{verb}/1"
+
+
+def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -> Document:
+    """What `inspect` says."""
+    document = _head("inspect") | {
+        "path": found.path,
+        "format": found.format,
+        "layout": found.layout,
+        "family": found.family,
+        "architecture": found.architecture,
+        "why_no_model": found.why_no_model,
+        "mesh": _mesh(found.mesh),
+        "stages": list(found.stages),
+        "parameters": found.parameters,
+        "tensor_bytes": found.nbytes,
+        "file_bytes": found.file_bytes,
+        "files": list(found.files),
+        "dtypes": [
+            {
+                "dtype": share.dtype,
+                "tensors": share.tensors,
+                "parameters": share.parameters,
+                "tensor_bytes": share.nbytes,
+            }
+            for share in found.dtypes
+        ],
+        "ties": {line.name: list(line.ties) for line in found.tensors if line.ties},
+        "carried": list(found.carried),
+        "dropped": list(found.dropped),
+        "digest": found.digest,
+        "warnings": list(found.warnings),
+    }
+    if tensors:
+        document["tensors"] = [
+            {
+                "name": line.name,
+                "dtype": line.dtype,
+                "shape": list(line.shape),
+                "tensor_bytes": line.nbytes,
+                "ties": list(line.ties),
+                "stored": list(line.stored),
+                "chunks": line.chunks,
+                "files": list(line.files),
+            }
+            for line in found.tensors
+        ]
+    if rules:
+        document["rules"] = [asdict(rule) for rule in found.rules]
+    return document
+
+
+def planned(result: Planned) -> Document:
+    """What `plan` says."""
+    return _head("plan") | plan_fields(result)
+
+
+def plan_fields(result: Planned) -> Document:
+    """The plan itself, for `plan` and for `reshard --dry-run`."""
+    return {
+        "path": result.path,
+        "layout": result.layout,
+        "architecture": result.architecture,
+        "parameters": result.parameters,
+        "weight_bytes": result.weight_bytes,
+        "mesh": _mesh(result.mesh),
+        "stages": [asdict(stage) for stage in result.stages],
+        "ranks": [asdict(rank) for rank in result.ranks],
+        "replication": result.replication,
+        "conversion": asdict(result.conversion),
+        "warnings": list(result.warnings),
+    }
+
+
+def rehearsed(result: Planned, destination: str) -> Document:
+    """What `reshard --dry-run` says."""
+    return _head("reshard") | {"dry_run": True, "destination": destination, "plan": plan_fields(result)}
+
+
+def progressed(meter: Meter) -> Document:
+    """How far `reshard` is; every record but the last."""
+    return {
+        "schema": schema("reshard"),
+        "status": "running",
+        "done_bytes": meter.done_bytes,
+        "total_bytes": meter.total_bytes,
+        "kept_bytes": meter.kept_bytes,
+        "files_done": meter.files_done,
+        "files": meter.files,
+        "rate_bytes": round(meter.rate),
+        "seconds_left": round(meter.seconds_left, 1) if meter.seconds_left is not None else None,
+    }
+
+
+def resharded(done: Resharded, seconds: float) -> Document:
+    """What `reshard` did."""
+    record = done.record
+    return _head("reshard") | {
+        "dry_run": False,
+        "destination": str(done.destination),
+        "layout": record.layout,
+        "architecture": record.architecture,
+        "mesh": _mesh(record.mesh),
+        "stages": list(record.stages),
+        "tensors": len(record.tensors),
+        "files": len(record.files) + 1,
+        "file_bytes": sum(record.files.values()),
+        "read_bytes": done.read_bytes,
+        "written_bytes": done.written_bytes,
+        "kept_bytes": done.kept_bytes,
+        "projected_memory_bytes": done.projected_memory_bytes,
+        "seconds": round(seconds, 3),
+        "digest": record.digest,
+        "source_digest": record.source_digest,
+        "warnings": list(done.warnings),
+    }
+
+
+def verified(result: Verified) -> Document:
+    """What `verify` found."""
+    return _head("verify", answer=result.ok) | {
+        "path": result.path,
+        "against": result.against,
+        "ok": result.ok,
+        "digest": result.digest,
+        "levels": [
+            {
+                "name": level.name,
+                "status": level.status,
+                "reason": level.reason,
+                "tensors": level.tensors,
+                "tensor_bytes": level.nbytes,
+                "seconds": round(level.seconds, 3),
+                "findings": [asdict(finding) for finding in level.findings],
+            }
+            for level in result.levels
+        ],
+    }
+
+
+def diffed(result: Diffed) -> Document:
+    """How two checkpoints differ."""
+    return _head("diff", answer=not result.changes) | {
+        "a": result.a,
+        "b": result.b,
+        "equal": not result.changes,
+        "equal_tensors": result.equal,
+        "compared_bytes": result.nbytes,
+        "changes": [asdict(change) for change in result.changes],
+    }
+
+
+def digested(result: Digested, *, tensors: bool = False) -> Document:
+    """The digest of a checkpoint."""
+    document = _head("digest") | {
+        "path": result.path,
+        "digest": result.digest,
+        "tensor_bytes": result.nbytes,
+        "warnings": list(result.warnings),
+    }
+    if tensors:
+        document["tensors"] = {name: asdict(row) for name, row in result.tensors.items()}
+    return document
+
+
+def _head(verb: str, *, answer: bool = True) -> Document:
+    return {"schema": schema(verb), "status": "ok" if answer else "no", "exit_code": 0 if answer else 3}
+
+
+def _mesh(mesh: Mesh | None) -> Document | None:
+    if mesh is None:
+        return None
+    degrees = dict(mesh.axes) | {axis: mesh.degree(axis) for axis in EXPERT_AXES}
+    return {"axes": degrees, "ranks": mesh.world}

@@ -1,0 +1,68 @@
+"""Errors and warnings as the lines people read, and as the last record that programs read."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shardctl.errors import HostileError, ShardctlError
+from shardctl.report.visible import visible
+
+_BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
+_HINTS: Final = {
+    2: "shardctl --help shows the commands, shardctl COMMAND --help their options",
+    3: "--json lists everything that was found",
+    4: "check the path, and that the download or copy is complete",
+    5: "check who owns it, and its mode",
+    6: "choose another destination",
+    7: "run the same command again: it resumes",
+    130: "run the same command again",
+    143: "run the same command again",
+}
+"""What to do, by exit code, where the error itself does not say."""
+_NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error, ready to be shown."""
+
+    message: str
+    hint: str
+    exit_code: int
+
+    def lines(self) -> str:
+        """Two lines, whatever the message holds."""
+        return f"error: {visible(self.message)}\nhint:  {visible(self.hint)}\n"
+
+    def document(self, schema: str) -> dict[str, Any]:
+        """The last record of a run that failed."""
+        return {
+            "schema": schema,
+            "status": "error",
+            "exit_code": self.exit_code,
+            "error": self.message,
+            "hint": self.hint,
+        }
+
+
+def failure(error: BaseException) -> Failure:
+    """What to say about an error; one that is not ours is a bug, unless the system's own words tell enough."""
+    if isinstance(error, ShardctlError):
+        hint = error.hint or _HINTS.get(error.exit_code, _BUG)
+        if isinstance(error, HostileError) and not error.hint:
+            hint = "do not load this with anything; ask where it came from"
+        return Failure(error.message, hint, error.exit_code)
+    if isinstance(error, OSError) and error.errno is not None:
+        place = f"{error.filename}: " if error.filename else ""
+        if isinstance(error, PermissionError):
+            return Failure(f"{place}{error.strerror}", _HINTS[5], 5)
+        if error.errno in _NO_PLACE:
+            return Failure(f"{place}{error.strerror}", "free some space, or choose another place to write to", 6)
+    return Failure(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
+
+
+def warning(message: str) -> str:
+    """A warning's line."""
+    return f"warning: {visible(message)}\n"

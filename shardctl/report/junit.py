@@ -1,0 +1,71 @@
+"""What `verify` found, as JUnit XML: a suite for each level, a case for each kind of check that failed."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+from xml.etree import ElementTree as ET
+
+if TYPE_CHECKING:
+    from shardctl.verbs.verify import Level, Verified
+    from shardctl.verify.finding import Finding
+
+_NOT_XML: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Everything but the characters of XML 1.0, section 2.2."""
+
+
+def junit(verified: Verified) -> bytes:
+    """The document, in UTF-8."""
+    root = ET.Element("testsuites", name="shardctl verify")
+    totals = {"tests": 0, "failures": 0, "skipped": 0, "errors": 0}
+    for level in verified.levels:
+        suite = _suite(level, verified.path)
+        root.append(suite)
+        for key in totals:
+            totals[key] += int(suite.get(key, "0"))
+    for key, total in totals.items():
+        root.set(key, str(total))
+    root.set("time", f"{sum(level.seconds for level in verified.levels):.3f}")
+    ET.indent(root)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'.encode()
+
+
+def _suite(level: Level, path: str) -> ET.Element:
+    suite = ET.Element("testsuite", name=level.name)
+    failed: dict[str, list[Finding]] = defaultdict(list)
+    warnings = []
+    for finding in level.findings:
+        if finding.severity == "error":
+            failed[finding.check].append(finding)
+        else:
+            warnings.append(finding)
+    for check, findings in failed.items():
+        case = _case(suite, check, level, path)
+        failure = ET.SubElement(case, "failure", type=check, message=_clean(findings[0].message))
+        failure.text = _clean("\n".join(_line(finding) for finding in findings))
+    if not failed:
+        case = _case(suite, level.name, level, path)
+        if level.status == "skipped":
+            ET.SubElement(case, "skipped", message=_clean(level.reason))
+    if warnings:
+        ET.SubElement(suite, "system-out").text = _clean("\n".join(_line(finding) for finding in warnings))
+    counts = {"tests": max(len(failed), 1), "failures": len(failed), "errors": 0}
+    for key, count in (counts | {"skipped": int(level.status == "skipped")}).items():
+        suite.set(key, str(count))
+    suite.set("time", f"{level.seconds:.3f}")
+    return suite
+
+
+def _case(suite: ET.Element, name: str, level: Level, path: str) -> ET.Element:
+    return ET.SubElement(suite, "testcase", name=_clean(name), classname=f"shardctl.{level.name}", file=_clean(path))
+
+
+def _line(finding: Finding) -> str:
+    place = {"file": finding.file, "tensor": finding.tensor, "box": finding.box}
+    where = "".join(f"; {what} {value}" for what, value in place.items() if value)
+    return f"{finding.severity}: {finding.message}{where}"
+
+
+def _clean(text: str) -> str:
+    return _NOT_XML.sub("\ufffd", text)

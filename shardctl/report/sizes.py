@@ -1,0 +1,90 @@
+"""Numbers as people read them: files in decimal units, memory in binary ones, counts, rates and times."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_DECIMAL: Final = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+_COUNT: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3))
+_GIB: Final = 1 << 30
+_MIB: Final = 1 << 20
+_HOUR: Final = 3600
+_LARGE: Final = 100
+
+
+def file_size(nbytes: float) -> str:
+    """Bytes on disk or on the wire.
+
+    >>> file_size(90_868_376), file_size(512), file_size(141_100_000_000)
+    ('90.9 MB', '512 bytes', '141.1 GB')
+    """
+    for unit, scale in _DECIMAL:
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def memory_size(nbytes: int) -> str:
+    """Bytes of memory, in GiB from a tenth of one on.
+
+    >>> memory_size(118_111_600), memory_size(5 << 20), memory_size(700), memory_size(141 << 30)
+    ('0.11 GiB', '5.0 MiB', '0.7 KiB', '141.0 GiB')
+    """
+    if nbytes >= _GIB // 10:
+        return f"{nbytes / _GIB:.{1 if nbytes >= _GIB * 10 else 2}f} GiB"
+    if nbytes >= _MIB // 10:
+        return f"{nbytes / _MIB:.1f} MiB"
+    return f"{nbytes / 1024:.1f} KiB"
+
+
+def count(number: int) -> str:
+    """Parameters, in words of three digits.
+
+    >>> count(22_713_216), count(70_553_706_496), count(999)
+    ('22.71 M', '70.55 B', '999')
+    """
+    for unit, scale in _COUNT:
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> plural(1, "file"), plural(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """Bytes a second; empty if there is nothing to say.
+
+    >>> rate(10**9, 2.0), rate(0, 1.0)
+    ('500.0 MB/s', '')
+    """
+    return f"{file_size(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
+
+
+def duration(seconds: float) -> str:
+    """A time span.
+
+    >>> duration(0.034), duration(75), duration(7384)
+    ('0.03 s', '1:15', '2:03:04')
+    """
+    if seconds < 10:  # noqa: PLR2004 - below this, fractions tell something
+        return f"{seconds:.2f} s"
+    if seconds < 60:  # noqa: PLR2004 - a minute
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if seconds >= _HOUR else f"{minutes}:{rest:02d}"
+
+
+def percent(part: int, whole: int) -> str:
+    """A share, never 100 before all is done.
+
+    >>> percent(999, 1000), percent(1000, 1000), percent(0, 0)
+    ('99 %', '100 %', '100 %')
+    """
+    return f"{_LARGE * part // whole if whole else _LARGE} %"
