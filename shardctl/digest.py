@@ -37,7 +37,7 @@ _TILE: Final = 1 << 16
 """Rows and columns per tile: 2^16 elements below 2^16 with keys below 2^20 still sum exactly in a float64."""
 _COLUMN_KEY_BITS: Final = 20
 _ROW_KEY_DISTINCT_BITS: Final = 29
-"""Row keys differ in their low bits, so that swapping two elements of one column cannot cancel: 16 + 20 + 28 < 65."""
+"""Row keys differ in these low bits, so that two elements swapped within a column of a tile cannot cancel."""
 
 _BLOCK: Final = 1 << 15
 """Elements converted at a time. 256 KiB of float64 stay in a core's second-level cache, yet outweigh Python's calls."""

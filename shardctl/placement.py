@@ -109,10 +109,12 @@ def divides(section: Section, degree: int) -> bool:
 
 
 def _advice(cut: Cut, section: Section, units: int) -> str:
-    degrees = [str(d) for d in range(1, units + 1) if units % d == 0 and all(divides(s, d) for s in cut.sections)]
+    degrees = [str(d) for d in range(1, units + 1) if all(divides(s, d) for s in cut.sections)]
     shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
-    also = ", or --kv-heads replicate to keep each head on several ranks" if section.noun.startswith("key") else ""
-    return f"use --{cut.axis} {', '.join(shown)}{also}"
+    listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    heads = section.noun.startswith("key") and not section.shared
+    also = ", or --kv-heads replicate to keep each head on several ranks" if heads else ""
+    return f"use --{cut.axis} {listed}{also}"
 
 
 def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> list[Interval]:

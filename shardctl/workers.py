@@ -49,6 +49,8 @@ class Effort:
     threads: int = field(default_factory=usual_threads)
     watcher: Watcher = field(default_factory=Nobody)
     stop: Stop = field(default_factory=Stop)
+    block: int = 8 << 20
+    """Bytes that each thread holds at once, a few times over."""
 
 
 def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: Stop) -> None:

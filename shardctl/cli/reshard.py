@@ -93,6 +93,7 @@ def _rehearse(src: str, dst: str, wish: "Wish", reading: "Reading", *, overwrite
         streams.record(documents.rehearsed(planned, dst))
     else:
         streams.show(planning(planned))
+        streams.talk("dry run: nothing was written\n")
 
 
 def _reshard(

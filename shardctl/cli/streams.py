@@ -7,8 +7,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from rich.console import Console
-
 from shardctl.report.failure import warning
 
 if TYPE_CHECKING:
@@ -32,6 +30,8 @@ def prepare() -> None:
 
 def show(view: RenderableType) -> None:
     """Print a view."""
+    from rich.console import Console
+
     console = Console(width=_WIDE, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
@@ -95,7 +96,7 @@ _Batch = tuple[list[tuple["Key", "Entry"]], list[str]]
 class _Run:
     """The state that the threads of one copy share; `_lock` guards all of it."""
 
-    def __init__(  # noqa: PLR0917 - one run is these six things
+    def __init__(
         self,
         plan: CopyPlan,
         source: Source,
@@ -107,6 +108,7 @@ class _Run:
         self._plan, self._source, self._target = plan, source, target
         self._journal, self._progress, self._budget = journal, progress, budget
         self._lock = threading.Lock()
+        self._numbers = count()
         self._missing = _payloads(plan)
         self._unsynced: set[str] = set()
         self._unjournalled: list[tuple[Key, Entry]] = []
@@ -139,7 +141,8 @@ class _Run:
 
     def worker(self) -> Callable[[_Task], None]:
         """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
-        hands = _Hands(self._budget)
+        with self._lock:
+            hands = _Hands(self._budget, next(self._numbers))
 
         def handle(task: _Task) -> None:
             entry = self._journal.entries.get(task.key) if self._journal else None
@@ -226,7 +229,8 @@ class _Run:
 class _Hands:
     """One thread's buffers, and what it does with them."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, number: int) -> None:
+        self._turn = number / budget.threads
         self._band = Band(budget.block)
         self._block = budget.block
         self._data = np.empty(budget.block, np.uint8)
@@ -252,7 +256,9 @@ class _Hands:
             ).overflowed
             sums = partial(data, wanted.dtype, task.box, tensor.shape)
         self.written = Counter()
-        for chunk in task.writes.within(task.box):
+        chunks = list(task.writes.within(task.box))
+        turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
+        for chunk in chunks[turn:] + chunks[:turn]:
             if not isinstance(chunk.where, Fill):
                 self.written[chunk.where.file] += self._band.write(target, chunk, task.box, data)
         return read_sums, sums

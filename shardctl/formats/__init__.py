@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import safetensors
+from shardctl.formats import safetensors, torch_save
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
-FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT,)
+FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, torch_save.FORMAT)
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
 _SHOWN: Final = 5
 

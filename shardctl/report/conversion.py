@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.report.grid import line, table
 from shardctl.report.sizes import duration, file_size, plural, rate
-from shardctl.report.visible import line, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from shardctl.report.visible import line
+from shardctl.report.grid import line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.report.grid import line, table
 from shardctl.report.sizes import count, file_size, memory_size, plural
-from shardctl.report.visible import line, some, table
+from shardctl.report.visible import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -37,8 +38,8 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
     if len(found.stages) > 1:
         yield "stages", f"{', '.join(map(str, found.stages))} layers"
     yield "model", _model(found)
-    yield "parameters", f"{count(found.parameters)} parameters in {plural(len(found.tensors), 'tensor')}"
-    yield "weights", f"{file_size(found.nbytes)} ({memory_size(found.nbytes)})"
+    amount = f"{count(found.parameters)} parameters in {plural(len(found.tensors), 'tensor')}"
+    yield "weights", f"{amount}, {file_size(found.nbytes)} ({memory_size(found.nbytes)})"
     for number, share in enumerate(found.dtypes):
         label = "" if number else "dtypes"
         amount = f"{count(share.parameters)} parameters, {file_size(share.nbytes)}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
+from shardctl.report.grid import line, table
 from shardctl.report.sizes import count, file_size, memory_size, plural
-from shardctl.report.visible import line, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +54,9 @@ def _stage(stage: StagePlan, planned: Planned) -> tuple[str, str, str]:
         layers = f"layer {stage.first_layer}"
     else:
         layers = f"layers {stage.first_layer}-{stage.first_layer + stage.layers - 1}"
-    ranks = sum(rank.coordinate.get("pp", 0) == stage.stage for rank in planned.ranks)
-    return f"stage {stage.stage}", layers, f"{memory_size(stage.weight_bytes)} on {plural(ranks, 'rank')}"
+    held = [rank for rank in planned.ranks if rank.coordinate.get("pp", 0) == stage.stage]
+    copies = f" x {held[0].replicas} copies" if held and held[0].replicas > 1 else ""
+    return f"stage {stage.stage}", layers, f"{memory_size(stage.weight_bytes)} on {plural(len(held), 'rank')}{copies}"
 
 
 def _ranks(planned: Planned) -> RenderableType:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _OPEN_FILES: Final = 256
 """Descriptors kept open by one reader or writer; below the usual limit of 1,024 with room for two of each."""
 _NOT_SUPPORTED: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_LARGE: Final = 256 << 10
+"""From here on direct I/O is worth its alignment; below, the page cache is faster."""
 _WHOLE_CALL: Final = 1 << 30
 """Linux moves at most 2 GiB in one call; a smaller call also answers signals sooner."""
 
@@ -59,16 +62,68 @@ class _Descriptors:
             self._open.clear()
 
 
-def _pread(descriptor: int, path: str, offset: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        got = _read_some(descriptor, into[done : done + _WHOLE_CALL], offset + done)
-        if not got:
-            raise SourceError(
-                f"{path} ends at byte {offset + done}, but bytes up to {offset + len(into)} are needed",
-                hint="the file was truncated or its copy is incomplete; fetch it again",
-            )
-        done += got
+class _File:
+    """A file that is read or written at offsets, large transfers by direct I/O where the file system can."""
+
+    def __init__(self, root: Path, flags: int) -> None:
+        self._root = root
+        self._ordinary = _Descriptors(flags)
+        self._direct = _Descriptors(flags | getattr(os, "O_DIRECT", 0))
+        self._can_direct = sys.platform == "linux"
+
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        done = 0
+        with self._ordinary.use(self._root / path) as descriptor:
+            while done < len(into):
+                rest = into[done : done + _WHOLE_CALL]
+                got = self._read_direct(path, descriptor, rest, offset + done)
+                if got is None:
+                    got = _read_some(descriptor, rest, offset + done)
+                if not got:
+                    raise SourceError(
+                        f"{path} ends at byte {offset + done}, but bytes up to {offset + len(into)} are needed",
+                        hint="the file was truncated or its copy is incomplete; fetch it again",
+                    )
+                done += got
+
+    def _read_direct(self, path: str, ordinary: int, into: memoryview, offset: int) -> int | None:
+        if not self._can_direct or len(into) < _LARGE:
+            return None
+        from shardctl.storage import direct
+
+        with self._refused(), self._direct.use(self._root / path) as descriptor:
+            return direct.read_some(descriptor, ordinary, into, offset)
+        return None
+
+    def write(self, path: str, offset: int, data: memoryview) -> None:
+        with self._ordinary.use(self._root / path) as ordinary:
+            if self._can_direct and len(data) >= _LARGE:
+                from shardctl.storage import direct
+
+                with self._refused(), self._direct.use(self._root / path) as descriptor:
+                    direct.write(descriptor, ordinary, data, offset)
+                    return
+            done = 0
+            while done < len(data):
+                done += os.pwrite(ordinary, data[done : done + _WHOLE_CALL], offset + done)
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Go on with ordinary calls if the file system does not do direct I/O."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+            self._can_direct = False
+
+    def sync(self, path: str) -> None:
+        with self._ordinary.use(self._root / path) as descriptor:
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        self._ordinary.close()
+        self._direct.close()
 
 
 def _read_some(descriptor: int, into: memoryview, offset: int) -> int:
@@ -84,7 +139,6 @@ class LocalSource:
 
     def __init__(self, path: Path) -> None:
         self._given = path
-        self._descriptors = _Descriptors(os.O_RDONLY)
         self._files: dict[str, Stat] | None = None
         try:
             mode = path.stat().st_mode
@@ -96,6 +150,7 @@ class LocalSource:
         if self._single and not stat.S_ISREG(mode):
             raise SourceError(f"{path} is neither a regular file nor a directory")
         self.root = path.parent if self._single else path
+        self._file = _File(self.root, os.O_RDONLY)
 
     @property
     def name(self) -> str:
@@ -128,8 +183,7 @@ class LocalSource:
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of `path`."""
         try:
-            with self._descriptors.use(self.root / path) as descriptor:
-                _pread(descriptor, path, offset, into)
+            self._file.read(path, offset, into)
         except FileNotFoundError as error:
             raise SourceError(f"{path} is missing in {self.root}") from error
         except PermissionError as error:
@@ -139,7 +193,7 @@ class LocalSource:
 
     def close(self) -> None:
         """Close every descriptor."""
-        self._descriptors.close()
+        self._file.close()
 
 
 class LocalTarget:
@@ -147,7 +201,8 @@ class LocalTarget:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._descriptors = _Descriptors(os.O_RDWR)
+        self._file = _File(root, os.O_RDWR)
+        self._turns: dict[str, threading.Lock] = {}
 
     def create(self, path: str, size: int) -> None:
         """Make a file of `size` bytes with its space reserved; an existing one of that size is kept."""
@@ -163,26 +218,27 @@ class LocalTarget:
                 os.close(descriptor)
 
     def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at byte `offset`."""
-        view = memoryview(data).cast("B")
-        done = 0
-        with _destination(path, "writing"), self._descriptors.use(self.root / path) as descriptor:
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done : done + _WHOLE_CALL], offset + done)
+        """Write all of `data` at byte `offset`.
+
+        One thread at a time writes to a file: the kernel would make the others spin on the inode's lock instead.
+        """
+        turn = self._turns.setdefault(path, threading.Lock())
+        with _destination(path, "writing"), turn:
+            self._file.write(path, offset, memoryview(data).cast("B"))
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Read back what was written."""
-        with _destination(path, "reading back"), self._descriptors.use(self.root / path) as descriptor:
-            _pread(descriptor, path, offset, into)
+        with _destination(path, "reading back"):
+            self._file.read(path, offset, into)
 
     def sync(self, path: str) -> None:
         """Flush the file; a failure is final, because a second flush would lie."""
-        with _destination(path, "syncing"), self._descriptors.use(self.root / path) as descriptor:
-            os.fsync(descriptor)
+        with _destination(path, "syncing"):
+            self._file.sync(path)
 
     def close(self) -> None:
         """Close every descriptor."""
-        self._descriptors.close()
+        self._file.close()
 
 
 @contextlib.contextmanager

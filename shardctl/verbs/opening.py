@@ -83,24 +83,40 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
     record = load(read(source, RECORD)) if RECORD in source.files() else None
     config = _config(source, reading.config)
     rules = models.load_rules(reading.rules) if reading.rules else None
-    model, problem = None, None
+    manifest, model, problem = stored, None, None
     if config is not None or rules is not None:
         try:
             model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads)
-        except UnsupportedError as error:
-            problem = error
-    manifest = model.bind(stored) if model else stored
+            manifest = model.bind(stored) if model and not _partial(record) else stored
+        except UnsupportedError as error:  # on one device no model is needed
+            model, problem = None, error
     if record:
-        manifest = replace(manifest, tensors={n: _respelled(t, record) for n, t in manifest.tensors.items()})
+        manifest = _as_recorded(manifest, record)
     if reading.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
     return Checkpoint(source, stored, manifest, model, problem, config, record)
 
 
-def _respelled(tensor: Tensor, record: Record) -> Tensor:
-    """The tensor with the names that the *original* checkpoint used, which only the record remembers."""
-    known = record.tensors.get(tensor.name)
-    return replace(tensor, spelling=known.spelling) if known else tensor
+def _partial(record: Record | None) -> bool:
+    """Whether the record is of a filtered checkpoint, which lacks what its config promises."""
+    return record is not None and not {"include", "exclude"}.isdisjoint(record.options)
+
+
+def _as_recorded(manifest: Manifest, record: Record) -> Manifest:
+    """The manifest with what only the record remembers: which arrays are one tensor, and their original names."""
+    names = {stored.name: name for name, tensor in record.tensors.items() for stored in tensor.stored}
+    groups: dict[str, list[Tensor]] = {}
+    for name, tensor in manifest.tensors.items():
+        known = name in record.tensors
+        groups.setdefault(name if known else names.get(name, name), []).append(tensor)
+    tensors = {}
+    for name, group in groups.items():
+        merged = replace(group[0], name=name, chunks=tuple(chunk for tensor in group for chunk in tensor.chunks))
+        if name in record.tensors:
+            recorded = record.tensors[name]
+            merged = replace(merged, ties=recorded.ties, spelling=recorded.spelling)
+        tensors[name] = merged
+    return replace(manifest, tensors=tensors)
 
 
 def _config(source: LocalSource, override: Path | None) -> Mapping[str, Any] | None:

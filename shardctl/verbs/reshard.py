@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
 from shardctl.digest import checkpoint_digest, tensor_digest
-from shardctl.errors import ChangedError, DestinationError, Interrupted
+from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError
 from shardctl.execute.engine import Outcome, execute
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
@@ -20,7 +20,8 @@ from shardctl.record import RECORD, Record, RecordedTensor, StoredBox, dump, loa
 from shardctl.storage.local import LocalTarget
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.opening import Reading, opened
-from shardctl.workers import Stop
+from shardctl.verify.content import ties
+from shardctl.workers import Effort, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,6 +89,7 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         staging.require_replaceable()
         staging.discard()
     staging.require_space(work.write_bytes)
+    _check_ties(work)
     target, stop = LocalTarget(staging.data), Stop()
     journal = Journal(staging.journal, header)
     try:
@@ -110,6 +112,18 @@ def _check_apart(checkpoint: Checkpoint, destination: Path) -> None:
         raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
     if source.is_relative_to(wanted):
         raise DestinationError(f"{destination} contains the source", hint="write to another directory")
+
+
+def _check_ties(work: Draft) -> None:
+    """Refuse a tied weight of which two different versions are stored: one of them would be lost."""
+    effort = Effort(work.budget.threads, block=work.budget.block // 2)
+    for found in ties(list(work.have.tensors.values()), work.checkpoint.source, effort):
+        tensor = work.have.tensors[found.tensor]
+        raise SourceError(
+            f"{' and '.join(dict.fromkeys(c.name for c in tensor.chunks))} are tied by config.json, "
+            f"but their stored values differ, first at {found.first}",
+            hint="if they are two weights, say so: --config with tie_word_embeddings false",
+        )
 
 
 def _matters(path: str, work: Draft) -> bool:

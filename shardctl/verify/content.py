@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Tensor
     from shardctl.workers import Effort
 
-BLOCK: Final = 8 << 20
-"""Bytes of a band; each thread holds three."""
 _EXPONENT: Final = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000, "F64": 0x7FF0000000000000}
 """The exponent bits of each float type: all set means NaN or infinity."""
 _MANTISSA: Final = {"F16": 0x03FF, "BF16": 0x007F, "F32": 0x007FFFFF, "F64": 0x000FFFFFFFFFFFFF}
@@ -97,11 +95,11 @@ def measure(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> dict[s
     def tasks() -> Iterator[_Task]:
         for tensor in tensors:
             index = ChunkIndex(cover(tensor))
-            for box in split(tensor.shape, tensor.dtype, BLOCK, fastest=fastest_dim(index.chunks)):
+            for box in split(tensor.shape, tensor.dtype, effort.block, fastest=fastest_dim(index.chunks)):
                 yield _Task(tensor, index, index, box)
 
     def worker() -> Callable[[_Task], None]:
-        band, buffer = Band(BLOCK), np.empty(BLOCK, np.uint8)
+        band, buffer = Band(effort.block), np.empty(effort.block, np.uint8)
 
         def handle(task: _Task) -> None:
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
@@ -130,7 +128,7 @@ def replicas(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> list[
         for tensor in tensors:
             for further, first in redundant(tensor):
                 ours, theirs = ChunkIndex([further]), ChunkIndex(first)
-                for box in _bands_of(further.box, tensor, fastest_dim([further])):
+                for box in _bands_of(further.box, tensor, effort.block, fastest_dim([further])):
                     yield _Task(tensor, ours, theirs, box)
 
     return _compare(tasks(), reader, reader, effort)
@@ -156,6 +154,17 @@ def _same_array(part: Chunk, chunk: Chunk) -> bool:
     return part.where.file == chunk.where.file and part.name == chunk.name and chunk.box.contains(part.box)
 
 
+def ties(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> list[Difference]:
+    """Compare what is stored of a tied weight under its several names; returns the ties that do not hold."""
+    pairs = []
+    for tensor in tensors:
+        names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
+        if tensor.ties and len(names) > 1:
+            by_name = [replace(tensor, chunks=tuple(c for c in tensor.chunks if c.name == name)) for name in names]
+            pairs += [(by_name[0], other) for other in by_name[1:]]
+    return compare(pairs, reader, reader, effort)
+
+
 def compare(
     pairs: Sequence[tuple[Tensor, Tensor]],
     ours: Reader,
@@ -173,7 +182,7 @@ def compare(
             tile = fastest_dim(a.chunks)
             tile = fastest_dim(b.chunks) if tile is None else tile
             wide = max(mine.dtype.bits, other.dtype.bits) / mine.dtype.bits
-            for box in split(mine.shape, mine.dtype, int(BLOCK / wide), fastest=tile):
+            for box in split(mine.shape, mine.dtype, int(effort.block / wide), fastest=tile):
                 yield _Task(mine, a, b, box)
 
     return _compare(tasks(), ours, theirs, effort)
@@ -183,8 +192,8 @@ def _compare(tasks: Iterator[_Task], ours: Reader, theirs: Reader, effort: Effor
     tally = _Tally()
 
     def worker() -> Callable[[_Task], None]:
-        band = Band(BLOCK)
-        first, second, third = (np.empty(BLOCK, np.uint8) for _ in range(3))
+        band = Band(effort.block)
+        first, second, third = (np.empty(effort.block, np.uint8) for _ in range(3))
 
         def handle(task: _Task) -> None:
             dtype, other = task.tensor.dtype, task.theirs.chunks[0].dtype
@@ -218,8 +227,8 @@ def _note(tally: _Tally, task: _Task, left: NDArray[np.uint8], right: NDArray[np
     tally.add(task.tensor.name, int(different.sum()), first, "" if isinstance(where, Fill) else where.file)
 
 
-def _bands_of(box: Box, tensor: Tensor, fastest: int | None) -> Iterator[Box]:
-    for part in split(box.shape, tensor.dtype, BLOCK, fastest=fastest):
+def _bands_of(box: Box, tensor: Tensor, block: int, fastest: int | None) -> Iterator[Box]:
+    for part in split(box.shape, tensor.dtype, block, fastest=fastest):
         yield Box(tuple(a + b for a, b in zip(box.origin, part.origin, strict=True)), part.shape)
 
 

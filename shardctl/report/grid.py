@@ -1,0 +1,31 @@
+"""Lines and aligned columns, for views in text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from shardctl.report.visible import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def line(text: object, style: str = "") -> Text:
+    """One line, however wide the terminal is: a path that is copied must come out whole."""
+    return Text(visible(str(text)), style=style)
+
+
+def table(rows: Iterable[Iterable[object]], *, right: frozenset[int] = frozenset(), indent: int = 0) -> Table:
+    """Aligned columns without lines; those of `right` are aligned to the right; a cell may be a `line` of its own."""
+    cells = [[cell if isinstance(cell, Text) else line(cell) for cell in row] for row in rows]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    if indent:
+        grid.add_column(width=indent - 2, min_width=indent - 2)
+    for column in range(max((len(row) for row in cells), default=0)):
+        grid.add_column(justify="right" if column in right else "left", no_wrap=True)
+    for row in cells:
+        grid.add_row(*([""] if indent else []), *row)
+    return grid
