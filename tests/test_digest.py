@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import cache
 from hashlib import blake2b, shake_128
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,7 +165,7 @@ def test_every_width_takes_the_same_value_by_the_fast_way_as_by_the_slow_one(dty
         ((70_000, 1), (0, 0), (70_000, 1)),
         ((9, 33_000, 2), (1, 32_990, 0), (8, 10, 2)),
         ((2**40, 2**20), (2**40 - 2, 2**20 - 3), (2, 3)),
-        ((300_000, 2, 2), (0, 1, 0), (300_000, 1, 2)),
+        ((66_000, 2, 2), (32_000, 1, 0), (2_000, 1, 2)),
     ],
 )
 def test_tiles_of_65536_rows_and_columns_have_keys_of_their_own(shape, origin, extent):
@@ -172,10 +174,10 @@ def test_tiles_of_65536_rows_and_columns_have_keys_of_their_own(shape, origin, e
     assert partial(data, BF16, box, shape) == slow(data, BF16, box, shape)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 33, 4100, 8200, 20_000])
-@pytest.mark.parametrize("width", [1, 2, 3, 8, 700])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 4100, 8200])
+@pytest.mark.parametrize("width", [1, 3, 8, 300])
 def test_rows_beyond_a_block_are_summed(rows, width):
-    rows, width = (rows, width) if rows * width < 60_000 else (rows // 100, width)
+    rows, width = (rows, width) if rows * width < 30_000 else (rows // 100, width)
     for dtype in (BY_NAME["U8"], BY_NAME["F6_E2M3"], BY_NAME["F64"]):
         shape = (rows, width * dtype.unit_elements)
         data = random_bytes(dtype, shape)
@@ -232,6 +234,31 @@ def test_the_keys_have_the_properties_that_the_guarantees_need(lane):
     assert 0 < min(columns) < max(columns) < 2**20
     assert all(row % 2 for row in rows)
     assert len({row % 2**29 for row in rows}) == 65536
+
+
+# --- the test vectors
+
+PAGE = (Path(__file__).parents[1] / "docs/design/digest.md").read_text(encoding="utf-8")
+VECTORS = re.findall(r"^\| (\w+) \| `\[(.*)\]` \| `(\w+)` \| `(\w{32})` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "dims", "sums", "expected"), VECTORS)
+def test_the_pages_vectors_hold_for_both_ways(name, dims, sums, expected):
+    dtype, shape = BY_NAME[name], tuple(map(int, filter(None, dims.split(","))))
+    data = (np.arange(dtype.nbytes(shape)) % 251).astype(np.uint8)
+    found = whole(data, dtype, shape)
+    assert str(found) == str(slow(data, dtype, Box.whole(shape), shape)) == sums
+    assert tensor_digest(found, dtype, shape) == expected
+
+
+def test_the_pages_keys_and_checkpoints_hold():
+    assert len(VECTORS) > 10
+    assert column_keys(0)[:3] == [435726, 676074, 970128]
+    assert column_keys(0)[-1] == 649640
+    assert row_keys(0)[0] == 0x735011B5901A5F0B
+    assert tile_keys(0, 0) == [0x2541686A0BE796ED, 0xEDCBF07A877605E3]
+    two = [("b", BF16, (2, 3), "0" * 32), ("a.é", F32, (), "f" * 32)]
+    assert re.findall(r"`(shardctl1:\w{32})`", PAGE) == [checkpoint_digest(two), checkpoint_digest([])]
 
 
 # --- what is caught
