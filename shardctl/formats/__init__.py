@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
@@ -40,7 +39,8 @@ def detect(source: Source) -> Format:
 def scan(source: Source, *, override: str | None = None) -> Manifest:
     """What the source contains and where, by stored names; headers only, never tensor data.
 
-    `override` names a format, and nothing is detected then.
+    `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
+    that is read, the manifest's warnings say that it is left behind.
 
     Raises:
         UsageError: there is no format of that name.
@@ -49,13 +49,7 @@ def scan(source: Source, *, override: str | None = None) -> Manifest:
     refuse_adapter(source)
     if override is not None:
         return _named(override).scan(source)
-    chosen = detect(source)
-    others = [f.title for f in _detected(source) if f is not chosen]
-    manifest = chosen.scan(source)
-    if not others:
-        return manifest
-    warning = f"{source.name} also holds {' and '.join(others)}; the {chosen.title} are read"
-    return replace(manifest, warnings=(warning, *manifest.warnings))
+    return detect(source).scan(source)
 
 
 def _detected(source: Source) -> list[Format]:

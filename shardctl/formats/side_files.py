@@ -34,7 +34,7 @@ _TRAINER: Final = re.compile(
 )
 """What Trainer and accelerate keep to resume training (transformers/trainer.py, accelerate/utils/constants.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
-_WEIGHTS: Final = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)")
+_WEIGHTS: Final = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|distcp)|\.metadata")
 
 
 def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], tuple[str, ...]]:
@@ -50,7 +50,7 @@ def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], t
         HostileError: a file that would be carried is a link that leaves the directory.
     """
     objects = []
-    warnings = []
+    unused = []
     folders: dict[str, int] = {}
     for path, stat in source.files().items():
         if path in weights or _is_remade(path):
@@ -62,10 +62,18 @@ def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], t
         if warn and folder:
             folders[folder] = folders.get(folder, 0) + 1
         elif warn:
-            warnings.append(f"{path} holds weights that are not part of this checkpoint; it is left behind")
+            unused.append(path)
         objects.append(Opaque(path, policy, file=path, size=stat.size))
+    warnings = [_unused(unused)] if unused else []
     warnings += [f"{folder}/ is left behind: {n} files of another checkpoint" for folder, n in folders.items()]
     return tuple(objects), tuple(warnings)
+
+
+def _unused(paths: list[str]) -> str:
+    if len(paths) == 1:
+        return f"{paths[0]} holds weights that are not part of this checkpoint; it is left behind"
+    others = f"{len(paths) - 1} others" if len(paths) > 2 else paths[1]  # noqa: PLR2004 - two are both named
+    return f"{paths[0]} and {others} hold weights that are not part of this checkpoint; they are left behind"
 
 
 def _is_remade(path: str) -> bool:

@@ -53,6 +53,7 @@ def is_refused_on_purpose(content: bytes) -> bool:
         not isinstance(entry, dict)
         or entry.keys() != {"dtype", "shape", "data_offsets"}
         or not isinstance(entry["dtype"], str)
+        or len(entry["shape"]) > 32
         for entry in entries.values()
     )
 

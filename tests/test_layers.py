@@ -1,0 +1,119 @@
+"""Imports go only downward, siblings do not import each other, and nothing heavy is imported while loading."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import shardctl
+
+ROOT = Path(shardctl.__file__).parent
+LAYERS = (
+    {"box", "dtype", "errors", "workers"},
+    {"manifest", "mesh", "storage"},
+    {"placement", "record"},
+    {"pieces"},
+    {"models"},
+    {"formats", "layouts"},
+    {"copyplan", "digest", "cast"},
+    {"bands"},
+    {"execute", "verify", "memory"},
+    {"verbs"},
+    {"report"},
+    {"cli"},
+)
+"""From the ground up; each name is a module or package of `shardctl`, and a package may import within itself."""
+GROUND = LAYERS[0] | LAYERS[1]
+"""The two lowest layers are vocabulary: their modules may import others of the same layer, without cycles."""
+SHARED = {("layouts", "shardctl.formats.safetensors_header.encode_header")}
+"""The exceptions: a layout packs into a container, and one module knows both halves of a header, so that what is
+written is what is read."""
+HEAVY = {"torch", "transformers", "safetensors"}
+"""Never imported while a module loads, and except in `verify`'s forward pass not at all."""
+
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> list[tuple[str, int, bool]]:
+    """Every import as `(absolute dotted name, line, whether loading the module executes it)`."""
+    found = []
+
+    def visit(node: ast.AST, *, runs: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, runs) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: relative import"
+            found.extend((f"{node.module}.{alias.name}", node.lineno, runs) for alias in node.names)
+        deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.iter_child_nodes(node):
+            visit(child, runs=runs and not deferred and not (typing_only and child in node.body))
+
+    visit(ast.parse(path.read_text(encoding="utf-8")), runs=True)
+    return found
+
+
+def violations(path: Path) -> list[str]:
+    """What `path` imports from a layer that is not below its own; imports for typing and in functions count too."""
+    own = layer_of(path)
+    wrong = []
+    for name, line, _ in imports(path):
+        package, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if package != "shardctl" or other not in LEVEL or other == own or (own, name) in SHARED:
+            continue
+        vocabulary = LEVEL[other] == LEVEL[own] and own in GROUND
+        if not vocabulary and LEVEL[other] >= LEVEL[own]:
+            wrong.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {other}")
+    return wrong
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_has_a_layer(path):
+    assert layer_of(path) in {*LEVEL, "__init__", "__main__"}
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if layer_of(p) in LEVEL], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_only_downward(path):
+    assert violations(path) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_heavy_is_imported_while_loading(path):
+    heavy = [(name, line) for name, line, runs in imports(path) if runs and name.split(".")[0] in HEAVY]
+    assert heavy == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_forward_pass_imports_torch_at_all(path):
+    heavy = [(name, line) for name, line, _ in imports(path) if name.split(".")[0] in HEAVY]
+    assert layer_of(path) == "verify" or heavy == []
+
+
+def test_the_test_itself_sees_what_it_should(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "models").mkdir()
+    module = tmp_path / "models" / "x.py"
+    module.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from shardctl.box import Box\n"
+        "from shardctl.models.y import Y\n"
+        "from shardctl import formats\n"
+        "if TYPE_CHECKING:\n    import torch\n    from shardctl.verbs import plan\n"
+        "else:\n    import transformers\n"
+        "def f():\n    import shardctl.cli\n    import torch\n"
+    )
+    assert violations(module) == [
+        "models/x.py:4: models imports formats",
+        "models/x.py:7: models imports verbs",
+        "models/x.py:11: models imports cli",
+    ]
+    assert [n for n, _, runs in imports(module) if runs and n.split(".")[0] in HEAVY] == ["transformers"]
