@@ -42,7 +42,7 @@ _ROW_KEY_DISTINCT_BITS: Final = 29
 _BLOCK: Final = 1 << 15
 """Elements converted at a time. 256 KiB of float64 stay in a core's second-level cache, yet outweigh Python's calls."""
 _CALL: Final = 1 << 13
-"""Elements per BLAS call: OpenBLAS starts threads of its own from 9,216 up, and would fight the caller's."""
+"""Elements per BLAS call: from 9,216 up some versions of OpenBLAS start threads, which would fight the caller's."""
 _ROWS: Final = 4
 """Rows that the matrix-vector kernels of BLAS want at least."""
 _STRIP: Final = _CALL // _ROWS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from functools import cache
 from hashlib import blake2b, shake_128
 from itertools import product
@@ -366,6 +367,16 @@ def test_threads_get_the_same_sums():
     for thread in threads:
         thread.join()
     assert found == [expected] * 8
+
+
+def test_blas_starts_no_threads_beside_the_callers():
+    data = random_bytes(BF16, (1000, 4096))
+    whole(data, BF16, (1000, 4096))
+    process, thread = time.process_time(), time.thread_time()
+    for _ in range(20):
+        whole(data, BF16, (1000, 4096))
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    assert process < 1.25 * thread
 
 
 def test_sums_travel_as_text():
