@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.formats.pickle_state import NODE, Limits, PickleState
+from shardctl.formats.pickle_state import FLAT, NODE, Limits, PickleState
 from shardctl.formats.pickle_tree import Call, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
@@ -199,13 +199,13 @@ class _Machine(PickleState):
         self.stack.append(self.line().decode("raw-unicode-escape"))
 
     def binunicode(self) -> None:
-        self.stack.append(self.take(self.u4()).decode("utf-8", "surrogatepass"))
+        self.stack.append(self.text(self.u4()))
 
     def short_binunicode(self) -> None:
-        self.stack.append(self.take(self.u1()).decode("utf-8", "surrogatepass"))
+        self.stack.append(self.text(self.u1()))
 
     def binunicode8(self) -> None:
-        self.stack.append(self.take(self.u8()).decode("utf-8", "surrogatepass"))
+        self.stack.append(self.text(self.u8()))
 
     def binbytes(self) -> None:
         self.stack.append(self.take(self.u4()))
@@ -242,22 +242,22 @@ class _Machine(PickleState):
 
     def make_tuple(self) -> None:
         items = tuple(self.close_mark())
-        self.spent += NODE + 8 * len(items)
+        self.spent += FLAT + 8 * len(items)
         self.stack.append(items)
 
     def tuple1(self) -> None:
         self.stack[-1] = (self.stack[-1],)
-        self.spent += NODE
+        self.spent += FLAT + 8
 
     def tuple2(self) -> None:
         second = self.stack.pop()
         self.stack[-1] = (self.stack[-1], second)
-        self.spent += NODE
+        self.spent += FLAT + 16
 
     def tuple3(self) -> None:
         third, second = self.stack.pop(), self.stack.pop()
         self.stack[-1] = (self.stack[-1], second, third)
-        self.spent += NODE
+        self.spent += FLAT + 24
 
     def make_dict(self) -> None:
         items = self.close_mark()

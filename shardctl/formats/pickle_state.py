@@ -12,6 +12,8 @@ from shardctl.formats.pickle_tree import Call, Global, Persistent
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
+FLAT: Final = 56
+"""Bytes charged for a text or a tuple, beside what it holds."""
 _LINE: Final = 1 << 16
 """Longest argument of a protocol 0 opcode, in bytes; real ones are names and numbers."""
 _NAME: Final = 1_000
@@ -40,7 +42,7 @@ class Limits:
     opcodes: int = 24_000_000
     """A state dict takes about 32 per tensor."""
     memory: int = 512 << 20
-    """Estimated bytes of the tree."""
+    """Estimated bytes of the tree; the estimate is up to half above the truth, and 16 times the pickle is not rare."""
     depth: int = 4_096
     """Marks open at once; `pickle.dump` itself gives up at about a thousand levels."""
     memo: int = 16_000_000
@@ -112,8 +114,15 @@ class PickleState:
                 f"{self.where}: the pickle declares {size:,} bytes at byte {start}, but only "
                 f"{max(len(self.data) - start, 0):,} remain"
             )
-        self.spent += 4 * size + NODE  # a str may take four bytes for each one of UTF-8
+        self.spent += FLAT + size
         return self.data[start:end]
+
+    def text(self, size: int) -> str:
+        """The next `size` bytes as text."""
+        text = self.take(size).decode("utf-8", "surrogatepass")
+        if not text.isascii():
+            self.spent += 4 * size  # a character may take four bytes
+        return text
 
     def line(self) -> bytes:
         """The bytes up to the next newline, which is skipped."""
@@ -124,7 +133,7 @@ class PickleState:
             self.malformed(f"has a line of more than {_LINE:,} bytes")
         line = self.data[self.pos : end]
         self.pos = end + 1
-        self.spent += 4 * len(line) + NODE
+        self.spent += FLAT + len(line)
         return line
 
     def u1(self) -> int:

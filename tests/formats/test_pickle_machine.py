@@ -226,7 +226,7 @@ BOMBS = {
     "marks": (b"(" * 5000 + b".", {}, HostileError, "deeper than 4,096"),
     "objects": (b"}" * 100_000 + b".", {"memory": 1 << 20}, HostileError, "MiB of objects"),
     "text-of-four-bytes": (
-        b"\x8d" + U8(1 << 20) + b"a" * (1 << 20) + b"N0" * 64 + b".",
+        b"\x8d" + U8(1 << 20) + "\xe9".encode() * (1 << 19) + b"N0" * 64 + b".",
         {"memory": 2 << 20},
         HostileError,
         "MiB",
