@@ -1,0 +1,145 @@
+"""1 -> a mesh -> 1 is the identity for every family, and transformers loads what lies in between."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import FIXTURES, assert_same, config_of, loaded, save, side_files, stored
+
+from shardctl.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+MESHES = {
+    "tp2": Mesh.of(tp=2),
+    "tp4": Mesh.of(tp=4),
+    "pp2": Mesh.of(pp=2),
+    "fsdp3": Mesh.of(fsdp=3),  # divides none of the dims
+    "tp2-pp2-fsdp2": Mesh.of(tp=2, pp=2, fsdp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def cut(tiny, tmp_path_factory):
+    """The rank files of a fixture on a mesh, each made once."""
+    made = {}
+
+    def give(name, mesh):
+        if (name, mesh) not in made:
+            made[name, mesh] = tmp_path_factory.mktemp(name) / "ranks"
+            reshard(tiny(name).path, made[name, mesh], Wish(mesh=MESHES[mesh]))
+        return made[name, mesh]
+
+    return give
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", FIXTURES)
+class TestEveryFamilyOnEveryMesh:
+    def test_there_and_back_is_the_identity(self, tiny, cut, tmp_path, name, mesh):
+        source, there, back = tiny(name).path, cut(name, mesh), tmp_path / "back"
+        reshard(there, back, Wish(to="hf"))
+        assert_same(stored(back), stored(source))
+        assert side_files(source) == side_files(there) == side_files(back)
+        assert digest(source).digest == digest(there).digest == digest(back).digest
+        assert digest(source).tensors == digest(there).tensors == digest(back).tensors
+
+    def test_verify_proves_it(self, tiny, cut, name, mesh):
+        found = verify(cut(name, mesh), level="full", against=tiny(name).path)
+        assert found.ok
+        assert not [f for f in found.findings if f.severity == "error"]
+        assert [level.status for level in found.levels] == ["passed", "passed", "passed"]
+        assert found.digest == digest(tiny(name).path).digest
+
+    def test_transformers_loads_the_rank_files_as_they_are(self, tiny, cut, name, mesh):
+        source = tiny(name)
+        model = loaded(cut(name, mesh), source.kind)
+        assert_same(model.state_dict(), source.model.state_dict())
+
+    def test_every_rank_has_files_and_holds_less_than_the_whole(self, tiny, cut, name, mesh):
+        files = sorted(cut(name, mesh).glob("*.safetensors"))
+        ranks = {file.name.split("-")[1] for file in files}
+        assert ranks == {f"{rank + 1:05d}" for rank in range(MESHES[mesh].world)}
+        whole = sum(t.nbytes for t in stored(tiny(name).path).values())
+        assert all(sum(f.stat().st_size for f in files if f"shard-{rank}" in f.name) < whole for rank in ranks)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 4), ("gemma", 2), ("gemma", 4), ("qwen3-tied", 4), ("mistral", 4)])
+def test_replicated_key_value_heads_come_back_once(tiny, tmp_path, name, tp):
+    source = tiny(name, divisible=False)
+    assert config_of(name, divisible=False)["num_key_value_heads"] < tp
+    reading = Reading(kv_heads="replicate")
+    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=tp)), reading=reading)
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source.path))
+    assert digest(tmp_path / "ranks").digest == digest(source.path).digest
+    assert verify(tmp_path / "ranks", level="full", against=source.path).ok
+    assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "t5"])
+def test_without_a_mesh_rank_files_are_one_file_a_loader_takes(tiny, tmp_path, name):
+    source = tiny(name)
+    reshard(source.path, tmp_path / "ranks", Wish(to="ranks"))
+    assert [f.name for f in tmp_path.glob("ranks/*.safetensors")] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
+
+
+@pytest.mark.parametrize("architecture", ["GPT2Model", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("mesh", ["tp2", "tp2-pp2-fsdp2"])
+def test_gpt2_with_and_without_its_prefix(tmp_path, architecture, mesh):
+    """The Hub's `gpt2` has the bare names of GPT2Model under a config that names GPT2LMHeadModel."""
+    config = {**config_of("gpt2"), "architectures": ["GPT2Model"]}
+    source = save(tmp_path / "source", config)
+    told = (source.path / "config.json").read_text().replace("GPT2Model", architecture)
+    (source.path / "config.json").write_text(told)
+    assert "wte.weight" in stored(source.path)
+    reshard(source.path, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source.path))
+    assert digest(tmp_path / "ranks").digest == digest(source.path).digest
+    kind = getattr(__import__("transformers"), architecture)
+    from_ranks, from_source = loaded(tmp_path / "ranks", kind), kind.from_pretrained(source.path)
+    assert_same(from_ranks.state_dict(), from_source.state_dict())
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp3"])
+def test_keep_writes_the_names_of_the_source(tmp_path, mesh):
+    source = save(tmp_path / "source", {**config_of("gpt2"), "architectures": ["GPT2Model"]})
+    told = (source.path / "config.json").read_text().replace("GPT2Model", "GPT2LMHeadModel")
+    (source.path / "config.json").write_text(told)
+    reshard(source.path, tmp_path / "kept", Wish(mesh=MESHES[mesh], names="keep"))
+    reshard(source.path, tmp_path / "canonical", Wish(mesh=MESHES[mesh]))
+    names = {file.name: set(stored(file)) for file in sorted((tmp_path / "kept").glob("*.safetensors"))}
+    assert set().union(*names.values()) == set(stored(source.path))
+    assert digest(tmp_path / "kept").digest == digest(tmp_path / "canonical").digest == digest(source.path).digest
+    reshard(tmp_path / "kept", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source.path))
+    assert verify(tmp_path / "kept", level="full", against=source.path).ok
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "qwen2-tied", "t5"])
+def test_tied_weights_are_stored_once_in_hf_form_and_under_both_names_in_rank_files(tiny, cut, name):
+    """transformers demands both names of a tie in rank files, and writes only the first itself."""
+    source = tiny(name)
+    both = set(source.model.state_dict())
+    in_ranks = set()
+    for file in cut(name, "tp2-pp2-fsdp2").glob("*.safetensors"):
+        in_ranks |= set(stored(file))
+    assert in_ranks == both
+    assert len(both) > len(stored(source.path))
+
+
+def test_a_source_that_stores_both_names_of_a_tie_keeps_both(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source = save(tmp_path / "source", config_of("gpt2"))
+    tensors = load_file(source.path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, source.path / "model.safetensors", {"format": "pt"})
+    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), tensors)
+    assert verify(tmp_path / "ranks", level="full", against=source.path).ok

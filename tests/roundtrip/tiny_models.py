@@ -1,0 +1,112 @@
+"""Tiny models that transformers itself makes and saves, and what the safetensors library finds in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors import safe_open
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+FIXTURES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""Changes to a decoder's config after which tp=4 divides everything, and queries still share key/value heads."""
+SIDE_FILES = {
+    "tokenizer.json": b'{"version": "1.0"}',
+    "chat_template.jinja": "{{ 'ä' }}\n".encode(),
+    "modeling_custom.py": b"raise SystemExit('never run')\n",
+    "1_Pooling/config.json": b'{"pooling_mode_mean_tokens": true}',
+    "assets/empty.txt": b"",
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model in memory, and the directory that `save_pretrained` wrote."""
+
+    path: Path
+    model: Any
+    config: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Any:
+        """The class that `architectures` names."""
+        return getattr(transformers, self.config["architectures"][0])
+
+
+@cache
+def config_of(name: str, *, divisible: bool = True) -> Mapping[str, Any]:
+    """A fixture's config; `divisible` gives decoders enough heads for tp=4."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if divisible and "num_key_value_heads" in config:
+        config |= DIVISIBLE
+    return config
+
+
+def build(config: Mapping[str, Any], seed: int = 0) -> Any:
+    """The transformers model of a config with every float of its state random: norms and biases too."""
+    kind = getattr(transformers, config["architectures"][0])
+    dtype = getattr(torch, config.get("dtype", "float32"))
+    model = kind(kind.config_class.from_dict(dict(config))).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model.eval()
+
+
+def save(path: Path, config: Mapping[str, Any], **options: Any) -> Tiny:
+    """Build a model and save it as transformers does, with side files beside it."""
+    model = build(config)
+    model.save_pretrained(path, **options)
+    for name, content in SIDE_FILES.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    return Tiny(path, model, config)
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every safetensors file of a directory, as the safetensors library reads it."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted([path] if path.is_file() else path.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - safe_open is no dict
+                assert name not in found, f"{name} is stored twice"
+                found[name] = opened.get_tensor(name)
+    return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that NaN equals the same NaN and -0.0 differs from 0.0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same names with the same types, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+def loaded(path: Path, kind: Any, **options: Any) -> Any:
+    """The model that `from_pretrained` makes of a directory, with nothing missing and nothing left over."""
+    model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True, **options)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def side_files(path: Path) -> dict[str, bytes]:
+    """Every file that holds no tensors, but the index and the record, which describe those that do."""
+    names = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    describing = (".safetensors", ".index.json", "shardctl.json", ".bin", ".pt", ".pth")
+    return {f.relative_to(path).as_posix(): f.read_bytes() for f in names if not f.name.endswith(describing)}
