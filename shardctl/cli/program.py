@@ -89,7 +89,8 @@ def _ours(error: Exception) -> Exception:
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Lets SIGTERM unwind the stack as Ctrl-C does, so that locks and staging areas are tidied."""
-    if threading.current_thread() is not threading.main_thread():
+    listening = threading.current_thread() is threading.main_thread()
+    if not listening or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
 

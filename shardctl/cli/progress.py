@@ -91,18 +91,18 @@ class _Records:
 class _Bar:
     """A bar that goes away when the task is done."""
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         self._bar = Progress(
-            TextColumn(verb),
-            BarColumn(),
-            TextColumn("{task.fields[words]}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=Console(stderr=True),
             transient=True,
         )
-        self._task: TaskID = self._bar.add_task(verb, total=None, words="")
+        self._task: TaskID = self._bar.add_task("reading headers", total=None)
         self._bar.start()
 
     def show(self, meter: Meter) -> None:
@@ -112,10 +112,10 @@ class _Bar:
             f"{file_size(meter.rate)}/s",
             *([f"{duration(left)} left"] if left is not None else []),
             *([f"{meter.files_done:,}/{meter.files:,} files"] if meter.files else []),
-            f"{memory_size(memory_held())} held",
+            memory_size(memory_held()),
         ]
         total = meter.total_bytes or None
-        self._bar.update(self._task, total=total, completed=meter.done_bytes, words="  ".join(words))
+        self._bar.update(self._task, total=total, completed=meter.done_bytes, description="  ".join(words))
 
     def close(self) -> None:
         self._bar.stop()
@@ -124,7 +124,7 @@ class _Bar:
 @contextmanager
 def watching(verb: str, *, json: bool = False) -> Iterator[Progress]:
     """Someone to tell how a task goes on."""
-    view: _View = _Records() if json else _Bar(verb) if streams.is_terminal(sys.stderr) else _Lines(verb)
+    view: _View = _Records() if json else _Bar() if streams.is_terminal(sys.stderr) else _Lines(verb)
     watch = _Watch(view)
     try:
         yield watch

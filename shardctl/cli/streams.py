@@ -7,10 +7,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from shardctl.errors import AccessError, DestinationError
 from shardctl.report.failure import warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from rich.console import RenderableType
 
@@ -57,6 +59,16 @@ def text(content: str) -> None:
 def talk(content: str) -> None:
     """Say something that is not data."""
     _write(sys.stderr, content)
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write a report where it was asked for."""
+    try:
+        path.write_bytes(content)
+    except PermissionError as error:
+        raise AccessError(f"{path} cannot be written: {error.strerror}") from error
+    except OSError as error:
+        raise DestinationError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def warn(messages: Iterable[str]) -> None:

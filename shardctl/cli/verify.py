@@ -10,7 +10,7 @@ from shardctl.cli import options, streams
 EXAMPLES = """
 Examples:
   shardctl verify ./llama-tp4
-  shardctl verify ./llama-tp4 --level full --against ./llama --junit verify.xml
+  shardctl verify ./llama-tp4 --level full --against ./llama
 """
 
 
@@ -50,9 +50,9 @@ def verify(
             effort=work,
         )
     if junit:
-        junit.write_bytes(junit_xml.junit(found))
+        streams.save(junit, junit_xml.junit(found))
     if summary:
-        summary.write_text(markdown.summary(found), encoding="utf-8")
+        streams.save(summary, markdown.summary(found).encode())
     if json:
         streams.document(documents.verified(found))
     else:

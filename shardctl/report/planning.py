@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -12,8 +11,6 @@ from shardctl.report.grid import line, table
 from shardctl.report.sizes import count, file_size, memory_size, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import RenderableType
 
     from shardctl.verbs.plan import Planned, RankPlan, StagePlan
@@ -63,16 +60,16 @@ def _ranks(planned: Planned) -> RenderableType:
     heaviest = max((rank.weight_bytes for rank in planned.ranks), default=0)
     copies = planned.ranks[0].replicas > 1 if planned.ranks else False
     rows = [("rank", "place", *(("copies",) if copies else ()), "tensors", "weights", "files", "")]
-    groups = [[rank] for rank in planned.ranks]
-    if len(planned.ranks) > GROUPED:
-        groups = [list(ranks) for _, ranks in groupby(planned.ranks, key=_alike)]
-    for ranks in groups:
+    groups: dict[tuple[int, ...], list[RankPlan]] = {}
+    for rank in planned.ranks:
+        groups.setdefault(_alike(rank) if len(planned.ranks) > GROUPED else (rank.rank,), []).append(rank)
+    for ranks in groups.values():
         first = ranks[0]
         bar = "█" * round(_BAR * first.weight_bytes / heaviest) if heaviest else ""
         rows.append(
             (
-                str(first.rank) if len(ranks) == 1 else f"{first.rank}..{ranks[-1].rank}",
-                _place(ranks),
+                str(first.rank) if len(ranks) == 1 else plural(len(ranks), "rank"),
+                first.label if len(ranks) == 1 else f"{first.label} .. {ranks[-1].label}",
                 *((f"x{first.replicas}",) if copies else ()),
                 f"{first.tensors:,}",
                 memory_size(first.weight_bytes),
@@ -84,14 +81,9 @@ def _ranks(planned: Planned) -> RenderableType:
     return table(rows, right=frozenset({0, 2 + shift, 3 + shift, 4 + shift} | ({2} if copies else set())), indent=2)
 
 
-def _alike(rank: RankPlan) -> tuple[int, int, int, int]:
+def _alike(rank: RankPlan) -> tuple[int, ...]:
+    """What ranks of one line have in common."""
     return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, rank.file_bytes
-
-
-def _place(ranks: Sequence[RankPlan]) -> str:
-    if len(ranks) == 1:
-        return ranks[0].label
-    return f"{len(ranks)} ranks, {ranks[0].label} .. {ranks[-1].label}"
 
 
 def _replication(planned: Planned) -> str:

@@ -1,0 +1,174 @@
+import json
+import signal
+
+import pytest
+
+import shardctl.verbs.digest
+import shardctl.verbs.inspect
+from shardctl.errors import (
+    AccessError,
+    CutError,
+    DestinationError,
+    HostileError,
+    Interrupted,
+    MemoryBudgetError,
+    TransientError,
+)
+
+
+def raising(error):
+    def verb(*_args, **_kwargs):
+        raise error
+
+    return verb
+
+
+@pytest.fixture
+def broken(monkeypatch, say):
+    """`inspect`, whose verb raises the given error."""
+
+    def call(error, *args):
+        monkeypatch.setattr(shardctl.verbs.inspect, "inspect", raising(error))
+        return say("inspect", "x", *args)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "hint"),
+    [
+        (["plan"], "missing argument '{SRC}'", "shardctl plan --help shows what there is"),
+        (["plan", "x", "--tpp", "2"], "no such option: --tpp", "did you mean --tp or --pp or --etp?"),
+        (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
+        (["plan", "x", "--memory", "3"], "size '3' has no unit", "write 3GB, 3GiB, 3MB or 3MiB"),
+        (
+            ["plan", "x", "--memory", "1Gb"],
+            "size '1Gb' has the unknown unit 'Gb'",
+            "the units are kB, MB, GB, TB, KiB, MiB, GiB and TiB",
+        ),
+        (
+            ["plan", "x", "--max-shard-size", "1e9"],
+            "cannot read size '1e9'",
+            "write a number and a unit, such as 5GB or 1GiB",
+        ),
+        (
+            ["plan", "x", "--max-shard-size", "0.1B"],
+            "size '0.1B' is less than a byte",
+            "write a number and a unit, such as 5GB or 1GiB",
+        ),
+        (
+            ["plan", "x", "--mesh", "tp=2", "--pp", "2"],
+            "--mesh and --pp are both given",
+            "write every axis in --mesh, or leave it out",
+        ),
+        (["inspect", ""], "a path is empty", "is a shell variable not set?"),
+        (["reshard", "x", ""], "a path is empty", "is a shell variable not set?"),
+    ],
+)
+def test_usage_errors_are_two_lines_and_exit_code_2(say, args, error, hint):
+    code, out, err = say(*args)
+    assert (code, out) == (2, "")
+    assert err.replace("'SRC'", "'{SRC}'") == f"error: {error}\nhint:  {hint}\n"
+
+
+def test_a_number_that_is_none_is_a_usage_error(say):
+    code, out, err = say("plan", "x", "--tp", "two")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: invalid value for '--tp': ")
+    assert err.count("\n") == 2
+    assert say("plan", "x", "--tp", "0").code == 2
+
+
+def test_a_cut_that_does_not_work_says_which_would(say, source):
+    code, out, err = say("plan", source, "--tp", 4)
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: cannot split model.layers.0.self_attn.k_proj.weight [16, 32] over tp=4: 2 key/value heads\n"
+        "hint:  use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks\n"
+    )
+
+
+def test_a_source_that_is_not_there_is_exit_code_4(say, tmp_path):
+    code, out, err = say("inspect", tmp_path / "none")
+    assert (code, out) == (4, "")
+    assert err == (
+        f"error: {tmp_path / 'none'} does not exist\nhint:  check the path, and that the download or copy is complete\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CutError("no"), 2),
+        (MemoryBudgetError("no"), 2),
+        (HostileError("no"), 4),
+        (AccessError("no"), 5),
+        (PermissionError(13, "Permission denied", "x"), 5),
+        (DestinationError("no"), 6),
+        (OSError(28, "No space left on device", "x"), 6),
+        (TransientError("no"), 7),
+        (Interrupted("no", signal=2), 130),
+        (Interrupted("no", signal=15), 143),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("no"), 1),
+        (OSError(5, "Input/output error"), 1),
+    ],
+)
+def test_every_error_has_its_code_and_two_lines_with_something_to_do(broken, error, code):
+    found = broken(error)
+    assert (found.code, found.out) == (code, "")
+    first, second, rest = found.err.split("\n")
+    assert first.startswith("error: ")
+    assert not first.endswith(".")
+    assert second.startswith("hint:  ")
+    assert len(second) > len("hint:  ")
+    assert not rest
+
+
+def test_an_unexpected_error_is_called_a_bug_and_shows_a_traceback_only_on_request(broken, monkeypatch):
+    error = KeyError("weight")
+    assert broken(error).err == (
+        "error: this is a bug in shardctl: KeyError: 'weight'\n"
+        "hint:  set SHARDCTL_DEBUG=1 for the traceback, and please report it\n"
+    )
+    monkeypatch.setenv("SHARDCTL_DEBUG", "1")
+    err = broken(error).err
+    assert err.startswith("Traceback")
+    assert err.endswith("please report it\n")
+
+
+def test_names_in_errors_cannot_steer_the_terminal_or_add_lines(broken):
+    err = broken(HostileError("file \x1b[2J\nhint:  run rm\u202e", hint="a\rb")).err
+    assert err == "error: file \\x1b[2J\\nhint:  run rm\\u202e\nhint:  a\\rb\n"
+
+
+def test_json_has_a_last_record_also_on_failure(broken):
+    found = broken(DestinationError("full", hint="free some space"), "--json")
+    assert json.loads(found.out) == {
+        "schema": "shardctl.inspect/1",
+        "status": "error",
+        "exit_code": 6,
+        "error": "full",
+        "hint": "free some space",
+    }
+    assert found.err == "error: full\nhint:  free some space\n"
+
+
+def test_json_has_a_last_record_also_for_a_bad_command_line(say):
+    found = say("reshard", "a", "b", "--json", "--memory", "lots")
+    assert json.loads(found.out)["exit_code"] == found.code == 2
+
+
+def test_sigterm_before_the_work_begins_unwinds_too(monkeypatch, say):
+    tidied = []
+
+    def verb(*_args, **_kwargs):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            tidied.append(True)
+
+    monkeypatch.setattr(shardctl.verbs.inspect, "inspect", verb)
+    assert say("inspect", "x") == (143, "", "error: terminated\nhint:  run the same command again\n")
+    assert tidied
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,78 @@
+import re
+
+import pytest
+from cli_checkpoints import shardctl
+
+from shardctl import __version__
+from shardctl.cli.app import EXIT_CODES, app
+from shardctl.layouts import LAYOUTS
+
+VERBS = [command.name for command in app.registered_commands]
+
+
+def words(text):
+    """Help without the frame that typer draws around it, which changes with its version."""
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", text)
+
+
+def test_the_version_is_data(say):
+    assert say("--version") == (0, f"shardctl {__version__}\n", "")
+
+
+def test_help_says_what_each_exit_code_means(say):
+    code, out, err = say("--help")
+    assert (code, err) == (0, "")
+    tail = [line.strip() for line in out.splitlines() if line.strip()]
+    golden = [line.strip() for line in EXIT_CODES.splitlines() if line.strip()]
+    assert tail[-len(golden) :] == golden
+
+
+def test_help_fits_a_terminal_of_80_columns(say):
+    for verb in ([], *([v] for v in VERBS)):
+        assert max(map(len, say(*verb, "--help").out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_command_ends_with_two_examples(say, verb):
+    code, out, err = say(verb, "--help")
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.rstrip().splitlines()][-3:]
+    assert lines[0].strip() == "Examples:"
+    assert all(line.strip().startswith(f"shardctl {verb} ") for line in lines[1:])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_examples_are_command_lines_that_exist(say, verb):
+    """They end for want of a source, not for want of an option."""
+    for line in say(verb, "--help").out.rstrip().splitlines()[-2:]:
+        code, _, err = say(*line.split()[1:])
+        assert code == 4, err
+
+
+def test_without_a_command_there_is_help_and_the_code_for_usage(say):
+    code, out, _ = say()
+    assert code == 2
+    assert "Exit codes:" in out
+
+
+def test_every_verb_is_listed_and_none_that_does_not_exist(say):
+    out = words(say("--help").out)
+    assert [verb for verb in VERBS if f" {verb} " in out] == VERBS
+    assert VERBS == ["inspect", "plan", "reshard", "verify", "diff", "digest"]
+
+
+def test_help_names_every_layout(say):
+    assert f"--to {'|'.join(LAYOUTS)} " in words(say("plan", "--help").out)
+
+
+def test_plan_and_reshard_take_the_same_wishes(say):
+    def options(verb):
+        return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help").out.partition("Examples:")[0]))
+
+    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash"}
+    assert options("plan") - options("reshard") == {"--detail"}
+
+
+def test_python_dash_m_is_the_same_program():
+    done = shardctl("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"shardctl {__version__}\n", "")

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+import time
+
+import pytest
+from cli_checkpoints import environment
+
+HEAVY = {"numpy", "torch", "ml_dtypes", "huggingface_hub", "transformers", "safetensors"}
+
+
+def loaded(*args):
+    """Which heavy libraries a command line loads."""
+    program = (
+        "import sys\n"
+        "from shardctl.cli.program import run\n"
+        "code = run(sys.argv[1:])\n"
+        f"print(code, *sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)], capture_output=True, text=True, env=environment(), check=True
+    )
+    code, *modules = done.stderr.splitlines()[-1].split()
+    assert code == "0", done.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["plan", "--help"], ["reshard", "--help"]])
+def test_help_and_version_load_nothing_heavy(args):
+    assert loaded(*args) == set()
+
+
+def test_headers_are_read_without_numpy_and_torch(source):
+    assert loaded("inspect", source, "--tensors", "--show-rules") == set()
+    assert loaded("plan", source, "--tp", 2, "--pp", 2) == set()
+
+
+def test_bytes_are_moved_and_compared_without_torch(source, tmp_path):
+    assert "torch" not in loaded("reshard", source, tmp_path / "out", "--tp", 2)
+    assert "torch" not in loaded("reshard", source, tmp_path / "cast", "--dtype", "bf16")
+    assert "torch" not in loaded("verify", tmp_path / "out", "--level", "full", "--against", source)
+
+
+def test_the_version_is_there_at_once():
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "shardctl", "--version"], check=True, capture_output=True)
+    assert time.perf_counter() - began < 3, "about 0.15 s on an idle machine"

@@ -1,0 +1,162 @@
+import json
+
+import pytest
+from cli_checkpoints import llama
+
+from shardctl.cli.sizes import parse_size
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return llama(tmp_path_factory.mktemp("tied") / "tied", "llama-tied-biased")
+
+
+def integers(document, path=""):
+    """Every integer of a document, with its key."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield from integers(value, key)
+    elif isinstance(document, list):
+        for value in document:
+            yield from integers(value, path)
+    elif isinstance(document, int) and not isinstance(document, bool):
+        yield path, document
+
+
+def test_inspect_tells_a_checkpoint_in_a_few_lines(say, source):
+    assert say("inspect", source) == (
+        0,
+        (
+            f"{source}\n"
+            "  format   safetensors, 1 file, 88.8 kB\n"
+            "  model    LlamaForCausalLM (llama)\n"
+            "  weights  21.66 K parameters in 21 tensors, 86.7 kB (84.6 KiB)\n"
+            "  dtypes   F32: 21 tensors, 21.66 K parameters, 86.7 kB\n"
+            "  carried  config.json, tokenizer.json\n"
+        ),
+        "",
+    )
+
+
+def test_inspect_names_ties_and_lists_tensors_and_rules_on_request(say, tied):
+    out = say("inspect", tied, "--tensors", "--show-rules").out
+    assert "  ties     lm_head.weight = model.embed_tokens.weight\n" in out
+    assert "F32    [96, 32]    12.3 kB  model.embed_tokens.weight = lm_head.weight\n" in out
+    assert "\n      2  layer       model.layers.*.self_attn.o_proj.weight          hidden/fsdp q/tp\n" in out
+
+
+def test_inspect_says_when_the_model_is_not_known(say, source, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    assert "  model    unknown: there is no config.json\n" in say("inspect", tmp_path).out
+    assert "LlamaForCausalLM" in say("inspect", tmp_path, "--config", source).out
+
+
+def test_inspect_as_json(say, tied):
+    document = json.loads(say("inspect", tied, "--json").out)
+    assert list(document) == [
+        *("schema", "status", "exit_code", "path", "format", "layout", "family", "architecture", "why_no_model"),
+        *("mesh", "stages", "parameters", "tensor_bytes", "file_bytes", "files", "dtypes", "ties", "carried"),
+        *("dropped", "digest", "warnings"),
+    ]
+    assert document["schema"] == "shardctl.inspect/1"
+    assert document["ties"] == {"model.embed_tokens.weight": ["lm_head.weight"]}
+    longer = json.loads(say("inspect", tied, "--json", "--tensors", "--show-rules").out)
+    assert set(longer) - set(document) == {"tensors", "rules"}
+    assert set(longer["tensors"][0]) == {
+        *("name", "dtype", "shape", "tensor_bytes", "ties", "stored", "chunks", "files")
+    }
+    assert sum(tensor["tensor_bytes"] for tensor in longer["tensors"]) == document["tensor_bytes"]
+
+
+def test_names_from_a_file_cannot_steer_the_terminal(say, tmp_path):
+    header = json.dumps({"a\x1b[2Jb": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    found = say("inspect", tmp_path, "--tensors")
+    assert found.code == 0
+    assert "a\\x1b[2Jb" in found.out
+    assert "\x1b" not in found.out
+
+
+def test_plan_for_a_mesh(say, source):
+    found = say("plan", source, "--tp", 2, "--pp", 2, "--dp", 2)
+    assert (found.code, found.err) == (0, "")
+    *lines, cost, footer = found.out.splitlines()
+    assert lines == [
+        "tiny-llama (LlamaForCausalLM)  21.66 K parameters  84.6 KiB | pp2 x dp2 x tp2 = 8 ranks | layout ranks",
+        "  stage 0  layer 0  42.5 KiB on 2 ranks x 2 copies",
+        "  stage 1  layer 1  42.8 KiB on 2 ranks x 2 copies",
+        "  rank  place        copies  tensors   weights    files",
+        "     0  pp0 dp0 tp0      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
+        "     1  pp0 dp0 tp1      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
+        "     4  pp1 dp0 tp0      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
+        "     5  pp1 dp0 tp1      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
+        "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)",
+    ]
+    assert cost.startswith("conversion: read 86.7 kB, write ")
+    assert " kB in 7 files, peak host memory 0.1" in cost
+    assert footer == "exact, from headers; the peak memory is a bound"
+
+
+def test_plan_shows_less_on_request(say, source):
+    def shown(detail):
+        return [line.split()[0] for line in say("plan", source, "--pp", 2, "--detail", detail).out.splitlines()]
+
+    assert shown("summary") == ["tiny-llama", "replication:", "conversion:", "exact,"]
+    assert shown("stage") == ["tiny-llama", "stage", "stage", "replication:", "conversion:", "exact,"]
+    assert shown("rank") == ["tiny-llama", "stage", "stage", "rank", "0", "1", "replication:", "conversion:", "exact,"]
+
+
+def test_plan_groups_ranks_above_64(say, tmp_path):
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 256, "intermediate_size": 256}
+    lines = say("plan", llama(tmp_path / "wide", **heads), "--tp", 64, "--pp", 2).out.splitlines()
+    rows = [line.split("  ") for line in lines if " .. " in line]
+    assert sum(int(row[1].split()[0]) for row in rows) == 128
+    assert len(rows) < 12
+    assert any("pp1 tp" in row[2] for row in rows)
+    assert say("plan", tmp_path / "wide", "--tp", 32, "--pp", 2).out.count("\n") > 64, "64 are shown one by one"
+
+
+def test_plan_as_json(say, source):
+    document = json.loads(say("plan", source, "--mesh", "pp=2,tp=2", "--stages", "1,1", "--json").out)
+    assert list(document) == [
+        *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
+        *("mesh", "stages", "ranks", "replication", "conversion", "warnings"),
+    ]
+    assert document["mesh"] == {
+        "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 1},
+        "ranks": 4,
+    }
+    assert set(document["conversion"]) == {
+        *("read_bytes", "write_bytes", "files", "peak_memory_bytes", "threads", "block_bytes", "free_bytes")
+    }
+    assert set(document["ranks"][0]) == {
+        *("rank", "label", "coordinate", "replicas", "tensors", "weight_bytes", "file_bytes", "files")
+    }
+    large = {key for key, value in integers(document) if value > 1000}
+    assert large == {"parameters"} | {key for key in large if key.endswith("_bytes")}
+
+
+def test_plan_takes_sizes_and_casts(say, source):
+    document = json.loads(say("plan", source, "--dtype", "bf16", "--max-shard-size", "20kB", "--json").out)
+    assert document["weight_bytes"] == 86656 // 2
+    assert len(document["ranks"][0]["files"]) > 1
+    assert say("plan", source, "--memory", "10MiB").code == 2
+
+
+def test_strict_makes_a_warning_an_error(say, source, tmp_path):
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\3\4")
+    found = say("inspect", tmp_path)
+    assert found.code == 0
+    assert found.err.startswith("warning: ")
+    assert found.err.count("\n") == 1
+    assert say("inspect", tmp_path, "--strict").code == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("5GB", 5 * 10**9), ("256 MiB", 256 << 20), ("0.5TiB", 1 << 39), ("1.5kB", 1500), ("7B", 7)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size

@@ -1,0 +1,111 @@
+import json
+import time
+
+from shardctl.cli import progress
+from shardctl.report.meter import Meter
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def metered(total=1000):
+    clock = Clock()
+    meter = Meter(clock)
+    meter.begin(total, 4)
+    return meter, clock
+
+
+def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate():
+    meter, clock = metered()
+    meter.advance(500, kept=True)
+    meter.advance(100)
+    clock.now += 2
+    meter.sample()
+    assert (meter.done_bytes, meter.kept_bytes, meter.rate) == (600, 500, 50.0)
+    assert meter.seconds_left == 8.0
+
+
+def test_the_rate_is_that_of_the_last_half_minute():
+    meter, clock = metered()
+    for _ in range(120):  # a minute of finding old bytes in place, half a second at a time
+        meter.advance(5, kept=True)
+        clock.now += 0.5
+        meter.sample()
+    for _ in range(60):
+        meter.advance(2)
+        clock.now += 0.5
+        meter.sample()
+    assert round(meter.rate, 6) == 4.0
+
+
+def test_nothing_is_promised_before_anything_is_known():
+    meter, _ = metered()
+    assert (meter.rate, meter.seconds_left) == (0.0, None)
+    meter.sample()
+    assert meter.seconds_left is None
+
+
+def test_a_line_is_due_every_5_percent_or_30_seconds():
+    meter, clock = metered()
+    assert not meter.due()
+    meter.advance(50)
+    assert not meter.due(), "lines do not flood: at least a second lies between two"
+    clock.now += 1
+    assert meter.due()
+    assert not meter.due()
+    meter.advance(49)
+    clock.now += 29
+    assert not meter.due()
+    clock.now += 1
+    assert meter.due()
+    clock.now += 30
+    assert meter.due(), "a job that stands still says so too"
+
+
+def test_a_line_says_bytes_rate_time_files_and_memory():
+    meter, clock = metered(91_000_000)
+    meter.advance(45_500_000)
+    meter.file_done()
+    clock.now += 10
+    meter.sample()
+    assert meter.line("reshard", 118_111_600) == (
+        "reshard: 45.5 MB of 91.0 MB (50 %), 4.5 MB/s, 10.0 s left, 1 of 4 files, 0.11 GiB held\n"
+    )
+
+
+def test_a_task_of_unknown_size_says_what_is_known():
+    clock = Clock()
+    meter = Meter(clock)
+    meter.advance(3_000_000)
+    clock.now += 30
+    meter.sample()
+    assert meter.due()
+    assert meter.line("verify", 0) == "verify: 3.0 MB, 100.0 kB/s\n"
+
+
+def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "_TICK", 0.01)
+    monkeypatch.setattr("shardctl.report.meter._BREATH", 0.0)
+    for json_lines in (False, True):
+        with progress.watching("reshard", json=json_lines) as watch:
+            watch.begin(100, 1)
+            for _ in range(2):
+                watch.advance(50)
+                time.sleep(0.1)
+    out, err = capfd.readouterr()
+    assert "reshard: 50 bytes of 100 bytes (50 %)" in err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert set(records[0]) == {
+        *("schema", "status", "done_bytes", "total_bytes", "kept_bytes", "files_done", "files", "rate_bytes"),
+        *("seconds_left", "held_bytes"),
+    }
+    assert (records[0]["status"], records[-1]["done_bytes"]) == ("running", 100)
+
+
+def test_memory_held_is_known_on_linux():
+    assert progress.memory_held() > 1 << 20 or progress.memory_held() == 0

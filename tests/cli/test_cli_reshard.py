@@ -1,0 +1,114 @@
+import json
+import signal
+import time
+
+import pytest
+from cli_checkpoints import large, shardctl, start
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory):
+    return large(tmp_path_factory.mktemp("heavy") / "source")
+
+
+def test_the_result_is_told_and_its_digest_is_the_last_line(say, source, tmp_path):
+    found = say("reshard", source, tmp_path / "out", "--tp", 2)
+    assert (found.code, found.err) == (0, "")
+    lines = found.out.splitlines()
+    assert lines[0] == str(tmp_path / "out")
+    assert lines[1] == "  layout   ranks for tp2 = 2 ranks"
+    digest = say("digest", source).out.split()[0]
+    assert lines[-1] == f"digest {digest}"
+    assert not any(line.startswith("source digest") for line in lines)
+
+
+def test_a_cast_gives_both_digests(say, source, tmp_path):
+    lines = say("reshard", source, tmp_path / "out", "--dtype", "bf16").out.splitlines()
+    assert lines[-2] == f"source digest {say('digest', source).out.split()[0]}"
+    assert lines[-1] == f"digest {say('digest', tmp_path / 'out').out.split()[0]}"
+
+
+def test_json_lines_end_with_the_result(say, source, tmp_path):
+    found = say("reshard", source, tmp_path / "out", "--tp", 2, "--json", "--hash", "sha256")
+    last = json.loads(found.out.splitlines()[-1])
+    assert list(last) == [
+        *("schema", "status", "exit_code", "dry_run", "destination", "layout", "architecture", "mesh", "stages"),
+        *("tensors", "files", "file_bytes", "read_bytes", "written_bytes", "kept_bytes", "projected_memory_bytes"),
+        *("seconds", "digest", "source_digest", "warnings"),
+    ]
+    assert (last["schema"], last["status"], last["exit_code"]) == ("shardctl.reshard/1", "ok", 0)
+    assert (tmp_path / "out" / "SHA256SUMS").exists()
+    assert last["files"] == len(list((tmp_path / "out").iterdir()))
+
+
+def test_json_lines_end_with_the_error(say, source, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    found = say("reshard", source, tmp_path / "mine", "--json")
+    last = json.loads(found.out.splitlines()[-1])
+    assert (found.code, last["exit_code"], last["status"]) == (6, 6, "error")
+    assert found.err.startswith("error: ")
+
+
+def test_a_finished_result_is_replaced_only_on_request(say, source, tmp_path):
+    assert say("reshard", source, tmp_path / "out").code == 0
+    assert say("reshard", source, tmp_path / "out", "--tp", 2).code == 6
+    assert say("reshard", source, tmp_path / "out", "--tp", 2, "--overwrite").code == 0
+
+
+def test_a_cast_that_overflows_is_a_warning_on_stderr(say, tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    source = tmp_path / "in" / "model.safetensors"
+    source.parent.mkdir()
+    source.write_bytes(len(header).to_bytes(8, "little") + header + b"\xff\xff\x7f\x7f")
+    found = say("reshard", source, tmp_path / "out", "--dtype", "fp16")
+    assert found.code == 0
+    assert found.err == "warning: w: 1 finite values became infinite in F16\n"
+
+
+def test_a_dry_run_plans_and_checks_and_writes_nothing(say, source, tmp_path):
+    found = say("reshard", source, tmp_path / "out", "--tp", 2, "--dry-run")
+    assert (found.code, found.err) == (0, "dry run: nothing was written\n")
+    assert "conversion: read 86.7 kB" in found.out
+    assert list(tmp_path.iterdir()) == []
+    document = json.loads(say("reshard", source, tmp_path / "out", "--dry-run", "--json").out)
+    assert (document["schema"], document["dry_run"]) == ("shardctl.reshard/1", True)
+    assert document["plan"]["conversion"]["peak_memory_bytes"] > 0
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(say, source, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert say("reshard", source, tmp_path / "file", "--dry-run").code == 6
+    assert say("reshard", source, source / "inside", "--dry-run").code == 6
+    assert say("reshard", source, tmp_path / "out", "--tp", 4, "--dry-run").code == 2
+    assert say("reshard", source, tmp_path / "out").code == 0
+    assert say("reshard", source, tmp_path / "out", "--dry-run").code == 6
+    assert say("reshard", source, tmp_path / "out", "--dry-run", "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_keeps_its_state_and_the_same_command_finishes(heavy, tmp_path, number, code):
+    args = ["reshard", heavy, tmp_path / "out", "--tp", 2, "--threads", 1, "--json"]
+    staged = tmp_path / ".out.shardctl" / "data"
+    with start(*args) as process:
+        while not list(staged.glob("shard-*")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        time.sleep(0.1)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    last = json.loads(out.splitlines()[-1])
+    assert (last["status"], last["exit_code"]) == ("error", code)
+    assert err == f"error: {last['error']}\nhint:  {last['hint']}\n"
+    assert not (tmp_path / "out").exists()
+    assert staged.exists()
+    done = shardctl(*args)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["kept_bytes"] > 0
+    assert last["written_bytes"] > 0
+    weights = json.loads(shardctl("plan", heavy, "--tp", 2, "--json").stdout)["ranks"]
+    assert last["kept_bytes"] + last["written_bytes"] == sum(rank["weight_bytes"] for rank in weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert shardctl("verify", tmp_path / "out").returncode == 0

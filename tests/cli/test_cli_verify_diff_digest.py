@@ -1,0 +1,159 @@
+import json
+import shutil
+import xml.etree.ElementTree as ET
+
+import pytest
+from cli_checkpoints import llama
+
+from shardctl.cli.program import run
+
+
+@pytest.fixture(scope="module")
+def result(source, tmp_path_factory):
+    place = tmp_path_factory.mktemp("result") / "out"
+    assert run(["reshard", str(source), str(place), "--tp", "2"]) == 0
+    return place
+
+
+@pytest.fixture
+def damaged(result, tmp_path):
+    """A copy of the result with one bit of one weight turned over, in the second rank's half of it."""
+    place = tmp_path / "damaged"
+    shutil.copytree(result, place)
+    file = next(place.glob("shard-00002-*"))
+    data = bytearray(file.read_bytes())
+    length = 8 + int.from_bytes(data[:8], "little")
+    start = json.loads(data[8:length])["lm_head.weight"]["data_offsets"][0]
+    data[length + start] ^= 0x40
+    file.write_bytes(data)
+    return place
+
+
+def test_verify_says_what_was_checked_and_ok(say, result, source):
+    found = say("verify", result, "--level", "full", "--against", source)
+    assert (found.code, found.err) == (0, "")
+    lines = found.out.splitlines()
+    assert [line.split()[:2] for line in lines[:3]] == [
+        ["structure", "passed"],
+        ["content", "passed"],
+        ["identity", "passed"],
+    ]
+    assert lines[1].split()[2:6] == ["21", "tensors", "86.7", "kB"]
+    assert lines[-2:] == [f"digest {say('digest', source).out.split()[0]}", "ok"]
+
+
+def test_verify_finds_one_bit_and_answers_with_exit_code_3(say, damaged):
+    assert say("verify", damaged).code == 0
+    found = say("verify", damaged, "--level", "full")
+    assert (found.code, found.err) == (3, "")
+    lines = found.out.splitlines()
+    assert lines[1].startswith("content    failed  21 tensors")
+    assert lines[2].startswith("error: [digest] ")
+    assert "shard-00002" in lines[2]
+    assert lines[-1] == "FAILED: 1 finding"
+
+
+def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
+    next(damaged.glob("shard-00001-*")).unlink()
+    found = say("verify", damaged, "--level", "full", "--against", source)
+    assert found.code == 3
+    assert [line.split()[1] for line in found.out.splitlines()[:3]] == ["failed", "skipped", "skipped"]
+    assert "files are not as recorded" in found.out
+
+
+def test_verify_as_json(say, damaged):
+    found = say("verify", damaged, "--level", "full", "--json")
+    document = json.loads(found.out)
+    assert list(document) == ["schema", "status", "exit_code", "path", "against", "ok", "digest", "levels"]
+    assert (document["schema"], document["status"], document["exit_code"]) == ("shardctl.verify/1", "no", 3)
+    assert found.code == 3
+    content = document["levels"][1]
+    assert list(content) == ["name", "status", "reason", "tensors", "tensor_bytes", "seconds", "findings"]
+    assert set(content["findings"][0]) == {"severity", "check", "message", "tensor", "file", "box"}
+
+
+def test_verify_as_junit(say, damaged, source, tmp_path):
+    file = tmp_path / "verify.xml"
+    assert say("verify", damaged, "--level", "full", "--against", source, "--junit", file).code == 3
+    root = ET.parse(file).getroot()  # noqa: S314 - our own file
+    assert [(suite.get("name"), suite.get("failures")) for suite in root] == [
+        ("structure", "0"),
+        ("content", "1"),
+        ("identity", "1"),
+    ]
+    assert (root.get("tests"), root.get("failures"), root.get("skipped")) == ("3", "2", "0")
+    failure = root.find("testsuite[@name='content']/testcase[@name='digest']/failure")
+    assert "has changed" in failure.get("message")
+
+
+def test_skipped_levels_are_skipped_in_junit(say, damaged, tmp_path):
+    next(damaged.glob("shard-00001-*")).unlink()
+    say("verify", damaged, "--level", "full", "--junit", tmp_path / "verify.xml")
+    root = ET.parse(tmp_path / "verify.xml").getroot()  # noqa: S314 - our own file
+    assert root.get("skipped") == "1"
+    assert root.find("testsuite[@name='content']/testcase/skipped").get("message") == "files are not as recorded"
+
+
+def test_verify_as_markdown(say, damaged, tmp_path):
+    file = tmp_path / "summary.md"
+    say("verify", damaged, "--level", "full", "--summary", file)
+    text = file.read_text()
+    assert text.startswith("### shardctl verify: FAILED: 1 finding\n")
+    assert (
+        "| level | status | tensors | read | time | rate |\n|---|---|---|---|---|---|\n| structure | passed |" in text
+    )
+    assert "| error | digest |" in text
+
+
+def test_a_report_that_cannot_be_written_is_an_error(say, result, tmp_path):
+    assert say("verify", result, "--junit", tmp_path / "no" / "such.xml").code == 6
+
+
+def test_diff_of_equal_checkpoints_in_two_layouts(say, source, result):
+    assert say("diff", source, result) == (0, "equal: 21 tensors, 86.7 kB compared\n", "")
+
+
+def test_diff_names_the_tensor_and_the_first_element(say, source, damaged):
+    found = say("diff", source, damaged)
+    assert (found.code, found.err) == (3, "")
+    change, summary = found.out.splitlines()
+    assert change == "~ lm_head.weight  F32 [96, 32]  1 of 3,072 elements differ, first at [48:49, 0:1]"
+    assert summary == "1 tensor not the same, 20 equal, 86.7 kB compared"
+
+
+def test_diff_of_other_tensors(say, source, tmp_path):
+    deeper = llama(tmp_path / "deeper", num_hidden_layers=3, tie_word_embeddings=True)
+    found = say("diff", source, deeper)
+    assert found.code == 3
+    assert "- lm_head.weight  F32 [96, 32]\n" in found.out
+    assert "+ model.layers.2.mlp.up_proj.weight  F32 [48, 32]\n" in found.out
+
+
+def test_diff_as_json(say, source, damaged):
+    document = json.loads(say("diff", source, damaged, "--json").out)
+    assert list(document) == [
+        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes", "changes")
+    ]
+    assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
+    assert set(document["changes"][0]) == {"tensor", "kind", "a", "b", "count", "size", "first"}
+
+
+def test_digest_is_one_line_and_equal_for_every_layout(say, source, result):
+    line = say("digest", source).out
+    assert line.startswith("shardctl1:")
+    assert line.endswith(f"  {source}\n")
+    assert line.count("\n") == 1
+    assert say("digest", result).out.split()[0] == line.split()[0]
+
+
+def test_digest_of_each_tensor(say, source):
+    lines = say("digest", source, "--tensors").out.splitlines()
+    assert len(lines) == 22
+    assert lines[0].endswith("  F32  [96, 32]  lm_head.weight")
+    assert lines[-1] == say("digest", source).out.rstrip()
+
+
+def test_digest_as_json(say, source):
+    document = json.loads(say("digest", source, "--tensors", "--json").out)
+    assert list(document) == ["schema", "status", "exit_code", "path", "digest", "tensor_bytes", "warnings", "tensors"]
+    assert set(document["tensors"]["lm_head.weight"]) == {"digest", "dtype", "shape"}

@@ -1,0 +1,61 @@
+from xml.etree import ElementTree as ET
+
+from shardctl.report.junit import junit
+from shardctl.report.summary import summary
+from shardctl.report.verification import SHOWN, verification
+from shardctl.report.visible import visible
+from shardctl.verbs.verify import Level, Verified
+from shardctl.verify.finding import Finding
+
+
+def verified(*findings):
+    level = Level("content", tensors=3, nbytes=10**9, seconds=2.0)
+    level.add(iter(findings))
+    return Verified("a|b", "", "", (level, Level("identity", "skipped", "no source")))
+
+
+def lines(result):
+    return [text.plain for text in verification(result).renderables[1:]]
+
+
+ERROR = Finding("error", "digest", "w has changed", "w", "f.safetensors", "[0:1]")
+WARNING = Finding("warning", "values", "w holds 1 NaN", "w")
+
+
+def test_errors_come_before_warnings_and_say_the_place_that_the_message_leaves_out():
+    assert lines(verified(WARNING, ERROR)) == [
+        "error: [digest] w has changed",
+        "    file f.safetensors, box [0:1]",
+        "warning: [values] w holds 1 NaN",
+        "FAILED: 1 finding (1 warning)",
+    ]
+
+
+def test_warnings_alone_do_not_fail():
+    assert lines(verified(WARNING))[-1] == "ok (1 warning)"
+
+
+def test_a_thousand_findings_are_counted_and_not_all_shown():
+    shown = lines(verified(*[WARNING] * 1000))
+    assert len(shown) == SHOWN + 2
+    assert shown[-2:] == [f"and {1000 - SHOWN} more findings; --json lists them all", "ok (1,000 warnings)"]
+
+
+def test_junit_is_xml_whatever_the_names_hold():
+    nasty = Finding("error", "digest", "\x1b[2J\x00 <w> ]]> & \ud800 \ufffe", "w")
+    root = ET.fromstring(junit(verified(nasty, WARNING)))  # noqa: S314 - our own text
+    failure = root.find("testsuite/testcase/failure")
+    assert failure.get("message") == "\ufffd[2J\ufffd <w> ]]> & \ufffd \ufffd"
+    assert root.find("testsuite/system-out").text == "warning: w holds 1 NaN; tensor w"
+    assert root.find("testsuite[@name='identity']/testcase/skipped").get("message") == "no source"
+
+
+def test_markdown_cells_stay_cells():
+    text = summary(verified(Finding("error", "digest", "a|b\n<script>", "w_x_")))
+    assert "| error | digest | a\\|b\\\\n\\<script\\> |  | w\\_x\\_ |  |\n" in text
+    assert "skipped: no source" in text
+
+
+def test_text_is_left_alone_unless_it_steers():
+    assert visible("layer.0 [2, 3] é 模型") == "layer.0 [2, 3] é 模型"
+    assert visible("\u2028\u200f\ud800\x9b") == "\\u2028\\u200f\\ud800\\x9b"
