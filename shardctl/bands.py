@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from math import isqrt, prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -121,22 +122,21 @@ class Band:
     def read(self, reader: Reader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
         """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
         dtype = chunks.chunks[0].dtype
-        view = band_view(into, dtype, box)
+        whole = band_view(into, dtype, box)
         found = 0
         for chunk in chunks.within(box):
-            part = view[_unit_slices(chunk.box, box, dtype)]
+            part = whole[_unit_slices(chunk.box, box, dtype)]
             found += chunk.box.size
             if isinstance(chunk.where, Fill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
                 continue
-            for offset, span, piece, strides in _pieces(
-                part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, OVER_READ
-            ):
-                if span == piece.nbytes and piece.flags.c_contiguous:
-                    reader.read_at(chunk.where.file, offset, piece.reshape(-1).view(np.uint8).data)
+            for piece in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, OVER_READ):
+                view = piece.view
+                if piece.dense and view.flags.c_contiguous:
+                    reader.read_at(chunk.where.file, piece.offset, view.reshape(-1).view(np.uint8).data)
                 else:
-                    reader.read_at(chunk.where.file, offset, self.scratch[:span].data)
-                    piece[...] = np.ndarray(piece.shape, piece.dtype, self.scratch, 0, strides)
+                    reader.read_at(chunk.where.file, piece.offset, self.scratch[: piece.span].data)
+                    view[...] = np.ndarray(view.shape, view.dtype, self.scratch, 0, piece.strides)
         return found
 
     def write(self, writer: Writer, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
@@ -144,13 +144,14 @@ class Band:
         if isinstance(chunk.where, Fill):
             return 0
         part = band_view(data, chunk.dtype, within)[_unit_slices(chunk.box, within, chunk.dtype)]
-        for offset, span, piece, _ in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, 1):
-            if piece.flags.c_contiguous:
-                flat = piece.reshape(-1).view(np.uint8)
+        for piece in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, 1):
+            assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
+            if piece.view.flags.c_contiguous:
+                flat = piece.view.reshape(-1).view(np.uint8)
             else:
-                flat = self.scratch[:span]
-                flat.view(piece.dtype).reshape(piece.shape)[...] = piece
-            writer.write_at(chunk.where.file, offset, flat.data)
+                flat = self.scratch[: piece.span]
+                flat.view(piece.view.dtype).reshape(piece.view.shape)[...] = piece.view
+            writer.write_at(chunk.where.file, piece.offset, flat.data)
         return int(part.nbytes)
 
 
@@ -179,40 +180,58 @@ def _unit_slices(box: Box, within: Box, dtype: DType) -> Any:  # noqa: ANN401 - 
     return (*slices, ...)
 
 
-def _pieces(
-    view: NDArray[np.generic], offset: int, strides: Sequence[int], limit: int, slack: int
-) -> Iterator[tuple[int, int, NDArray[np.generic], tuple[int, ...]]]:
-    """Cut a strided region into `(offset, span, view, strides)` that can each be moved by one call.
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a strided region that one call can move."""
 
-    The views come in storage order. A piece that is dense on both sides may have any size; any other spans at most
-    `limit` bytes, of which at least one in `slack` belongs to it.
+    offset: int
+    """In the file, of its first byte."""
+    span: int
+    """Bytes from its first to its last, gaps included."""
+    view: NDArray[np.generic]
+    """Its place in the band, dims in storage order."""
+    strides: tuple[int, ...]
+    """In the file, in bytes."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether the file holds it row-major without gaps or overlap; an equal span is not enough."""
+        step = self.view.dtype.itemsize
+        for extent, stride in zip(reversed(self.view.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step:
+                return False
+            step *= extent
+        return True
+
+
+def _pieces(view: NDArray[np.generic], offset: int, strides: Sequence[int], limit: int, slack: int) -> Iterator[_Piece]:
+    """Cut a strided region into pieces.
+
+    One that is dense on both sides may have any size; any other spans at most `limit` bytes, of which at least one in
+    `slack` belongs to it.
     """
     dims = sorted((d for d, n in enumerate(view.shape) if n != 1), key=lambda d: (-strides[d], d))
     ones = [d for d, n in enumerate(view.shape) if n == 1]
     drop: Any = (..., *(0 for _ in ones))
     ordered = view.transpose([*dims, *ones])[drop]
-    yield from _cut(ordered, offset, tuple(strides[d] for d in dims), limit, slack)
+    yield from _cut(_piece(ordered, offset, tuple(strides[d] for d in dims)), limit, slack)
 
 
-def _span(shape: Sequence[int], strides: Sequence[int], unit: int) -> int:
-    return unit + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+def _piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...]) -> _Piece:
+    span = view.dtype.itemsize + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
+    return _Piece(offset, span, view, strides)
 
 
-def _cut(
-    view: NDArray[np.generic], offset: int, strides: tuple[int, ...], limit: int, slack: int
-) -> Iterator[tuple[int, int, NDArray[np.generic], tuple[int, ...]]]:
-    unit = view.dtype.itemsize
-    span = _span(view.shape, strides, unit)
-    dense = span == view.nbytes
-    if (dense and view.flags.c_contiguous) or (span <= limit and span <= slack * view.nbytes):
-        yield offset, span, view, strides
+def _cut(piece: _Piece, limit: int, slack: int) -> Iterator[_Piece]:
+    view, strides = piece.view, piece.strides
+    if (piece.dense and view.flags.c_contiguous) or (piece.span <= limit and piece.span <= slack * view.nbytes):
+        yield piece
         return
-    inner = _span(view.shape[1:], strides[1:], unit)
-    rows = max((limit - inner) // strides[0] + 1, 1) if inner <= limit and strides[0] else 1
-    if rows > 1 and inner + (rows - 1) * strides[0] <= slack * rows * (view.nbytes // view.shape[0]):
+    inner = _piece(view[0, ...], piece.offset, strides[1:])
+    rows = max((limit - inner.span) // strides[0] + 1, 1) if inner.span <= limit and strides[0] else 1
+    if rows > 1 and inner.span + (rows - 1) * strides[0] <= slack * rows * inner.view.nbytes:
         for start in range(0, view.shape[0], rows):
-            part = view[start : start + rows]
-            yield offset + start * strides[0], _span(part.shape, strides, unit), part, strides
+            yield _piece(view[start : start + rows], piece.offset + start * strides[0], strides)
     else:
         for row in range(view.shape[0]):
-            yield from _cut(view[row, ...], offset + row * strides[0], strides[1:], limit, slack)
+            yield from _cut(_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limit, slack)

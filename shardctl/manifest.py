@@ -154,6 +154,10 @@ def narrow(chunk: Chunk, box: Box) -> Chunk:
     """
     if box == chunk.box or isinstance(chunk.where, Fill):
         return replace(chunk, box=box)
+    if len(chunk.where.strides) != len(box.origin):  # rows of a narrow type that do not end on a byte
+        raise UnsupportedError(
+            f"{chunk.name} is {chunk.dtype} with rows that do not fill whole bytes; it cannot be cut"
+        )
     offset = chunk.where.offset
     per_unit = chunk.dtype.unit_elements
     last = len(box.origin) - 1

@@ -95,3 +95,13 @@ def test_narrow_types_are_cut_on_whole_bytes_only():
     for box in split((2, 8), f4, 3):
         Band(8).read(source, ChunkIndex([chunk]), box, buffer)
         assert buffer[0] == box.origin[0] * 4 + box.origin[1] // 2
+
+
+@pytest.mark.parametrize("strides", [(6, 0), (0, 2), (2, 2), (4, 2)])
+def test_overlapping_and_gapped_storage_of_an_equal_span_is_not_taken_for_dense(strides):
+    data = np.arange(16, dtype=np.uint16)
+    chunk = Chunk(Box.whole((2, 2)), U16, Region("a", 2, strides))
+    buffer = np.zeros(64, np.uint8)
+    Band(64).read(Memory(a=data.tobytes()), ChunkIndex([chunk]), Box.whole((2, 2)), buffer)
+    expected = np.ndarray((2, 2), np.uint16, data.tobytes(), 2, strides)
+    np.testing.assert_array_equal(buffer[:8].view(np.uint16).reshape(2, 2), expected)
