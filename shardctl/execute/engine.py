@@ -65,7 +65,7 @@ def execute(
     """
     run = _Run(plan, source, target, journal, progress or Silent(), budget)
     run.prepare()
-    stop = stop or Stop()
+    stop = Stop() if stop is None else stop
     try:
         spread(run.tasks(), run.worker, budget.threads, stop)
     finally:

@@ -138,7 +138,8 @@ class LocalSource:
     """A directory, or one file of it."""
 
     def __init__(self, path: Path) -> None:
-        self._given = path
+        self.path = path
+        """As it was given."""
         self._files: dict[str, Stat] | None = None
         try:
             mode = path.stat().st_mode
@@ -155,12 +156,12 @@ class LocalSource:
     @property
     def name(self) -> str:
         """The path as it was given."""
-        return str(self._given)
+        return str(self.path)
 
     def files(self) -> Mapping[str, Stat]:
         """Every regular file, by path relative to the root; shardctl's own staging area is not part of it."""
         if self._files is None:
-            self._files = {self._given.name: _stat(self._given)} if self._single else dict(self._walk())
+            self._files = {self.path.name: _stat(self.path)} if self._single else dict(self._walk())
         return self._files
 
     def _walk(self) -> Iterator[tuple[str, Stat]]:

@@ -108,6 +108,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         )
     if wish.names not in {"keep", "transformers"}:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
+    _check_meaningful(wish, mesh)
     have = _filtered(checkpoint.manifest, wish)
     dtypes = _dtypes(have, wish)
     placed = None
@@ -129,6 +130,14 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         carried=tuple(_carried(checkpoint, have, dtypes)),
         options=_options(wish),
     )
+
+
+def _check_meaningful(wish: Wish, mesh: Mesh) -> None:
+    """Refuse options that would be ignored: whoever gave them expects something of them."""
+    if wish.stages is not None and mesh.degree("pp") == 1:
+        raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
+    if wish.keep_fp32 is not None and wish.dtype == "keep":
+        raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
 
 
 def place(checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None, *, keep_names: bool) -> Placed:

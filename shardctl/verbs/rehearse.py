@@ -11,7 +11,7 @@ from shardctl.execute.staging import Staging
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.plan import Planned, describe
-from shardctl.verbs.reshard import _check_apart
+from shardctl.verbs.reshard import check_apart
 
 if TYPE_CHECKING:
     from shardctl.verbs.drafting import Draft
@@ -28,7 +28,7 @@ def rehearse(
     """Work a conversion out, and raise what `reshard` would raise before its first byte."""
     with opened(path, reading) as checkpoint:
         destination = Path(destination)
-        _check_apart(checkpoint, destination)
+        check_apart(checkpoint, destination)
         work = draft(checkpoint, wish or Wish())
         staging = Staging(destination, overwrite=overwrite)
         planned = describe(str(path), work, destination)

@@ -65,7 +65,7 @@ def reshard(
     """
     with opened(path, reading) as checkpoint:
         destination = Path(destination)
-        _check_apart(checkpoint, destination)
+        check_apart(checkpoint, destination)
         work = draft(checkpoint, wish or Wish())
         with Staging(destination, overwrite=overwrite) as staging:
             return _run(work, staging, resume=resume, sha256=sha256, progress=progress or Silent())
@@ -106,9 +106,10 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
     return _result(work, staging, record, outcome)
 
 
-def _check_apart(checkpoint: Checkpoint, destination: Path) -> None:
-    source, wanted = checkpoint.source.root.resolve(), destination.resolve()
-    if wanted == source or wanted.is_relative_to(source):
+def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
+    """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
+    source, wanted = checkpoint.source.path.resolve(), destination.resolve()
+    if wanted.is_relative_to(source):
         raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
     if source.is_relative_to(wanted):
         raise DestinationError(f"{destination} contains the source", hint="write to another directory")
