@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
 """The axes that multiply the world, in the default order, outermost first."""
@@ -17,6 +17,10 @@ EXPERT_AXES: Final = ("ep", "etp")
 """The axes that re-factor the ranks of one stage and never multiply the world."""
 REPLICATING: Final = ("dp", "cp")
 """Axes whose members hold the same weights."""
+EXPERT_FSDP: Final = "efsdp"
+"""What is left of fsdp for the experts, which ep and etp have already divided over some of its ranks."""
+HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
+"""The axes on which two ranks must agree to hold the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +86,19 @@ class Mesh:
         return cls((*rest, *named.items()), ep, etp)
 
     def degree(self, axis: str) -> int:
-        """How many ranks the axis has."""
+        """How many ranks the axis has.
+
+        `efsdp` is the part of fsdp that divides the ranks of a stage which ep and etp leave over.
+        """
         if axis in EXPERT_AXES:
             return self.ep if axis == "ep" else self.etp
+        if axis == EXPERT_FSDP:
+            return gcd(self.degree("fsdp"), self._expert_replicas)
         return dict(self.axes)[axis]
+
+    @property
+    def _expert_replicas(self) -> int:
+        return self.world // self.degree("pp") // (self.ep * self.etp)
 
     @property
     def world(self) -> int:
@@ -93,7 +106,11 @@ class Mesh:
         return prod(degree for _, degree in self.axes)
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
-        """The rank's index on every axis, `ep` and `etp` included (etp innermost, then ep)."""
+        """The rank's index on every axis.
+
+        The expert axes re-number the ranks of a stage: etp innermost, then ep, then efsdp; what is left over are
+        replicas of the experts, counted by `replica`.
+        """
         at: dict[str, int] = {}
         rest = rank
         for name, degree in reversed(self.axes):
@@ -102,16 +119,10 @@ class Mesh:
         for name, degree in self.axes:
             if name != "pp":
                 within = within * degree + at[name]
-        at["etp"] = within % self.etp
-        at["ep"] = within // self.etp % self.ep
+        for name in ("etp", "ep", EXPERT_FSDP):
+            within, at[name] = divmod(within, self.degree(name))
+        at["replica"] = within
         return at
-
-    def writers(self) -> Iterator[tuple[int, Mapping[str, int]]]:
-        """Every `(rank, coordinate)` that holds weights no earlier replica (dp, cp) holds."""
-        for rank in range(self.world):
-            at = self.coordinate(rank)
-            if all(at[axis] == 0 for axis in REPLICATING):
-                yield rank, at
 
     def label(self, rank: int) -> str:
         """The rank's place in words, such as ``pp1 tp0``; axes of degree 1 are left out."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box
 from shardctl.errors import UsageError
+from shardctl.mesh import HOLDING, REPLICATING
 from shardctl.placement import boxes, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from shardctl.box import Box
     from shardctl.manifest import Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import Cut, Spec
+    from shardctl.placement import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +54,42 @@ class Placed:
                 check(tensor.name, *key, self.mesh)
                 checked.add(key)
 
-    def ranks(self) -> Iterator[tuple[int, list[Held]]]:
-        """Every rank that holds weights no earlier replica holds (dp, cp), with what it holds, in model order."""
+    def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[Held]]]:
+        """Every rank with what it holds that no earlier rank is a replica of, in model order.
+
+        With `replicas`, everything it holds. Ranks of dp and cp replicate what is not an expert's; of an expert, the
+        ranks that ep, etp and fsdp leave over are replicas.
+        """
         stage_of = self._stages_of()
         memory: dict[tuple[object, ...], tuple[Box, ...]] = {}
-        for rank, at in self.mesh.writers():
-            held = []
-            for tensor in self.tensors:
-                on = stage_of[tensor.name]
-                if at["pp"] not in on:
-                    continue
-                cuts = self.specs[tensor.name].cuts
-                key = (tensor.shape, cuts, *(at[axis] for axis in _axes(cuts)))
-                if key not in memory:
-                    memory[key] = self._boxes(tensor, at)
-                if memory[key]:
-                    held.append(Held(tensor, self._names(tensor, on.index(at["pp"]), len(on)), memory[key]))
-            yield rank, held
+        alike: dict[tuple[object, ...], list[Held]] = {}
+        for rank in range(self.mesh.world):
+            at = self.mesh.coordinate(rank)
+            dense, expert = (True, True) if replicas else _first(at)
+            key = (dense, expert, *(at[axis] for axis in HOLDING))
+            if key not in alike:
+                alike[key] = [
+                    held
+                    for tensor in self.tensors
+                    if (expert if self.specs[tensor.name].of_expert else dense)
+                    and (held := self._held(tensor, stage_of[tensor.name], at, memory))
+                ]
+            yield rank, alike[key]
+
+    def _held(
+        self,
+        tensor: Tensor,
+        on: tuple[int, ...],
+        at: Mapping[str, int],
+        memory: dict[tuple[object, ...], tuple[Box, ...]],
+    ) -> Held | None:
+        if at["pp"] not in on:
+            return None
+        spec = self.specs[tensor.name]
+        key = (tensor.shape, spec.cuts, spec.member, *(at[axis] for axis in spec.axes))
+        if key not in memory:
+            memory[key] = tuple(boxes(tensor.shape, spec, self.mesh, at))
+        return Held(tensor, self._names(tensor, on.index(at["pp"]), len(on)), memory[key]) if memory[key] else None
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
         """A tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
@@ -77,11 +97,6 @@ class Placed:
         if place >= len(names):
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]
-
-    def _boxes(self, tensor: Tensor, at: Mapping[str, int]) -> tuple[Box, ...]:
-        if not all(tensor.shape):
-            return (Box.whole(tensor.shape),)
-        return tuple(boxes(tensor.shape, self.specs[tensor.name], self.mesh, at))
 
     def _stages_of(self) -> dict[str, tuple[int, ...]]:
         stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
@@ -95,8 +110,9 @@ class Placed:
         return found
 
 
-def _axes(cuts: Sequence[Sequence[Cut]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(cut.axis for dim in cuts for cut in dim))
+def _first(at: Mapping[str, int]) -> tuple[bool, bool]:
+    """Whether no earlier rank holds the same dense weights, and whether none holds the same experts."""
+    return all(at[axis] == 0 for axis in REPLICATING), at["replica"] == 0
 
 
 def layer_costs(tensors: Iterable[Tensor], specs: Mapping[str, Spec], layers: int) -> tuple[list[int], int, int]:

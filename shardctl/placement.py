@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.box import Box
 from shardctl.errors import CutError
+from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +48,16 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor that is one of many alike, which a mesh axis divides among its ranks whole: one expert of all."""
+
+    axis: str
+    index: int
+    count: int
+    """How many there are; the axis gives each rank an equal run of them."""
+
+
+@dataclass(frozen=True)
 class Spec:
     """How one tensor is cut and on which stage it lives; a partition spec with units."""
 
@@ -53,6 +65,19 @@ class Spec:
     """For each dim, the cuts in the order they are made: a later one divides what the earlier one left."""
     where: tuple[tuple[Where, int], ...] = (("layer", 0),)
     """The stages that hold the tensor: `("layer", n)` for layer n; a tied weight can be on two."""
+    member: Member | None = None
+    """Set for a tensor that only some ranks of an axis hold."""
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut or place the tensor, each once."""
+        member = (self.member.axis,) if self.member else ()
+        return tuple(dict.fromkeys((*member, *(cut.axis for dim in self.cuts for cut in dim))))
+
+    @cached_property
+    def of_expert(self) -> bool:
+        """Whether the expert axes decide who holds the tensor."""
+        return not {*EXPERT_AXES, EXPERT_FSDP}.isdisjoint(self.axes)
 
 
 def intervals(extent: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
@@ -72,6 +97,10 @@ def intervals(extent: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int
 
 def boxes(shape: Sequence[int], spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> list[Box]:
     """The boxes that the rank at `at` holds of a tensor of `shape`, in row-major order; stages are not considered."""
+    if spec.member and at[spec.member.axis] != spec.member.index * mesh.degree(spec.member.axis) // spec.member.count:
+        return []
+    if not all(shape):
+        return [Box.whole(shape)]  # no element, and yet a tensor
     if not spec.cuts:
         return [Box.whole(shape)]
     held = [intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
@@ -84,22 +113,26 @@ def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
     """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it."""
     if spec.cuts and len(spec.cuts) != len(shape):
         raise CutError(f"{name} has {len(shape)} dims but its rule speaks of {len(spec.cuts)}")
+    if spec.member:
+        cut = Cut(spec.member.axis, (Section(spec.member.count, noun="experts"),))
+        _check_cut(name, shape, spec.member.count, cut, mesh)
     for extent, cuts in zip(shape, spec.cuts, strict=False):
         for cut in cuts:
-            degree = mesh.degree(cut.axis)
-            if cut.sections and sum(s.size for s in cut.sections) != extent:
-                msg = (
-                    f"{name} {list(shape)} has a dim of {extent} where its rule has {sum(s.size for s in cut.sections)}"
-                )
-                raise CutError(msg)
-            for section in cut.sections:
-                if not divides(section, degree):
-                    units = section.size // section.unit
-                    what = f"{units} {section.noun}" if section.noun else f"{units} rows or columns"
-                    raise CutError(
-                        f"cannot split {name} {list(shape)} over {cut.axis}={degree}: {what}",
-                        hint=_advice(cut, section, units),
-                    )
+            _check_cut(name, shape, extent, cut, mesh)
+
+
+def _check_cut(name: str, shape: Sequence[int], extent: int, cut: Cut, mesh: Mesh) -> None:
+    degree, ruled = mesh.degree(cut.axis), sum(section.size for section in cut.sections)
+    if cut.sections and ruled != extent:
+        raise CutError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
+    for section in cut.sections:
+        if not divides(section, degree):
+            units = section.size // section.unit
+            raise CutError(
+                f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
+                f"{units} {section.noun or 'rows or columns'}",
+                hint=_advice(cut, section, units),
+            )
 
 
 def divides(section: Section, degree: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.mesh import HOLDING
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
 
@@ -26,12 +28,12 @@ class RankPlan:
     """Its place in words, such as ``pp0 tp1``."""
     coordinate: Mapping[str, int]
     replicas: int
-    """How many ranks hold just this (dp x cp)."""
+    """How many ranks hold just this: all that agree on every axis but dp and cp."""
     tensors: int
     weight_bytes: int
     """Bytes of its parts of the weights, ties counted once."""
     file_bytes: int
-    """Bytes of the files written for it, headers and both names of ties included."""
+    """Bytes of the files that this rank writes, headers and both names of ties included."""
     files: tuple[str, ...]
 
 
@@ -74,7 +76,7 @@ class Planned:
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     ranks: tuple[RankPlan, ...]
-    """Each distinct rank once: those that write files."""
+    """The first of each group of ranks that hold the same."""
     replication: float
     """Bytes held by the distinct ranks together, over `weight_bytes`."""
     conversion: Conversion
@@ -122,17 +124,30 @@ def _ranks(work: Draft) -> tuple[RankPlan, ...]:
         weights = sum(copy.target.nbytes for copy in work.plan.copies)
         names = tuple(path for path in sizes if path.endswith(".safetensors"))
         return (RankPlan(0, "only", {}, 1, len(work.plan.copies), weights, sum(sizes[n] for n in names), names),)
-    mesh = work.mesh
-    wanted = work.plan.want.tensors
-    rows = []
-    for rank, held in work.placed.ranks():
-        files = tuple(path for path in sizes if path.startswith(f"shard-{rank + 1:05d}-"))
-        weight = sum(wanted[h.tensor.name].dtype.nbytes(box.shape) for h in held for box in h.boxes)
-        replicas = mesh.degree("dp") * mesh.degree("cp")
-        at = mesh.coordinate(rank)
-        total = sum(sizes[f] for f in files)
-        rows.append(RankPlan(rank, mesh.label(rank), at, replicas, len(held), weight, total, files))
-    return tuple(rows)
+    mesh, wanted = work.mesh, work.plan.want.tensors
+    alike = Counter(_holding(mesh, rank) for rank in range(mesh.world))
+    rows: dict[tuple[int, ...], RankPlan] = {}
+    for rank, held in work.placed.ranks(replicas=True):
+        key = _holding(mesh, rank)
+        if key not in rows:
+            files = tuple(path for path in sizes if path.startswith(f"shard-{rank + 1:05d}-"))
+            rows[key] = RankPlan(
+                rank=rank,
+                label=mesh.label(rank),
+                coordinate=mesh.coordinate(rank),
+                replicas=alike[key],
+                tensors=len(held),
+                weight_bytes=sum(wanted[h.tensor.name].dtype.nbytes(box.shape) for h in held for box in h.boxes),
+                file_bytes=sum(sizes[path] for path in files),
+                files=files,
+            )
+    return tuple(rows.values())
+
+
+def _holding(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """What ranks that hold the same weights have in common."""
+    at = mesh.coordinate(rank)
+    return tuple(at[axis] for axis in HOLDING)
 
 
 def _stages(work: Draft, ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
