@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from math import ceil
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -15,6 +14,7 @@ from shardctl.bands import Band, ChunkIndex, fastest_dim, split
 from shardctl.cast import cast
 from shardctl.digest import Sums, partial
 from shardctl.errors import Interrupted
+from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
 from shardctl.manifest import Fill
 from shardctl.workers import Stop, spread
@@ -22,10 +22,12 @@ from shardctl.workers import Stop, spread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from numpy.typing import NDArray
+
     from shardctl.box import Box
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.execute.budget import Budget
-    from shardctl.execute.journal import Entry, Journal, Key
+    from shardctl.execute.journal import Journal, Key
     from shardctl.execute.progress import Progress
     from shardctl.storage import Source, Target
 
@@ -89,7 +91,7 @@ class _Task:
     box: Box
 
 
-_Batch = tuple[list[tuple["Key", "Entry"]], list[str]]
+_Batch = tuple[list[tuple["Key", Entry]], list[str]]
 """Journal rows, and the files to sync before they may be written."""
 
 
@@ -146,19 +148,12 @@ class _Run:
 
         def handle(task: _Task) -> None:
             entry = self._journal.entries.get(task.key) if self._journal else None
-            if entry and hands.intact(task, self._target, entry[1]):
+            if entry and hands.intact(task, self._target, entry.written):
                 self._record(task, entry, hands.output_bytes(task), kept=True)
             else:
                 self._record(task, hands.move(task, self._source, self._target), hands.written)
-                self._overflow(task, hands.overflowed)
 
         return handle
-
-    def _overflow(self, task: _Task, count: int) -> None:
-        if count:
-            with self._lock:
-                name = task.copy.source.name
-                self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + count
 
     def _record(self, task: _Task, entry: Entry, written: Counter[str], *, kept: bool = False) -> None:
         """Add a band's digests and bytes; sync and journal when enough has gathered."""
@@ -167,8 +162,10 @@ class _Run:
         batch: _Batch = ([], [])
         with self._lock:
             self._elements[name] += task.box.size
-            _accumulate(self.outcome.source_sums, name, entry[0])
-            _accumulate(self.outcome.output_sums, name, entry[1])
+            _accumulate(self.outcome.source_sums, name, entry.read)
+            _accumulate(self.outcome.output_sums, name, entry.written)
+            if entry.overflowed:
+                self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
             for path, count in written.items():
                 self._missing[path] -= count
                 if not self._missing[path]:
@@ -232,11 +229,9 @@ class _Hands:
     def __init__(self, budget: Budget, number: int) -> None:
         self._turn = number / budget.threads
         self._band = Band(budget.block)
-        self._block = budget.block
         self._data = np.empty(budget.block, np.uint8)
-        self._cast: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self._cast = np.empty(0, np.uint8)
         self.written: Counter[str] = Counter()
-        self.overflowed = 0
 
     def move(self, task: _Task, source: Source, target: Target) -> Entry:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
@@ -245,13 +240,10 @@ class _Hands:
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
         data = self._data
         read_sums = partial(data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, task.box, tensor.shape)
-        sums = read_sums
-        self.overflowed = 0
+        sums, overflowed = read_sums, 0
         if wanted.dtype != tensor.dtype:
-            if self._cast is None or self._cast.nbytes < wanted.dtype.nbytes(task.box.shape):
-                self._cast = np.empty(ceil(self._block * wanted.dtype.bits / tensor.dtype.bits), np.uint8)
-            data = self._cast[: wanted.dtype.nbytes(task.box.shape)]
-            self.overflowed = cast(
+            data = self._cast_buffer(wanted.dtype.nbytes(task.box.shape))
+            overflowed = cast(
                 self._data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, wanted.dtype, data
             ).overflowed
             sums = partial(data, wanted.dtype, task.box, tensor.shape)
@@ -261,17 +253,21 @@ class _Hands:
         for chunk in chunks[turn:] + chunks[:turn]:
             if not isinstance(chunk.where, Fill):
                 self.written[chunk.where.file] += self._band.write(target, chunk, task.box, data)
-        return read_sums, sums
+        return Entry(read_sums, sums, overflowed)
+
+    def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
+        """Room for the output of a cast; made once, and made larger only for a cast that widens more."""
+        if self._cast.nbytes < nbytes:
+            self._cast = np.empty(0, np.uint8)  # the old one goes before the new one comes
+            self._cast = np.empty(nbytes, np.uint8)
+        return self._cast[:nbytes]
 
     def intact(self, task: _Task, target: Target, expected: Sums) -> bool:
         """Whether every copy of the band that an earlier run wrote still has the journal's digest."""
         by_box: dict[Box, list[Sums]] = {}
         dtype, shape = task.copy.target.dtype, task.copy.target.shape
-        buffer = (
-            self._data
-            if dtype.nbytes(task.box.shape) <= self._data.nbytes
-            else np.empty(dtype.nbytes(task.box.shape), np.uint8)
-        )
+        nbytes = dtype.nbytes(task.box.shape)
+        buffer = self._data if nbytes <= self._data.nbytes else self._cast_buffer(nbytes)
         for chunk in task.writes.within(task.box):
             if isinstance(chunk.where, Fill):
                 continue

@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def stopping(stop: Stop) -> Iterator[None]:
-    """While active, the first SIGINT or SIGTERM sets `stop`; outside the main thread signals are left alone."""
+    """While active, the first SIGINT or SIGTERM sets `stop`; outside the main thread signals are left alone.
+
+    A signal that was ignored stays ignored: `nohup` and shells that start jobs in the background rely on it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: handler for each, handler in found.items() if handler not in {signal.SIG_IGN, None}}
 
     def first(number: int, _frame: FrameType | None) -> None:
         stop.signal = number
-        for each, handler in before.items():
-            signal.signal(each, signal.SIG_DFL if callable(handler) else handler)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     for each in before:
         signal.signal(each, first)
     try:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar
+import zlib
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from shardctl.digest import Sums
+from shardctl.storage.durable import flush, told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,14 +17,24 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Position of the tensor in the copy plan, position of the band in the tensor."""
-Entry = tuple[Sums, Sums]
-"""Digest sums of the band as read and as written."""
+
+
+class Entry(NamedTuple):
+    """What is known of a band that was moved."""
+
+    read: Sums
+    """Digest sums of its elements in the source."""
+    written: Sums
+    """And as they were written; the same unless they were cast."""
+    overflowed: int = 0
+    """Finite elements that the cast made infinite."""
 
 
 class Journal:
     """An append-only file bound to one plan and one state of the source.
 
-    A line is written only after the bytes it speaks of were synced; a torn last line is ignored.
+    A line is written only after the bytes it speaks of were synced. Each ends with its CRC-32, because what it says of
+    the source cannot be checked against the staged bytes; a torn or damaged line is ignored.
     """
 
     SCHEMA: ClassVar = "shardctl.journal/1"
@@ -30,17 +42,16 @@ class Journal:
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.entries: dict[Key, Entry] = {}
         """What an earlier run with the same header finished."""
+        self._path = path
         self._lock = threading.Lock()
         self._header = {"schema": self.SCHEMA, **header}
-        if path.exists():
-            self._load(path)
-        fresh = not self.entries
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if fresh else os.O_APPEND)
-        self._descriptor = os.open(path, flags, 0o600)
-        if fresh:
-            self._write(json.dumps(self._header) + "\n")
-        else:
-            self._write("\n")  # ends a torn line
+        with told(path, "opening"):
+            if self.header(path) == self._header:
+                self._load()
+            fresh = not self.entries
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else os.O_APPEND)
+            self._descriptor = os.open(path, flags, 0o600)
+        self._write(json.dumps(self._header) + "\n" if fresh else "\n")  # a newline ends a torn line
 
     @staticmethod
     def header(path: Path) -> dict[str, Any] | None:
@@ -52,30 +63,36 @@ class Journal:
             return None
         return found if isinstance(found, dict) and found.get("schema") == Journal.SCHEMA else None
 
-    def _load(self, path: Path) -> None:
-        if self.header(path) != self._header:
-            return
-        with path.open(encoding="utf-8", errors="replace") as lines:
+    def _load(self) -> None:
+        with self._path.open(encoding="utf-8", errors="replace") as lines:
             next(lines)
             for line in lines:
-                try:
-                    tensor, band, read, written = json.loads(line)
-                    self.entries[int(tensor), int(band)] = (Sums.parse(read), Sums.parse(written))
-                except (ValueError, TypeError):
-                    continue
+                text, _, check = line.rstrip("\n").rpartition(" ")
+                if check == _check(text):
+                    tensor, band, read, written, overflowed = json.loads(text)
+                    self.entries[tensor, band] = Entry(Sums.parse(read), Sums.parse(written), overflowed)
 
     def append(self, rows: Sequence[tuple[Key, Entry]]) -> None:
         """Record bands whose bytes have been synced."""
-        lines = [json.dumps([*key, str(read), str(written)]) + "\n" for key, (read, written) in rows]
-        self._write("".join(lines))
+        self._write("".join(map(_line, rows)))
 
     def _write(self, text: str) -> None:
-        with self._lock:
+        with told(self._path, "writing"), self._lock:
             data = text.encode()
             while data:
                 data = data[os.write(self._descriptor, data) :]
-            os.fsync(self._descriptor)
+            flush(self._descriptor)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+
+def _line(row: tuple[Key, Entry]) -> str:
+    key, (read, written, overflowed) = row
+    text = json.dumps([*key, str(read), str(written), overflowed])
+    return f"{text} {_check(text)}\n"
+
+
+def _check(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"

@@ -5,239 +5,309 @@ Invariants, in the order in which they are made true:
 1. Nothing at the destination is touched before everything of its replacement is complete and synced.
 2. Staged files lie on the destination's file system, under a name that no loader matches.
 3. `shardctl.json` is the last file written, so a directory that has it is complete.
-4. A new destination appears by one rename; an overwritten one is exchanged, and the old one is removed afterwards.
+4. A new destination appears by one rename; an overwritten one is exchanged, and the old one is removed afterwards. What
+   is about to happen is noted before, so that the next run knows how far it came.
 5. Whatever a kill leaves, the same command finishes the job: either the journal is still there, or the result is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import json
 import os
 import shutil
-import socket
-import sys
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from shardctl.errors import AccessError, DestinationError
-from shardctl.record import RECORD, load
-from shardctl.storage.local import sync_directory
+from shardctl.execute.lock import Lock
+from shardctl.execute.note import Note, way_back
+from shardctl.record import RECORD
+from shardctl.storage import linux
+from shardctl.storage.durable import make_directories, sync_directory, told, write_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
 
-_JOURNAL: Final = "journal.jsonl"
 _INSIDE: Final = ".shardctl"
-"""Where a mount point, which has no beside, is staged."""
-_AT_FDCWD: Final = -100
-_RENAME_EXCHANGE: Final = 2
+"""Where a destination that has no beside, such as a mount point, is staged."""
+_NOT_OURS: Final = frozenset({_INSIDE, "lost+found"})
+"""Names in a directory that is empty all the same."""
+
+Found = Literal["nothing", "empty", "ours"]
 
 
 class Staging:
     """The staging area of one destination; use as a context manager, which holds the lock."""
 
     def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
-        self.destination = Path(os.path.abspath(destination))  # noqa: PTH100 - resolve() would follow the last link
+        self.destination = _followed(destination)
         self._overwrite = overwrite
-        self._found = _examine(self.destination)
+        self._inside = _no_beside(self.destination)
+        """Whether the tree must be moved in file by file, because no rename can replace the directory."""
         beside = self.destination.parent / f".{self.destination.name}.shardctl"
-        self.root = self.destination / _INSIDE if self._found == "mount" else beside
+        self.root = self.destination / _INSIDE if self._inside else beside
         self.data = self.root / "data"
         """The tree that becomes the destination."""
-        self.journal = self.root / _JOURNAL
-        self._lock = self.root / "lock"
-        if not self.journal.exists():
-            self.require_replaceable()
+        self.journal = self.root / "journal.jsonl"
+        self.published = False
+        """Whether an earlier run was killed after its result had taken its final name."""
+        self._old = self.root / "old"
+        self._note = self.root / "publishing.json"
+        self._lock = Lock(self.root / "lock", f"writing {self.destination}")
+        if not self.root.exists():
+            self._require_replaceable()
 
     def __enter__(self) -> Self:
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._acquire()
-            self.data.mkdir(exist_ok=True)
+            make_directories(self.root)
+            self._require_own_directory()
+            self._lock.acquire()
         except PermissionError as error:
             raise AccessError(f"{self.root.parent} cannot be written: {error.strerror}") from error
         except OSError as error:
             raise DestinationError(f"{self.root} cannot be made: {error.strerror}") from error
+        try:
+            with told(self.root, "recovering what an earlier run left in"):
+                self._recover()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.unlink(missing_ok=True)
+        if self._lock.held:
+            with contextlib.suppress(OSError):
+                if not self.journal.exists() and not self._note.exists():
+                    self.data.rmdir()  # nothing was begun
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the lock; the directory stays while there is anything in it."""
+        self._lock.release()
         with contextlib.suppress(OSError):
-            if not self.journal.exists():
-                self.data.rmdir()  # nothing was begun
-                self.root.rmdir()
+            self.root.rmdir()
 
-    def require_replaceable(self) -> None:
-        """Raise DestinationError if a finished checkpoint stands there and nobody said it may be replaced."""
-        if self._found == "ours" and not self._overwrite:
-            raise DestinationError(
-                f"{self.destination} already holds a finished checkpoint",
-                hint="add --overwrite to replace it once the new one is complete, or choose another destination",
-            )
+    def begin(self, *, keep: bool) -> None:
+        """Make the staging area ready to be filled; `keep` keeps what an earlier run left, else it is thrown away.
 
-    def published(self, plan: str) -> bool:
-        """Whether an earlier run with this journal was killed after its result had taken its final name."""
-        record = self.destination / RECORD
-        return self._found in {"ours", "mount"} and record.exists() and load(record.read_bytes()).plan == plan
-
-    def forget(self) -> None:
-        """Remove the staging area; the journal goes last, because it is what tells a finished run from none."""
-        for leftover in (self.data, self.root / "old"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._lock.unlink(missing_ok=True)
-        self.journal.unlink(missing_ok=True)
-        self.root.rmdir()
+        Raises DestinationError if a finished checkpoint stands at the destination and nobody said it may be replaced.
+        """
+        if self.published:
+            keep = False
+            self._forget()
+        self._require_replaceable()
+        if not keep:
+            self.discard()
+        with told(self.data, "making"):
+            self.data.mkdir(exist_ok=True)
 
     def discard(self) -> None:
-        """Throw away what an earlier run left."""
-        shutil.rmtree(self.data, ignore_errors=True)
-        self.journal.unlink(missing_ok=True)
-        self.data.mkdir(exist_ok=True)
+        """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
+        with told(self.data, "removing"):
+            self.journal.unlink(missing_ok=True)
+            _remove(self.data)
 
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
         have = sum(f.stat().st_blocks * 512 for f in self.data.rglob("*") if f.is_file())
-        free = shutil.disk_usage(self.root).free
-        if free + have < nbytes:
+        disk = shutil.disk_usage(self.root)
+        if disk.total and disk.free + have < nbytes:  # some file systems know nothing of their size
             raise DestinationError(
-                f"{self.destination} needs {nbytes:,} bytes, but its file system has {free + have:,} free",
+                f"{self.destination} needs {nbytes:,} bytes, but its file system has {disk.free + have:,} free",
                 hint="free some space or choose another destination; nothing was written",
             )
 
     def write(self, path: str, content: bytes) -> None:
         """Write and sync a small file of the result."""
         full = self.data / path
-        full.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        with told(path, "writing"):
+            full.parent.mkdir(parents=True, exist_ok=True)
+            write_file(full, content)
+
+    def publish(self, files: Mapping[str, int]) -> tuple[str, ...]:
+        """Give the complete tree its final name, durably; `files` are the sizes of all that belongs to it.
+
+        Returns warnings. Raises DestinationError if the tree is not complete or the destination cannot be taken.
+        """
+        with told(self.destination, "publishing"):
+            self._require_complete(files)
+            for folder in sorted((f for f in self.data.rglob("*") if f.is_dir()), reverse=True):
+                sync_directory(folder)
+            sync_directory(self.data)
+            if self._inside:
+                self._move_in(sorted(files))
+            elif _examine(self.destination) == "ours":
+                self._require_replaceable()
+                self._exchange()
+            else:
+                self._take_name()
+        return self.forget()
+
+    def forget(self) -> tuple[str, ...]:
+        """Remove the staging area of a published result; returns a warning if something of it cannot be removed."""
         try:
-            with contextlib.closing(os.fdopen(descriptor, "wb", closefd=False)) as file:
-                file.write(content)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            self._forget()
+        except OSError as error:
+            return (f"the result is complete, but {self.root} cannot be removed: {error.strerror}",)
+        self._leave()
+        return ()
 
-    def publish(self) -> None:
-        """Give the complete tree its final name, durably."""
-        for folder in sorted((f for f in self.data.rglob("*") if f.is_dir()), reverse=True):
-            sync_directory(folder)
-        sync_directory(self.data)
-        if self._found == "mount":
-            self._move_in()
-        elif self._found == "ours":
-            self._exchange()
-        else:
-            try:
-                self.data.rename(self.destination)
-            except OSError as error:
+    def _forget(self) -> None:
+        """What tells a finished run from none goes last."""
+        for leftover in (self._old, self.data):
+            _remove(leftover)
+        self.journal.unlink(missing_ok=True)
+        self._note.unlink(missing_ok=True)
+        self.published = False
+
+    def _require_replaceable(self) -> None:
+        if _examine(self.destination, moving=self._note.exists()) != "ours" or self.published:
+            return
+        if not self._overwrite:
+            raise DestinationError(
+                f"{self.destination} already holds a finished checkpoint",
+                hint="add --overwrite to replace it once the new one is complete, or choose another destination",
+            )
+        if self._inside:
+            raise DestinationError(
+                f"{self.destination} cannot be replaced in one step, because it is a mount point "
+                "or its parent directory cannot be written",
+                hint="write to a new directory inside it, or empty it yourself",
+            )
+        if not os.access(self.destination, os.W_OK | os.X_OK):
+            raise AccessError(f"{self.destination} cannot be replaced: it cannot be written")
+
+    def _require_own_directory(self) -> None:
+        """Refuse a directory that somebody else laid here: its journal could lie, its links lead our writes away."""
+        if self.root.is_symlink() or self.data.is_symlink() or not _ours(self.root):
+            raise DestinationError(
+                f"{self.root} was not made by this user", hint="remove it, or choose another destination"
+            )
+
+    def _require_complete(self, files: Mapping[str, int]) -> None:
+        """A second look at the tree, so that another run that broke the lock can cost work but never bytes."""
+        there = {f.relative_to(self.data).as_posix(): f for f in self.data.rglob("*") if not f.is_dir()}
+        for path in there.keys() - files.keys():
+            there[path].unlink()
+        for path, size in files.items():
+            if path not in there or there[path].lstat().st_size != size:
                 raise DestinationError(
-                    f"{self.destination} appeared while it was being written",
-                    hint=f"the finished result is kept in {self.data}",
-                ) from error
-        sync_directory(self.destination.parent)
-        self.forget()
+                    f"{path} was changed in {self.data} by another program",
+                    hint="run the same command again; only one run may write to a destination",
+                )
 
-    def _move_in(self) -> None:
-        """Into a mount point, which no rename can replace: weights first, `config.json` and the record last."""
-        files = sorted(f.relative_to(self.data) for f in self.data.rglob("*") if f.is_file())
-        last = [Path("config.json"), Path(RECORD)]
-        for path in [*(f for f in files if f not in last), *(f for f in last if f in files)]:
-            target = self.destination / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (self.data / path).rename(target)
-            sync_directory(target.parent)
+    def _take_name(self) -> None:
+        Note("rename").write(self._note)
+        try:
+            self.data.rename(self.destination)
+        except OSError as error:
+            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
+                raise
+            raise DestinationError(
+                f"{self.destination} appeared while it was being written",
+                hint=f"the finished result is kept in {self.data}",
+            ) from error
+        sync_directory(self.destination.parent)
 
     def _exchange(self) -> None:
-        if not _exchange_directories(self.data, self.destination):
-            old = self.root / "old"
-            self.destination.rename(old)
-            self.data.rename(self.destination)
-
-    def _acquire(self) -> None:
-        mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "start": _started(os.getpid())})
-        for _ in range(2):
+        Note("exchange", self.data.stat().st_ino).write(self._note)
+        if not linux.exchange(self.data, self.destination):
+            self.destination.rename(self._old)
             try:
-                descriptor = os.open(self._lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                self._break_if_dead()
-                continue
-            os.write(descriptor, mine.encode())
-            os.fsync(descriptor)
-            os.close(descriptor)
+                self.data.rename(self.destination)
+            except OSError:
+                self._old.rename(self.destination)
+                raise
+        sync_directory(self.root)
+        sync_directory(self.destination.parent)
+
+    def _move_in(self, files: list[str]) -> None:
+        """Weights first, `config.json` and the record last."""
+        Note("move", files=tuple(files)).write(self._note)
+        last = [path for path in ("config.json", RECORD) if path in files]
+        for path in [*(f for f in files if f not in last), *last]:
+            target = self.destination / path
+            make_directories(target.parent)
+            if not linux.rename_new(self.data / path, target):
+                if os.path.lexists(target):
+                    raise FileExistsError(errno.EEXIST, f"{target} appeared while it was being written")
+                (self.data / path).rename(target)
+            sync_directory(target.parent)
+
+    def _recover(self) -> None:
+        """Find out how far the publication by an earlier run came, and undo half of one."""
+        note = Note.read(self._note)
+        if note is None:
             return
-        raise DestinationError(f"{self._lock} cannot be taken: another run takes it again and again")
-
-    def _break_if_dead(self) -> None:
-        try:
-            owner: dict[str, Any] = json.loads(self._lock.read_text())
-        except (OSError, ValueError):
-            owner = {}
-        host, pid = owner.get("host", "an unknown host"), owner.get("pid", 0)
-        if host == socket.gethostname() and _started(pid) != owner.get("start"):
-            self._lock.unlink(missing_ok=True)
-            return
-        raise DestinationError(
-            f"another run (process {pid} on {host}) is writing {self.destination}",
-            hint=f"wait for it; if it is gone, remove {self._lock}",
-        )
+        if note.way == "exchange" and self._old.exists() and not self.destination.exists():
+            self._old.rename(self.destination)  # between the two renames that stand for an exchange
+            sync_directory(self.destination.parent)
+        self.published = note.done(self.data, self.destination)
+        if not self.published:
+            if note.way == "move":
+                way_back(note.files, self.destination, self.data)
+            elif note.way == "exchange" and not note.staged(self.data):
+                self.discard()  # a file system without lasting inode numbers: this may be the old tree
+            self._note.unlink()
 
 
-def _examine(destination: Path) -> str:
-    """What is at the destination: `nothing`, `empty`, `mount` (empty, and cannot be renamed over) or `ours`."""
-    if destination.is_symlink() and not destination.exists():
-        raise DestinationError(f"{destination} is a link to nothing")
-    if not destination.exists():
+def _followed(destination: Path) -> Path:
+    """The directory itself, where the destination is a link to one."""
+    path = Path(os.path.abspath(destination))  # noqa: PTH100 - resolve() would lose the name of what is not there yet
+    if path.is_symlink():
+        if not path.exists():
+            raise DestinationError(f"{destination} is a link to nothing")
+        return path.resolve()
+    return path
+
+
+def _examine(destination: Path, *, moving: bool = False) -> Found:
+    """What is at the destination; `moving` says that files half moved in are our own.
+
+    Raises DestinationError if it is something that must not be replaced.
+    """
+    try:
+        content = {entry.name for entry in destination.iterdir()} - _NOT_OURS
+    except FileNotFoundError:
         return "nothing"
-    if not destination.is_dir():
-        raise DestinationError(f"{destination} exists and is not a directory")
-    content = [entry.name for entry in _entries(destination)]
-    if (destination / _INSIDE / _JOURNAL).exists():
-        return "mount"  # and its files may be half moved in
+    except NotADirectoryError as error:
+        raise DestinationError(f"{destination} exists and is not a directory") from error
+    except PermissionError as error:
+        raise AccessError(f"{destination} cannot be listed: {error.strerror}") from error
     if RECORD in content:
         return "ours"
-    if content:
+    if content and not moving:
         raise DestinationError(
             f"{destination} is not empty and was not written by shardctl: it holds {', '.join(sorted(content)[:3])}",
             hint="choose another destination, or remove it yourself",
         )
-    movable = os.access(destination.parent, os.W_OK) and not destination.is_symlink()
-    return "mount" if os.path.ismount(destination) or not movable else "empty"
+    return "empty"
 
 
-def _entries(destination: Path) -> Iterator[Path]:
-    try:
-        yield from (entry for entry in destination.iterdir() if entry.name not in {_INSIDE, "lost+found"})
-    except PermissionError as error:
-        raise AccessError(f"{destination} cannot be listed: {error.strerror}") from error
-
-
-def _exchange_directories(first: Path, second: Path) -> bool:
-    """Swap two directories in one step (Linux 3.15); False where that is unsupported."""
-    if sys.platform != "linux":
+def _no_beside(destination: Path) -> bool:
+    """Whether a directory must be staged within itself: a mount point, or one whose parent we may not write."""
+    if not destination.is_dir():
         return False
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    done: int = call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
-    if done == 0:
+    return (
+        os.path.ismount(destination)
+        or (destination / _INSIDE).is_dir()
+        or not os.access(destination.parent, os.W_OK | os.X_OK)
+    )
+
+
+def _ours(directory: Path) -> bool:
+    """Whether this user made a directory; network file systems may call us by another number, but always the same."""
+    owner = directory.stat().st_uid
+    if owner == os.geteuid():
         return True
-    code = ctypes.get_errno()
-    if code in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
-        return False
-    raise DestinationError(f"{second} cannot be replaced: {os.strerror(code)}")
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_uid == owner
 
 
-def _started(pid: int) -> str:
-    """What tells a process from a later one with the same number; empty if it does not run."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except PermissionError:
-        pass
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "running"
+def _remove(tree: Path) -> None:
+    if tree.is_symlink():
+        tree.unlink()
+    elif tree.exists():
+        shutil.rmtree(tree)

@@ -24,7 +24,8 @@ class _Bounce(threading.local):
     """A page-aligned buffer per thread: a memory copy is far cheaper than aligning every caller's memory."""
 
     def __init__(self) -> None:
-        self.memory = np.frombuffer(mmap.mmap(-1, _BOUNCE + _BLOCK), np.uint8)
+        pages = mmap.mmap(-1, _BOUNCE + _BLOCK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = np.frombuffer(pages, np.uint8)
 
 
 _bounce = _Bounce()

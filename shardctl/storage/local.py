@@ -3,73 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import sys
 import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import AccessError, DestinationError, SourceError
-from shardctl.storage import Stat
+from shardctl.storage import Stat, linux
+from shardctl.storage.descriptors import Descriptors
+from shardctl.storage.durable import flush, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_OPEN_FILES: Final = 256
-"""Descriptors kept open by one reader or writer; below the usual limit of 1,024 with room for two of each."""
-_NOT_SUPPORTED: Final = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _LARGE: Final = 256 << 10
 """From here on direct I/O is worth its alignment; below, the page cache is faster."""
 _WHOLE_CALL: Final = 1 << 30
 """Linux moves at most 2 GiB in one call; a smaller call also answers signals sooner."""
 
 
-class _Descriptors:
-    """Open descriptors by path, the least recently used closed first; a descriptor in use is never closed."""
-
-    def __init__(self, flags: int) -> None:
-        self._flags = flags
-        self._lock = threading.Lock()
-        self._open: OrderedDict[Path, list[int]] = OrderedDict()
-
-    @contextlib.contextmanager
-    def use(self, path: Path) -> Iterator[int]:
-        with self._lock:
-            entry = self._open.get(path)
-            if entry is None:
-                entry = [os.open(path, self._flags | getattr(os, "O_CLOEXEC", 0)), 0]
-                self._open[path] = entry
-            self._open.move_to_end(path)
-            entry[1] += 1
-            self._shrink()
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
-
-    def _shrink(self) -> None:
-        for path in [p for p, (_, users) in self._open.items() if not users][: len(self._open) - _OPEN_FILES]:
-            os.close(self._open.pop(path)[0])
-
-    def close(self) -> None:
-        with self._lock:
-            for descriptor, _ in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
-
-
 class _File:
-    """A file that is read or written at offsets, large transfers by direct I/O where the file system can."""
+    """Files that are read or written at offsets, large transfers by direct I/O where the file system can."""
 
     def __init__(self, root: Path, flags: int) -> None:
         self._root = root
-        self._ordinary = _Descriptors(flags)
-        self._direct = _Descriptors(flags | getattr(os, "O_DIRECT", 0))
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        self._ordinary = Descriptors(flags, before_closing=self._flush if writes else None)
+        self._direct = Descriptors(flags | getattr(os, "O_DIRECT", 0))
         self._can_direct = sys.platform == "linux"
+        self._failed: set[Path] = set()
 
     def read(self, path: str, offset: int, into: memoryview) -> None:
         done = 0
@@ -113,13 +77,24 @@ class _File:
         try:
             yield
         except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
+            if error.errno not in linux.NOT_SUPPORTED:
                 raise
             self._can_direct = False
 
     def sync(self, path: str) -> None:
-        with self._ordinary.use(self._root / path) as descriptor:
-            os.fsync(descriptor)
+        full = self._root / path
+        with self._ordinary.use(full) as descriptor:
+            self._flush(full, descriptor)
+
+    def _flush(self, path: Path, descriptor: int) -> None:
+        """Flush; also before a descriptor is closed to make room, because what went wrong may be told only to it."""
+        if path in self._failed:
+            raise DestinationError(f"syncing {path} failed before, so its bytes cannot be trusted")
+        try:
+            flush(descriptor)
+        except OSError:
+            self._failed.add(path)
+            raise
 
     def close(self) -> None:
         self._ordinary.close()
@@ -174,12 +149,12 @@ class LocalSource:
                 if path.is_file():
                     yield path.relative_to(self.root).as_posix(), _stat(path)
 
-    def restat(self, path: str) -> Stat:
-        """The file's state now, to see whether it changed under the reader."""
+    def restat(self, path: str) -> Stat | None:
+        """The file's state now, to see whether it changed under the reader; None if it is gone."""
         try:
             return _stat(self.root / path)
-        except FileNotFoundError as error:
-            raise SourceError(f"{path} disappeared while it was read") from error
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of `path`."""
@@ -202,15 +177,17 @@ class LocalTarget:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._file = _File(root, os.O_RDWR)
+        self._file = _File(root, os.O_RDWR | os.O_NOFOLLOW)
         self._turns: dict[str, threading.Lock] = {}
+        self._syncs: dict[str, threading.Lock] = {}
 
     def create(self, path: str, size: int) -> None:
         """Make a file of `size` bytes with its space reserved; an existing one of that size is kept."""
         full = self.root / path
-        with _destination(path, "creating"):
+        with told(path, "creating"):
             full.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(full, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
+            descriptor = os.open(full, flags, 0o666)
             try:
                 if os.fstat(descriptor).st_size != size:
                     os.ftruncate(descriptor, 0)
@@ -224,17 +201,21 @@ class LocalTarget:
         One thread at a time writes to a file: the kernel would make the others spin on the inode's lock instead.
         """
         turn = self._turns.setdefault(path, threading.Lock())
-        with _destination(path, "writing"), turn:
+        with told(path, "writing"), turn:
             self._file.write(path, offset, memoryview(data).cast("B"))
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Read back what was written."""
-        with _destination(path, "reading back"):
+        with told(path, "reading back"):
             self._file.read(path, offset, into)
 
     def sync(self, path: str) -> None:
-        """Flush the file; a failure is final, because a second flush would lie."""
-        with _destination(path, "syncing"):
+        """Flush the file; after a failure every later call fails too.
+
+        The kernel tells each descriptor of a failed writeback once: without one call at a time and a memory of what
+        failed, a second thread would be told that the bytes the first one lost are on disk.
+        """
+        with told(path, "syncing"), self._syncs.setdefault(path, threading.Lock()):
             self._file.sync(path)
 
     def close(self) -> None:
@@ -242,28 +223,10 @@ class LocalTarget:
         self._file.close()
 
 
-@contextlib.contextmanager
-def _destination(path: str, doing: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DestinationError(
-            f"{doing} {path} failed: {error.strerror}",
-            hint="what was written is kept; once mended, run the same command again",
-        ) from error
-
-
 def _reserve(descriptor: int, size: int) -> None:
     """Reserve the space now, so that a full disk is found early; where that is unsupported, only set the size."""
-    if size and hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-        else:
-            return
-    os.ftruncate(descriptor, size)
+    if not (size and linux.reserve(descriptor, size)):
+        os.ftruncate(descriptor, size)
 
 
 def _unreadable(error: OSError) -> None:
@@ -273,12 +236,3 @@ def _unreadable(error: OSError) -> None:
 def _stat(path: Path) -> Stat:
     found = path.stat()
     return Stat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,9 +25,12 @@ from shardctl.verify.content import ties
 from shardctl.workers import Effort, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
     from shardctl.verbs.opening import Checkpoint
+
+_Versions = dict[str, list[int | str]]
+"""Size and version of each source file that matters."""
 
 _SUMS: Final = "SHA256SUMS"
 _COPY_BYTES: Final = 1 << 20
@@ -72,52 +76,69 @@ def reshard(
 
 
 def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress: Progress) -> Resharded:
-    source, identity = work.checkpoint.source, work.identity()
-    versions: dict[str, list[int | str]] = {
-        path: [stat.size, stat.version] for path, stat in source.files().items() if _matters(path, work)
+    identity = work.identity()
+    versions: _Versions = {
+        path: [stat.size, stat.version] for path, stat in work.checkpoint.source.files().items() if _matters(path, work)
     }
     header: dict[str, object] = {"plan": identity, "source": versions, "block": work.budget.block, "sha256": sha256}
-    earlier = Journal.header(staging.journal) if resume else None
-    if earlier is not None and earlier == {**header, "block": earlier.get("block"), "schema": Journal.SCHEMA}:
-        if staging.published(identity):
-            staging.forget()
-            record = load((staging.destination / RECORD).read_bytes())
-            return _result(work, staging, record, Outcome(kept_bytes=work.write_bytes))
-        header["block"] = earlier["block"]  # so that the bands are the same ones
-        work = replace(work, budget=work.budget.with_block(earlier["block"]))
-    else:
-        staging.require_replaceable()
-        staging.discard()
+    earlier = (Journal.header(staging.journal) if resume else None) or {}
+    block = earlier.get("block")
+    same = isinstance(block, int) and block > 0 and earlier == {**header, "block": block, "schema": Journal.SCHEMA}
+    if same and staging.published:
+        record = load((staging.destination / RECORD).read_bytes())
+        return _result(work, staging, record, Outcome(kept_bytes=work.write_bytes), staging.forget())
+    if same:
+        header["block"] = block  # so that the bands are the same ones
+        work = replace(work, budget=work.budget.with_block(int(block or 0)))
+    staging.begin(keep=same)
     staging.require_space(work.write_bytes)
-    _check_ties(work)
-    target, stop = LocalTarget(staging.data), Stop()
-    journal = Journal(staging.journal, header)
+    stop = Stop()
+    with stopping(stop):
+        _check_ties(work, stop)
+        with _unchanged(work, versions, staging):
+            outcome = _copy(work, staging, Journal(staging.journal, header), progress, stop)
+        record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
+        content = dump(record)
+        staging.write(RECORD, content)
+        _heed(stop)
+        warnings = staging.publish({**record.files, RECORD: len(content)})
+    return _result(work, staging, record, outcome, warnings)
+
+
+def _copy(work: Draft, staging: Staging, journal: Journal, progress: Progress, stop: Stop) -> Outcome:
+    """Fill the staging area with everything but the record."""
+    source, target = work.checkpoint.source, LocalTarget(staging.data)
     try:
-        with stopping(stop):
-            outcome = execute(work.plan, source, target, work.budget, journal=journal, progress=progress, stop=stop)
-            _carry(work, target)
-            _check_unchanged(work.checkpoint, versions)
-            record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
-            staging.write(RECORD, dump(record))
+        outcome = execute(work.plan, source, target, work.budget, journal=journal, progress=progress, stop=stop)
+        _carry(work, target, stop)
     finally:
         target.close()
         journal.close()
-    staging.publish()
-    return _result(work, staging, record, outcome)
+    return outcome
+
+
+def _heed(stop: Stop) -> None:
+    if stop:
+        raise Interrupted(
+            "interrupted; everything finished so far is kept",
+            signal=stop.signal,
+            hint="run the same command again: it goes on where this one stopped",
+        )
 
 
 def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
     source, wanted = checkpoint.source.path.resolve(), destination.resolve()
-    if wanted.is_relative_to(source):
+    same = wanted.exists() and wanted.samefile(source)  # under another name, as bind mounts give
+    if same or wanted.is_relative_to(source):
         raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
     if source.is_relative_to(wanted):
         raise DestinationError(f"{destination} contains the source", hint="write to another directory")
 
 
-def _check_ties(work: Draft) -> None:
+def _check_ties(work: Draft, stop: Stop) -> None:
     """Refuse a tied weight of which two different versions are stored: one of them would be lost."""
-    effort = Effort(work.budget.threads, block=work.budget.block // 2)
+    effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
     for found in ties(list(work.have.tensors.values()), work.checkpoint.source, effort):
         tensor = work.have.tensors[found.tensor]
         raise SourceError(
@@ -131,7 +152,7 @@ def _matters(path: str, work: Draft) -> bool:
     return path in work.have.files or any(side.file == path for side in work.carried)
 
 
-def _carry(work: Draft, target: LocalTarget) -> None:
+def _carry(work: Draft, target: LocalTarget, stop: Stop) -> None:
     """Copy the side files, or write their new content."""
     buffer = bytearray(_COPY_BYTES)
     for side in work.carried:
@@ -141,28 +162,50 @@ def _carry(work: Draft, target: LocalTarget) -> None:
             target.write_at(side.name, 0, side.content)
         else:
             for offset in range(0, size, _COPY_BYTES):
+                _heed(stop)
                 view = memoryview(buffer)[: min(_COPY_BYTES, size - offset)]
                 work.checkpoint.source.read_at(side.file, side.offset + offset, view)
                 target.write_at(side.name, offset, view)
         target.sync(side.name)
 
 
-def _check_unchanged(checkpoint: Checkpoint, versions: Mapping[str, list[int | str]]) -> None:
+@contextmanager
+def _unchanged(work: Draft, versions: _Versions, staging: Staging) -> Iterator[None]:
+    """Raise ChangedError if the source is another one than before, whatever the reader made of that.
+
+    What was staged of it is thrown away: the source may be put back as it was, with its old modification time.
+    """
+    try:
+        yield
+    except SourceError as error:
+        _check_unchanged(work.checkpoint, versions, staging, error)
+        raise
+    _check_unchanged(work.checkpoint, versions, staging)
+
+
+def _check_unchanged(
+    checkpoint: Checkpoint, versions: _Versions, staging: Staging, cause: SourceError | None = None
+) -> None:
     for path, before in versions.items():
         now = checkpoint.source.restat(path)
-        if [now.size, now.version] != before:
-            raise ChangedError(f"{path} changed while it was read", hint="run again when nothing writes to the source")
+        if now is None or [now.size, now.version] != before:
+            staging.discard()
+            raise ChangedError(
+                f"{path} {'disappeared' if now is None else 'changed'} while it was read",
+                hint="run again when nothing writes to the source",
+            ) from cause
 
 
 def _checksums(staging: Staging, stop: Stop) -> dict[str, int]:
     """Write `SHA256SUMS` over every data and side file; returns its own entry for the record."""
     lines = []
     for file in sorted(f for f in staging.data.rglob("*") if f.is_file() and f.name not in {RECORD, _SUMS}):
-        if stop:
-            raise Interrupted("interrupted; everything is copied, and kept", signal=stop.signal)
-        name = file.relative_to(staging.data).as_posix()
-        with file.open("rb") as data:
-            lines.append(f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {name}\n")
+        state, buffer = hashlib.sha256(), bytearray(_COPY_BYTES)
+        with file.open("rb", buffering=0) as data:
+            while got := data.readinto(buffer):
+                _heed(stop)
+                state.update(memoryview(buffer)[:got])
+        lines.append(f"{state.hexdigest()}  {file.relative_to(staging.data).as_posix()}\n")
     content = "".join(lines).encode()
     staging.write(_SUMS, content)
     return {_SUMS: len(content)}
@@ -204,7 +247,7 @@ def _record(work: Draft, outcome: Outcome, identity: str, extra: dict[str, int])
     )
 
 
-def _result(work: Draft, staging: Staging, record: Record, outcome: Outcome) -> Resharded:
+def _result(work: Draft, staging: Staging, record: Record, outcome: Outcome, warnings: tuple[str, ...]) -> Resharded:
     overflow = [
         f"{name}: {count} finite values became infinite in {work.plan.want.tensors[name].dtype}"
         for name, count in sorted(outcome.overflowed.items())
@@ -212,7 +255,7 @@ def _result(work: Draft, staging: Staging, record: Record, outcome: Outcome) -> 
     return Resharded(
         destination=staging.destination,
         record=record,
-        warnings=(*work.have.warnings, *overflow),
+        warnings=(*work.have.warnings, *overflow, *warnings),
         read_bytes=work.plan.read_bytes,
         written_bytes=outcome.written_bytes,
         kept_bytes=outcome.kept_bytes,

@@ -1,0 +1,138 @@
+"""One run per destination: a lock file that names its owner, and that a killed owner does not keep."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import DestinationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_ATTEMPTS: Final = 10
+"""How often a run that is just ending may take the file away from under us."""
+
+
+class Lock:
+    """Held by at most one run.
+
+    Between processes of one kernel `flock` decides, because it ends with its process. On network file systems it may
+    succeed for everybody (`flock(2)`, section NFS), so the file also says whose it is, and a run on another machine is
+    believed to live. A lock that was broken all the same may cost work, never bytes.
+    """
+
+    def __init__(self, path: Path, purpose: str) -> None:
+        self._path = path
+        self._purpose = purpose
+        """What the owner is doing, for the message to everyone else."""
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds it."""
+        return self._descriptor is not None
+
+    def acquire(self) -> None:
+        """Take the lock, also from an owner that is dead; raises DestinationError if another run holds it."""
+        for _ in range(_ATTEMPTS):
+            self._path.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # the owner just removed the directory
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+                try:
+                    if self._take(descriptor):
+                        self._descriptor, descriptor = descriptor, -1
+                        return
+                finally:
+                    if descriptor >= 0:
+                        os.close(descriptor)
+        raise DestinationError(f"{self._path} cannot be taken: another run takes it again and again")
+
+    def _take(self, descriptor: int) -> bool:
+        """Whether the file is ours now; False if it is no longer the one that others see."""
+        alone = self._alone(descriptor)
+        found = os.fstat(descriptor)
+        try:
+            named = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        if (named.st_dev, named.st_ino) != (found.st_dev, found.st_ino):
+            return False
+        owner = _parse(os.pread(descriptor, 4096, 0))
+        if owner and not _dead(owner, alone=alone):
+            raise self._taken(owner)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_me()).encode(), 0)
+        os.fsync(descriptor)
+        return True
+
+    def _alone(self, descriptor: int) -> bool:
+        """Whether the kernel assures that no other process holds the file; False if it does not know."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken(_parse(os.pread(descriptor, 4096, 0))) from None
+        except OSError:
+            return False
+        return True
+
+    def _taken(self, owner: Mapping[str, Any]) -> DestinationError:
+        who = f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'this host')}"
+        return DestinationError(
+            f"another run ({who}) is {self._purpose}", hint=f"wait for it; if it is gone, remove {self._path}"
+        )
+
+    def release(self) -> None:
+        """Remove the file and let go; nothing happens if it is not held."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):  # whoever comes next sees that its owner is gone
+                self._path.unlink()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _me() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "start": _started(os.getpid())}
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """Who wrote the file; empty if its owner was killed before it had written its name."""
+    try:
+        owner = json.loads(text)
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
+
+
+def _dead(owner: Mapping[str, Any], *, alone: bool) -> bool:
+    """Whether the owner cannot be running any more: only of our own machine can that be known."""
+    if owner.get("boot") != _boot():
+        return owner.get("host") == socket.gethostname()  # this machine, before it was started anew
+    return alone or _started(owner["pid"]) != owner.get("start")
+
+
+def _boot() -> str:
+    """What tells this running kernel from every other one, whatever its containers call themselves."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """What tells a process from a later one with the same number; empty if it does not run."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except PermissionError:
+        pass
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "running"

@@ -1,0 +1,74 @@
+"""How a result is about to take its final name, noted before, so that a later run knows whether it did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardctl.record import RECORD
+from shardctl.storage.durable import make_directories, sync_directory, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+Way = Literal["rename", "exchange", "move"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One publication."""
+
+    way: Way
+    """`rename`: the tree to a free name; `exchange`: the tree with an old one; `move`: file by file."""
+    inode: int = 0
+    """Of the tree, for an exchange, after which both trees are still there."""
+    files: tuple[str, ...] = ()
+    """What is moved, for a move."""
+
+    def write(self, path: Path) -> None:
+        """Make the note durable."""
+        write_file(path, json.dumps(asdict(self)).encode())
+        sync_directory(path.parent)
+
+    @classmethod
+    def read(cls, path: Path) -> Note | None:
+        """The note of an earlier run; None if there is none, or if it was not finished, when nothing had begun."""
+        try:
+            raw = json.loads(path.read_bytes())
+            return cls(raw["way"], int(raw["inode"]), tuple(raw["files"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            path.unlink()
+            return None
+
+    def done(self, data: Path, destination: Path) -> bool:
+        """Whether the destination is the tree of this note."""
+        if self.way == "exchange":
+            return destination.exists() and destination.stat().st_ino == self.inode
+        if self.way == "move":
+            return (destination / RECORD).exists() and not (data / RECORD).exists()
+        return (destination / RECORD).exists() and not data.exists()
+
+    def staged(self, data: Path) -> bool:
+        """Whether `data` is the tree of this note."""
+        return data.exists() and data.stat().st_ino == self.inode
+
+
+def way_back(files: Iterable[str], destination: Path, data: Path) -> None:
+    """Take back the files of a tree that was moved in only in part, so that they can be checked again.
+
+    A file is one that was moved if it is at the destination and no longer where it was staged.
+    """
+    for path in files:
+        moved, staged = destination / path, data / path
+        if moved.exists() and not staged.exists():
+            make_directories(staged.parent)
+            moved.rename(staged)
+            sync_directory(staged.parent)
+            for folder in moved.relative_to(destination).parents[:-1]:
+                with contextlib.suppress(OSError):
+                    (destination / folder).rmdir()

@@ -1,0 +1,73 @@
+"""Open files by path: many more files than descriptors, shared by threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+_SHARE: Final = 6
+"""A run has four sets of descriptors (source and target, ordinary and direct); the rest is everybody else's."""
+_FEWEST: Final = 32
+_MOST: Final = 4096
+
+
+class Descriptors:
+    """Open descriptors by path, the least recently used closed first; a descriptor in use is never closed."""
+
+    def __init__(self, flags: int, *, before_closing: Callable[[Path, int], None] | None = None) -> None:
+        """`before_closing` is called with each descriptor that is closed to make room; what it raises is raised."""
+        self._flags = flags
+        self._before_closing = before_closing
+        self._most = usual_number()
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Path, list[int]] = OrderedDict()
+
+    @contextlib.contextmanager
+    def use(self, path: Path) -> Iterator[int]:
+        """The descriptor of `path`, opened if it is not; it stays open for the length of the `with` block."""
+        with self._lock:
+            entry = self._open.get(path)
+            if entry is None:
+                self._make_room()
+                entry = [os.open(path, self._flags | getattr(os, "O_CLOEXEC", 0)), 0]
+                self._open[path] = entry
+            self._open.move_to_end(path)
+            entry[1] += 1
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def _make_room(self) -> None:
+        while len(self._open) >= self._most:
+            path = next((p for p, (_, users) in self._open.items() if not users), None)
+            if path is None:
+                return
+            descriptor = self._open.pop(path)[0]
+            try:
+                if self._before_closing is not None:
+                    self._before_closing(path, descriptor)
+            finally:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Close all of them."""
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+def usual_number() -> int:
+    """How many files each of the four sets may hold open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else min(max(soft // _SHARE, _FEWEST), _MOST)

@@ -1,0 +1,68 @@
+"""System calls of Linux that Python has no name for; each says False where the system or file system lacks it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+_RENAME_EXCHANGE: Final = 2
+NOT_SUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
+"""How a file system says that it cannot do something, rather than that it failed."""
+
+
+def reserve(descriptor: int, size: int) -> bool:
+    """Give a file `size` bytes of reserved space (`fallocate(2)`).
+
+    Not `posix_fallocate`: where a file system cannot reserve, glibc's writes a byte to every block instead, which on
+    NFS takes as long as the conversion. Raises OSError, such as ENOSPC, if the space is not there.
+    """
+    call = _function("fallocate64") or _function("fallocate")
+    if call is None:
+        return False
+    while True:
+        code = _code(call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
+        if code != errno.EINTR:  # Python repeats its own calls, but not this one
+            return _done(code)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step (`renameat2(2)`, RENAME_EXCHANGE); raises OSError if that fails."""
+    return _rename(first, second, _RENAME_EXCHANGE)
+
+
+def rename_new(old: Path, new: Path) -> bool:
+    """Rename in one step unless `new` exists (RENAME_NOREPLACE); raises FileExistsError if it does."""
+    return _rename(old, new, _RENAME_NOREPLACE)
+
+
+def _rename(first: Path, second: Path, flag: int) -> bool:
+    call = _function("renameat2")
+    if call is None:
+        return False
+    return _done(_code(call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flag)), second)
+
+
+@cache
+def _function(name: str) -> Any:  # noqa: ANN401 - ctypes makes its types as it goes
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
+
+
+def _code(result: int) -> int:
+    return ctypes.get_errno() if result else 0
+
+
+def _done(code: int, path: Path | None = None) -> bool:
+    if code in NOT_SUPPORTED:
+        return False
+    if code:
+        raise OSError(code, os.strerror(code), *([str(path)] if path else []))
+    return True
