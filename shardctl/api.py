@@ -1,0 +1,33 @@
+"""The public Python API: every verb as a function that returns a dataclass and raises a `ShardctlError`."""
+
+from shardctl.errors import ShardctlError
+from shardctl.mesh import Mesh
+from shardctl.verbs.diff import Diffed, diff
+from shardctl.verbs.digest import Digested, digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import Inspected, inspect
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.plan import Planned, plan
+from shardctl.verbs.reshard import Resharded, reshard
+from shardctl.verbs.verify import Verified, verify
+from shardctl.workers import Effort
+
+__all__ = [
+    "Diffed",
+    "Digested",
+    "Effort",
+    "Inspected",
+    "Mesh",
+    "Planned",
+    "Reading",
+    "Resharded",
+    "ShardctlError",
+    "Verified",
+    "Wish",
+    "diff",
+    "digest",
+    "inspect",
+    "plan",
+    "reshard",
+    "verify",
+]
