@@ -39,14 +39,14 @@ _COLUMN_KEY_BITS: Final = 20
 _ROW_KEY_DISTINCT_BITS: Final = 29
 """Row keys differ in these low bits, so that two elements swapped within a column of a tile cannot cancel."""
 
-_BLOCK: Final = 1 << 15
-"""Elements converted at a time. 256 KiB of float64 stay in a core's second-level cache, yet outweigh Python's calls."""
+_BLOCK: Final = 1 << 17
+"""Elements converted at a time: a MiB of float64, near the cores' caches yet long enough to outweigh Python's calls."""
+_STRETCH: Final = 1 << 8
+"""Columns per BLAS call: NumPy keeps the GIL through a matmul of up to 500 results, and a block has twice as many."""
 _CALL: Final = 1 << 13
 """Elements per BLAS call: from 9,216 up some versions of OpenBLAS start threads, which would fight the caller's."""
-_ROWS: Final = 4
-"""Rows that the matrix-vector kernels of BLAS want at least."""
-_STRIP: Final = _CALL // _ROWS
-"""Columns per BLAS call at most."""
+_ROWS: Final = 16
+"""Rows in a block where there are so many: BLAS calls of few rows cost more."""
 _GROUP: Final = 1 << 15
 """Row sums of one lane kept at a time before the row keys are applied."""
 
@@ -97,7 +97,7 @@ def parts(dtype: DType) -> int:
 def partial(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> Sums:
     """The sums over the elements of `box`, a box of a global tensor of `shape`, whose row-major bytes are `data`.
 
-    Holds the GIL only between blocks, and may run in many threads at once; each keeps 256 KiB of scratch and
+    Holds the GIL only between blocks, and may run in many threads at once; each keeps 1 MiB of scratch and
     allocates at most 2 MiB while it runs.
 
     Raises:
@@ -250,11 +250,11 @@ def _units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
 
 
 def _strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Columns `start` to `stop` in strips of one BLAS call's width or of several, up to `most`, within a tile."""
+    """Columns `start` to `stop` in strips of at most `most`, within a tile: many whole stretches, or part of one."""
     while start < stop:
         end = min(stop, start + most, start - start % _TILE + _TILE)
-        if end - start > _STRIP:
-            end -= (end - start) % _STRIP
+        if end - start > _STRETCH:
+            end -= (end - start) % _STRETCH
         yield start, end
         start = end
 
@@ -266,38 +266,38 @@ def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: 
     tile, a = divmod(columns.start, _TILE)
     b = a + len(columns)
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
-    calls = max(1, len(columns) // _STRIP)
-    group = _GROUP // (n_parts * calls)
+    stretches = max(1, len(columns) // _STRETCH)
+    group = max(1, _GROUP // (n_parts * stretches))
     for start in range(0, len(units), group):
         stop = min(start + group, len(units))
-        dots = np.empty((LANES, n_parts, calls, stop - start))
+        dots = np.empty((LANES, n_parts, stretches, stop - start))
         _dot(units[start:stop], bits, keys[:, a:b], dots)
         dots[:, :, 0] += ones
         exact = dots.astype(np.int64).view(np.uint64)
-        total += np.einsum("lpcr,lr->pl", exact, rows.keys(start, stop, tile))
+        total += np.einsum("lpsr,lr->pl", exact, rows.keys(start, stop, tile))
 
 
 def _dot(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """The inner products ``[lanes, parts, calls, rows]`` of the elements of `units` with each lane's column `keys`.
+    """The inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with each lane's column `keys`.
 
-    A row is cut into equal stretches, one for each of ``calls``. Two calls of NumPy do a block of elements.
+    Two calls of NumPy do a block of elements.
     """
-    n_lanes, n_parts, calls, rows = out.shape
+    lanes, n_parts, stretches, rows = out.shape
     width = keys.shape[1]
-    vectors = keys.reshape(n_lanes, 1, 1, calls, -1, 1)
+    vectors = keys.reshape(lanes, 1, 1, stretches, -1, 1)
     product = np.multiply if width == 1 else np.matmul  # BLAS takes ten times as long to multiply by a number
-    per_call = _CALL * calls // width // _ROWS * _ROWS
-    per_block = max(1, _BLOCK // (n_parts * width * per_call)) * per_call
+    per_block = max(1, _BLOCK // (n_parts * width))
+    per_call = _CALL * stretches // width
     done = 0
-    while done < rows:
+    while done < rows:  # whole blocks, then what is left in whole calls, then the rest in one
         per_block = min(per_block, rows - done)
         per_call = min(per_call, per_block)
         per_block -= per_block % per_call
         end = rows - (rows - done) % per_block
         block = _scratch.block[: n_parts * per_block * width].reshape(n_parts, per_block, width)
-        matrices = block.reshape(n_parts, -1, per_call, calls, width // calls).swapaxes(2, 3)
+        matrices = block.reshape(n_parts, -1, per_call, stretches, width // stretches).swapaxes(2, 3)
         sources = units[done:end].reshape(-1, per_block, *units.shape[1:])
-        results = out[..., done:end].reshape(n_lanes, n_parts, calls, len(sources), -1, per_call, 1)
+        results = out[..., done:end].reshape(lanes, n_parts, stretches, len(sources), -1, per_call, 1)
         for source, result in zip(sources, results.transpose(3, 0, 1, 4, 2, 5, 6), strict=True):
             elements = _codes(source, bits) if bits < _BYTE else source
             np.copyto(block, elements.transpose(2, 0, 1))

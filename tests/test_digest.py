@@ -369,6 +369,11 @@ def test_threads_get_the_same_sums():
     assert found == [expected] * 8
 
 
+def test_a_blocks_products_are_so_many_that_numpy_releases_the_gil():
+    # PyUFunc_GeneralizedFunctionInternal: NPY_BEGIN_THREADS_THRESHOLDED over the results, which asks for more than 500
+    assert digest.LANES * digest._BLOCK // digest._STRETCH > 2 * 500
+
+
 def test_blas_starts_no_threads_beside_the_callers():
     data = random_bytes(BF16, (1000, 4096))
     whole(data, BF16, (1000, 4096))
