@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -12,12 +13,16 @@ from shardctl.errors import SourceError
 from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from shardctl.dtype import DType
 
 RECORD: Final = "shardctl.json"
 SCHEMA: Final = "shardctl.checkpoint/1"
+_SEAL: Final = b',\n "seal": "'
+"""What stands between the record and the SHA-256 of all of it that comes before."""
+_READ_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,26 @@ class StoredBox:
     file: str
     name: str
     box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """The SHA-256 of what a file holds besides tensors: its header, or all of it."""
+
+    spans: tuple[tuple[int, int], ...]
+    """`(offset, bytes)` of the parts that were hashed, one after another."""
+    sha256: str
+
+
+def hash_spans(file: Path, spans: Sequence[tuple[int, int]]) -> Hashed:
+    """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read."""
+    state = hashlib.sha256()
+    with file.open("rb") as data:
+        for offset, size in spans:
+            data.seek(offset)
+            for start in range(0, size, _READ_BYTES):
+                state.update(data.read(min(_READ_BYTES, size - start)))
+    return Hashed(tuple(spans), state.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +93,13 @@ class Record:
     """Options that shaped the bytes, such as the cast."""
     files: Mapping[str, int]
     """Bytes of every file of the directory except this one."""
+    hashes: Mapping[str, Hashed] = field(default_factory=dict)
+    """Of every byte of those files that is not an element of a tensor; elements have digests."""
     tensors: Mapping[str, RecordedTensor] = field(default_factory=dict)
 
 
 def dump(record: Record) -> bytes:
-    """The record as deterministic JSON, one tensor a line."""
+    """The record as deterministic JSON, one tensor and one hash a line, sealed with a hash of itself."""
     files = list(record.files)
     number = {path: i for i, path in enumerate(files)}
     head: dict[str, Any] = {
@@ -100,8 +127,12 @@ def dump(record: Record) -> bytes:
             row["spelling"] = list(tensor.spelling)
         row["stored"] = [[number[s.file], s.name, list(s.box.origin), list(s.box.shape)] for s in tensor.stored]
         lines.append(f"  {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}")
-    text = json.dumps(head, indent=1)[:-2] + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
-    return text.encode()
+    hashes = [f"  {json.dumps(path)}: {json.dumps([h.spans, h.sha256])}" for path, h in record.hashes.items()]
+    text = json.dumps(head, indent=1)[:-2]
+    for title, rows in (("hashes", hashes), ("tensors", lines)):
+        text += f',\n "{title}": {{\n' + ",\n".join(rows) + "\n }"
+    body = text.encode()
+    return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def load(data: bytes, path: str = RECORD) -> Record:
@@ -113,6 +144,7 @@ def load(data: bytes, path: str = RECORD) -> Record:
                 f"{path} has schema {raw['schema']!r}, but this shardctl reads {SCHEMA!r}",
                 hint="use the version of shardctl that wrote it, or a newer one",
             )
+        _check_seal(data, str(raw["seal"]))
         files = list(raw["files"])
         mesh = raw["mesh"]
         return Record(
@@ -129,6 +161,10 @@ def load(data: bytes, path: str = RECORD) -> Record:
             architecture=str(raw["architecture"]),
             options={str(k): str(v) for k, v in raw["options"].items()},
             files={str(k): int(v) for k, v in raw["files"].items()},
+            hashes={
+                str(path): Hashed(tuple((int(start), int(size)) for start, size in spans), str(sha256))
+                for path, (spans, sha256) in raw["hashes"].items()
+            },
             tensors={str(name): _tensor(row, files) for name, row in raw["tensors"].items()},
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -136,6 +172,11 @@ def load(data: bytes, path: str = RECORD) -> Record:
             f"{path} is damaged: {type(error).__name__} {error}",
             hint=f"remove {path} to read the files without it; its digests are lost then",
         ) from error
+
+
+def _check_seal(data: bytes, seal: str) -> None:
+    if hashlib.sha256(data.rpartition(_SEAL)[0]).hexdigest() != seal:
+        raise ValueError("its seal does not fit its content")
 
 
 def _tensor(row: Mapping[str, Any], files: list[str]) -> RecordedTensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.errors import Interrupted
 from shardctl.execute.interrupt import stopping
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare
 from shardctl.workers import Effort
 
@@ -58,10 +59,15 @@ def diff(
     reading_b: Reading | None = None,
     effort: Effort | None = None,
 ) -> Diffed:
-    """Compare two checkpoints tensor by tensor and bit by bit, by canonical names."""
+    """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.
+
+    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ.
+    """
     effort = effort or Effort()
     with opened(a, reading_a) as first, opened(b, reading_b) as second, stopping(effort.stop):
         ours, theirs = first.manifest.tensors, second.manifest.tensors
+        require_agreement(list(ours.values()), first.source, effort)
+        require_agreement(list(theirs.values()), second.source, effort)
         changes, pairs = [], []
         for name in sorted({*ours, *theirs}):
             kind = _kind(ours.get(name), theirs.get(name))

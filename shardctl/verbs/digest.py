@@ -9,6 +9,7 @@ from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.errors import Interrupted
 from shardctl.execute.interrupt import stopping
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure
 from shardctl.workers import Effort
 
@@ -40,10 +41,14 @@ class Digested:
 
 
 def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort | None = None) -> Digested:
-    """Read the checkpoint at `path` once and digest it; equal for every layout of the same elements."""
+    """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
+
+    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ.
+    """
     effort = effort or Effort()
     with opened(path, reading) as checkpoint, stopping(effort.stop):
         tensors = sorted(checkpoint.manifest.tensors.values(), key=lambda t: t.name)
+        require_agreement(tensors, checkpoint.source, effort)
         found = measure(tensors, checkpoint.source, effort)
         if effort.stop:
             raise Interrupted("interrupted before the end; there is no digest", signal=effort.stop.signal)

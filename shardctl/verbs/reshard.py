@@ -17,11 +17,11 @@ from shardctl.execute.journal import Journal
 from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.manifest import Region
-from shardctl.record import RECORD, Record, RecordedTensor, StoredBox, dump, load
+from shardctl.record import RECORD, Hashed, Record, RecordedTensor, StoredBox, dump, hash_spans, load
 from shardctl.storage.local import LocalTarget
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.opening import Reading, opened
-from shardctl.verify.content import ties
+from shardctl.verify.agreement import require_agreement
 from shardctl.workers import Effort, Stop
 
 if TYPE_CHECKING:
@@ -94,10 +94,12 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
     staging.require_space(work.write_bytes)
     stop = Stop()
     with stopping(stop):
-        _check_ties(work, stop)
+        effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
+        require_agreement(list(work.have.tensors.values()), work.checkpoint.source, effort)
         with _unchanged(work, versions, staging):
             outcome = _copy(work, staging, Journal(staging.journal, header), progress, stop)
         record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
+        record = replace(record, hashes=_hashes(work, record, staging.data))
         content = dump(record)
         staging.write(RECORD, content)
         _heed(stop)
@@ -134,18 +136,6 @@ def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
         raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
     if source.is_relative_to(wanted):
         raise DestinationError(f"{destination} contains the source", hint="write to another directory")
-
-
-def _check_ties(work: Draft, stop: Stop) -> None:
-    """Refuse a tied weight of which two different versions are stored: one of them would be lost."""
-    effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
-    for found in ties(list(work.have.tensors.values()), work.checkpoint.source, effort):
-        tensor = work.have.tensors[found.tensor]
-        raise SourceError(
-            f"{' and '.join(dict.fromkeys(c.name for c in tensor.chunks))} are tied by config.json, "
-            f"but their stored values differ, first at {found.first}",
-            hint="if they are two weights, say so: --config with tie_word_embeddings false",
-        )
 
 
 def _matters(path: str, work: Draft) -> bool:
@@ -245,6 +235,12 @@ def _record(work: Draft, outcome: Outcome, identity: str, extra: dict[str, int])
         files=dict(sorted((sizes | extra).items())),
         tensors=tensors,
     )
+
+
+def _hashes(work: Draft, record: Record, folder: Path) -> dict[str, Hashed]:
+    """Hashes of the headers of data files and of all of the others, for the bytes that no digest speaks of."""
+    literals = {f.path: [(start, len(data)) for start, data in f.literals] for f in work.plan.want.files.values()}
+    return {path: hash_spans(folder / path, literals.get(path, [(0, size)])) for path, size in record.files.items()}
 
 
 def _result(work: Draft, staging: Staging, record: Record, outcome: Outcome, warnings: tuple[str, ...]) -> Resharded:

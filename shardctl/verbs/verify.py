@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -42,13 +43,19 @@ class Level:
     nbytes: int = 0
     """Bytes of tensors read."""
     seconds: float = 0.0
+    strict: bool = False
+    """Makes every warning an error."""
 
     def add(self, findings: Iterator[Finding]) -> None:
         """Note findings; an error fails the level."""
-        for finding in findings:
-            self.findings.append(finding)
-            if finding.severity == "error":
-                self.status = "failed"
+        self.findings += (replace(found, severity="error") if self.strict else found for found in findings)
+        if self.errors:
+            self.status = "failed"
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that fail the level."""
+        return [finding for finding in self.findings if finding.severity == "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +89,37 @@ def verify(
 ) -> Verified:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
 
-    `against` compares every element with another checkpoint, in whatever layouts the two are, and implies level full
-    for what shardctl wrote.
+    `against` compares every element, and every copy of it, with another checkpoint, in whatever layouts the two are.
     """
     if level not in LEVELS:
         raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(LEVELS)}")
-    effort = effort or Effort()
-    first = Level("structure")
+    effort, strict = effort or Effort(), bool(reading and reading.strict)
+    first = Level("structure", strict=strict)
     began = time.monotonic()
     record = _record(Path(path))
     if record is not None:
-        source = LocalSource(Path(path))
-        first.add(structure.check_files(record, source.files()))
-    missing = [f for f in first.findings if f.severity == "error"]
-    if missing:  # the headers cannot be trusted to be all there
+        with closing(LocalSource(Path(path))) as source:
+            first.add(structure.check_files(record, source.files()))
+            if not first.errors:
+                first.add(structure.check_hashes(record, source.root))
+    if first.errors:  # the headers cannot be trusted to be all there
         first.seconds = time.monotonic() - began
         return _cut_short(path, level, against, first, "files are not as recorded")
     with opened(path, reading) as checkpoint:
         first.add(_structure(checkpoint))
         first.tensors, first.seconds = len(checkpoint.manifest.tensors), time.monotonic() - began
-        if first.status == "failed":
+        if first.errors:
             return _cut_short(path, level, against, first, "the structure is wrong")
         levels, digest = [first], ""
         with stopping(effort.stop):
             if level == "full":
-                second, digest = _content(checkpoint, effort)
+                second, digest = _content(checkpoint, effort, strict=strict)
                 levels.append(second)
             if against is not None:
-                levels.append(_identity(checkpoint, against, reading, effort))
+                third = _identity(checkpoint, against, reading, effort)
+                if level != "full":
+                    third.add(_copies(checkpoint, effort))
+                levels.append(third)
         return Verified(str(path), str(against or ""), digest, tuple(levels))
 
 
@@ -136,8 +146,8 @@ def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("warning", "model", f"names and shapes were not checked: {checkpoint.model_error.message}")
 
 
-def _content(checkpoint: Checkpoint, effort: Effort) -> tuple[Level, str]:
-    level, began = Level("content"), time.monotonic()
+def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[Level, str]:
+    level, began = Level("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.manifest.tensors.values())
     found = content.measure(tensors, checkpoint.source, effort)
     _ended(effort.stop)
@@ -147,16 +157,20 @@ def _content(checkpoint: Checkpoint, effort: Effort) -> tuple[Level, str]:
         recorded = checkpoint.record.tensors.get(tensor.name) if checkpoint.record else None
         if recorded and recorded.digest != digests[tensor.name]:
             level.add(iter([_changed(tensor, recorded.digest, digests[tensor.name])]))
-    differences = content.replicas(tensors, checkpoint.source, effort)
-    _ended(effort.stop)
-    for d in differences:
-        message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
-        level.add(iter([Finding("error", "replicas", message, d.tensor, d.file, str(d.first))]))
+    level.add(_copies(checkpoint, effort))
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
     if not checkpoint.record:
         level.add(iter([Finding("warning", "digest", f"there is no {RECORD} to compare digests with")]))
     return level, checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in tensors)
+
+
+def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
+    differences = content.replicas(list(checkpoint.manifest.tensors.values()), checkpoint.source, effort)
+    _ended(effort.stop)
+    for d in differences:
+        message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
+        yield Finding("error", "replicas", message, d.tensor, d.file, str(d.first))
 
 
 def _oddities(tensor: Tensor, found: content.Content) -> Iterator[Finding]:
@@ -184,7 +198,7 @@ def _identity(
     reading: Reading | None,
     effort: Effort,
 ) -> Level:
-    level, began = Level("identity"), time.monotonic()
+    level, began = Level("identity", strict=bool(reading and reading.strict)), time.monotonic()
     with opened(against, reading) as other:
         mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
         filtered = bool(checkpoint.record and {"include", "exclude"} & set(checkpoint.record.options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -152,17 +152,6 @@ def _same_array(part: Chunk, chunk: Chunk) -> bool:
     if isinstance(part.where, Fill) or isinstance(chunk.where, Fill):
         return False
     return part.where.file == chunk.where.file and part.name == chunk.name and chunk.box.contains(part.box)
-
-
-def ties(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> list[Difference]:
-    """Compare what is stored of a tied weight under its several names; returns the ties that do not hold."""
-    pairs = []
-    for tensor in tensors:
-        names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
-        if tensor.ties and len(names) > 1:
-            by_name = [replace(tensor, chunks=tuple(c for c in tensor.chunks if c.name == name)) for name in names]
-            pairs += [(by_name[0], other) for other in by_name[1:]]
-    return compare(pairs, reader, reader, effort)
 
 
 def compare(

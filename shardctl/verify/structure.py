@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
 from shardctl.manifest import Fill
-from shardctl.record import RECORD
+from shardctl.record import RECORD, hash_spans
 from shardctl.verify.finding import Finding
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ def check_files(record: Record, files: Mapping[str, Stat]) -> Iterator[Finding]:
             )
 
 
+def check_hashes(record: Record, root: Path) -> Iterator[Finding]:
+    """Headers, indexes and side files whose bytes are not those that were written."""
+    for path, hashed in record.hashes.items():
+        if hash_spans(root / path, hashed.spans) != hashed:
+            part = "" if hashed.spans == ((0, record.files[path]),) else "the header of "
+            message = f"{part}{path} has changed: its SHA-256 is not the one in {RECORD}"
+            yield Finding("error", "hash", message, file=path)
+
+
 def check_modes(root: Path, files: Mapping[str, Stat]) -> Iterator[Finding]:
     """Files that only their owner can read, next to others that everyone can."""
     modes = {path: (root / path).stat().st_mode for path in files}
@@ -58,7 +67,7 @@ def check_coverage(manifest: Manifest) -> Iterator[Finding]:
         if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
             continue
         yield from _holes(tensor)
-        yield from _overlaps(tensor)
+        yield from overlaps(tensor)
 
 
 def _holes(tensor: Tensor) -> Iterator[Finding]:
@@ -74,7 +83,8 @@ def _holes(tensor: Tensor) -> Iterator[Finding]:
         )
 
 
-def _overlaps(tensor: Tensor) -> Iterator[Finding]:
+def overlaps(tensor: Tensor) -> Iterator[Finding]:
+    """The first place where two chunks overlap without being copies of each other, if there is one."""
     boxes = list(dict.fromkeys(chunk.box for chunk in tensor.chunks))
     if sum(box.size for box in boxes) == sum(part.size for _, part in disjoint(boxes)):
         return

@@ -1,0 +1,39 @@
+"""Whether a checkpoint says one thing of each element: what is stored twice is equal, and boxes do not half overlap."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardctl.errors import SourceError
+from shardctl.verify.content import replicas
+from shardctl.verify.structure import overlaps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.bands import Reader
+    from shardctl.manifest import Tensor
+    from shardctl.workers import Effort
+
+
+def require_agreement(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> None:
+    """Raise SourceError, naming the place, if two stored versions of an element differ: one of them would be lost.
+
+    Reads only what is stored more than once. Boxes that overlap in part are refused even where their values agree:
+    they are left over from another mesh. If `effort.stop` was set on the way, nothing is proved.
+    """
+    for tensor in tensors:
+        for found in overlaps(tensor):
+            raise SourceError(found.message, hint="a file may be left over from a save on another mesh; remove it")
+    for difference in replicas(tensors, reader, effort):
+        tensor = next(t for t in tensors if t.name == difference.tensor)
+        names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
+        where = f"differ in {difference.count:,} elements, first at {difference.first} in {difference.file}"
+        if tensor.ties and len(names) > 1:
+            raise SourceError(
+                f"{' and '.join(names)} are tied by config.json, but their stored values {where}",
+                hint="if they are two weights, say so: --config with tie_word_embeddings false",
+            )
+        raise SourceError(
+            f"{tensor.name}: copies {where}", hint="shardctl verify SRC --level full lists all that differ"
+        )
