@@ -54,14 +54,15 @@ _FLOATS: Final[dict[str, DTypeLike]] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
 _TABLE_BITS: Final = 8
-_BLOCK: Final = 1 << 14
-"""Elements cast at a time: source, result and the look at its largest magnitude stay in the second-level cache."""
+_BLOCK: Final = 1 << 17
+"""Elements cast at a time: near the cores' caches, yet long enough that two threads seldom meet at Python's lock."""
 
 
 def cast(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray[np.uint8]) -> CastReport:
     """Write the elements in `src`, bytes of dtype `have`, to `out` as bytes of dtype `want`.
 
-    Equal dtypes are copied bit by bit, NaNs included. Holds the GIL only between blocks.
+    Equal dtypes are copied bit by bit, NaNs included. Holds the GIL only between blocks, and
+    allocates at most 2 MiB while it runs.
 
     Raises:
         UsageError: there is no cast between the two dtypes.

@@ -2,8 +2,8 @@
 
 The definition, its guarantees with their proofs, and test vectors are in ``docs/design/digest.md``; a reader of that
 page alone must be able to compute the same numbers. This module is the fast way to do it: a block of elements becomes
-float64 in scratch that stays in the cache, BLAS takes the inner product of each row with the column keys (exact, since
-it stays below 2^53), and integers modulo 2^64 do the rest.
+float64 in a thread's scratch, BLAS takes the inner product of each row with the column keys (exact, since it stays
+below 2^53), and integers modulo 2^64 do the rest.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def partial(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> Sums:
     """The sums over the elements of `box`, a box of a global tensor of `shape`, whose row-major bytes are `data`.
 
     Holds the GIL only between blocks, and may run in many threads at once; each keeps 1 MiB of scratch and
-    allocates at most 2 MiB while it runs.
+    allocates at most 3 MiB while it runs.
 
     Raises:
         ValueError: the box is not inside the tensor, or `data` has not the bytes of the box.
