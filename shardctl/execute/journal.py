@@ -49,7 +49,7 @@ class Journal:
             if self.header(path) == self._header:
                 self._load()
             fresh = not self.entries
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else os.O_APPEND)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else 0)
             self._descriptor = os.open(path, flags, 0o600)
         self._write(json.dumps(self._header) + "\n" if fresh else "\n")  # a newline ends a torn line
 

@@ -23,6 +23,8 @@ class Note:
 
     way: Way
     """`rename`: the tree to a free name; `exchange`: the tree with an old one; `move`: file by file."""
+    tree: str
+    """The name of the tree in the staging area."""
     inode: int = 0
     """Of the tree, for an exchange, after which both trees are still there."""
     files: tuple[str, ...] = ()
@@ -38,7 +40,7 @@ class Note:
         """The note of an earlier run; None if there is none, or if it was not finished, when nothing had begun."""
         try:
             raw = json.loads(path.read_bytes())
-            return cls(raw["way"], int(raw["inode"]), tuple(raw["files"]))
+            return cls(raw["way"], str(raw["tree"]), int(raw["inode"]), tuple(raw["files"]))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError):
@@ -63,12 +65,14 @@ def way_back(files: Iterable[str], destination: Path, data: Path) -> None:
 
     A file is one that was moved if it is at the destination and no longer where it was staged.
     """
+    folders = set()
     for path in files:
         moved, staged = destination / path, data / path
+        folders |= {destination / folder for folder in moved.relative_to(destination).parents[:-1]}
         if moved.exists() and not staged.exists():
             make_directories(staged.parent)
             moved.rename(staged)
             sync_directory(staged.parent)
-            for folder in moved.relative_to(destination).parents[:-1]:
-                with contextlib.suppress(OSError):
-                    (destination / folder).rmdir()
+    for folder in sorted(folders, reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()

@@ -49,7 +49,7 @@ class Staging:
         beside = self.destination.parent / f".{self.destination.name}.shardctl"
         self.root = self.destination / _INSIDE if self._inside else beside
         self.data = self.root / "data"
-        """The tree that becomes the destination."""
+        """The tree that becomes the destination, once `begin` has said which."""
         self.journal = self.root / "journal.jsonl"
         self.published = False
         """Whether an earlier run was killed after its result had taken its final name."""
@@ -78,8 +78,8 @@ class Staging:
 
     def __exit__(self, *exception: object) -> None:
         if self._lock.held:
-            with contextlib.suppress(OSError):
-                if not self.journal.exists() and not self._note.exists():
+            if not self.journal.exists():
+                with contextlib.suppress(OSError):
                     self.data.rmdir()  # nothing was begun
             self._leave()
 
@@ -89,10 +89,12 @@ class Staging:
         with contextlib.suppress(OSError):
             self.root.rmdir()
 
-    def begin(self, *, keep: bool) -> None:
+    def begin(self, tree: str, *, keep: bool) -> None:
         """Make the staging area ready to be filled; `keep` keeps what an earlier run left, else it is thrown away.
 
-        Raises DestinationError if a finished checkpoint stands at the destination and nobody said it may be replaced.
+        `tree` names the result: runs that write different bytes never share files, even if they broke each other's
+        lock. Raises DestinationError if a finished checkpoint stands at the destination and nobody said it may be
+        replaced.
         """
         if self.published:
             keep = False
@@ -100,18 +102,19 @@ class Staging:
         self._require_replaceable()
         if not keep:
             self.discard()
+        self.data = self.root / tree
         with told(self.data, "making"):
             self.data.mkdir(exist_ok=True)
 
     def discard(self) -> None:
         """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
-        with told(self.data, "removing"):
+        with told(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
-            _remove(self.data)
+            self._remove_trees(but=self._old)
 
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
-        have = sum(f.stat().st_blocks * 512 for f in self.data.rglob("*") if f.is_file())
+        have = sum(f.stat().st_blocks * 512 for f in self.root.rglob("*") if f.is_file())
         disk = shutil.disk_usage(self.root)
         if disk.total and disk.free + have < nbytes:  # some file systems know nothing of their size
             raise DestinationError(
@@ -156,11 +159,15 @@ class Staging:
 
     def _forget(self) -> None:
         """What tells a finished run from none goes last."""
-        for leftover in (self._old, self.data):
-            _remove(leftover)
+        self._remove_trees()
         self.journal.unlink(missing_ok=True)
         self._note.unlink(missing_ok=True)
         self.published = False
+
+    def _remove_trees(self, *, but: Path | None = None) -> None:
+        for entry in self.root.iterdir():
+            if entry != but and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
 
     def _require_replaceable(self) -> None:
         if _examine(self.destination, moving=self._note.exists()) != "ours" or self.published:
@@ -181,7 +188,7 @@ class Staging:
 
     def _require_own_directory(self) -> None:
         """Refuse a directory that somebody else laid here: its journal could lie, its links lead our writes away."""
-        if self.root.is_symlink() or self.data.is_symlink() or not _ours(self.root):
+        if self.root.is_symlink() or not _ours(self.root):
             raise DestinationError(
                 f"{self.root} was not made by this user", hint="remove it, or choose another destination"
             )
@@ -199,7 +206,7 @@ class Staging:
                 )
 
     def _take_name(self) -> None:
-        Note("rename").write(self._note)
+        Note("rename", self.data.name).write(self._note)
         try:
             self.data.rename(self.destination)
         except OSError as error:
@@ -212,7 +219,7 @@ class Staging:
         sync_directory(self.destination.parent)
 
     def _exchange(self) -> None:
-        Note("exchange", self.data.stat().st_ino).write(self._note)
+        Note("exchange", self.data.name, inode=self.data.stat().st_ino).write(self._note)
         if not linux.exchange(self.data, self.destination):
             self.destination.rename(self._old)
             try:
@@ -225,7 +232,7 @@ class Staging:
 
     def _move_in(self, files: list[str]) -> None:
         """Weights first, `config.json` and the record last."""
-        Note("move", files=tuple(files)).write(self._note)
+        Note("move", self.data.name, files=tuple(files)).write(self._note)
         last = [path for path in ("config.json", RECORD) if path in files]
         for path in [*(f for f in files if f not in last), *last]:
             target = self.destination / path
@@ -241,6 +248,7 @@ class Staging:
         note = Note.read(self._note)
         if note is None:
             return
+        self.data = self.root / note.tree
         if note.way == "exchange" and self._old.exists() and not self.destination.exists():
             self._old.rename(self.destination)  # between the two renames that stand for an exchange
             sync_directory(self.destination.parent)
@@ -304,10 +312,3 @@ def _ours(directory: Path) -> bool:
         return True
     with tempfile.TemporaryFile(dir=directory) as probe:
         return os.fstat(probe.fileno()).st_uid == owner
-
-
-def _remove(tree: Path) -> None:
-    if tree.is_symlink():
-        tree.unlink()
-    elif tree.exists():
-        shutil.rmtree(tree)

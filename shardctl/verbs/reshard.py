@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
     if same:
         header["block"] = block  # so that the bands are the same ones
         work = replace(work, budget=work.budget.with_block(int(block or 0)))
-    staging.begin(keep=same)
+    staging.begin(_name(identity, versions, sha256), keep=same)
     staging.require_space(work.write_bytes)
     stop = Stop()
     with stopping(stop):
@@ -105,6 +106,11 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         _heed(stop)
         warnings = staging.publish({**record.files, RECORD: len(content)})
     return _result(work, staging, record, outcome, warnings)
+
+
+def _name(*result: object) -> str:
+    """A name that two results share only if their bytes are the same."""
+    return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
 
 
 def _copy(work: Draft, staging: Staging, journal: Journal, progress: Progress, stop: Stop) -> Outcome:

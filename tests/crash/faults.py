@@ -1,0 +1,111 @@
+"""Sees every call that changes the file system, in order, and makes chosen ones go wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardctl.storage import linux
+
+DATA = {"write", "pwrite"}
+"""Calls that carry bytes, and can be torn."""
+PYTHONS = (*DATA, "fsync", "open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "link")
+OURS = ("reserve", "exchange", "rename_new")
+
+
+@dataclass
+class Faults:
+    """What is to go wrong at which call; the calls are numbered from 0."""
+
+    kill_at: int | None = None
+    torn: bool = False
+    """The killed write has written half."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """The errno name that a call fails with, without doing anything."""
+    lose: int | None = None
+    """An fsync that fails, after which later ones succeed, as Linux has it."""
+    short: bool = False
+    """Every write writes only a part."""
+    actions: dict[int, list] = field(default_factory=dict)
+    """`[what, path]` that happens to the source before a call."""
+    delay: float = 0
+    """Seconds that every pwrite takes longer."""
+    no_exchange: bool = False
+    """The file system cannot swap two names."""
+    calls: list = field(default_factory=list)
+    """`[name, path]` of every call so far."""
+
+    def install(self):
+        """Put wrappers around everything that changes files; there is no way back."""
+        self._lock = threading.RLock()
+        self._names = {}
+        self._pwrite = os.pwrite
+        for name in PYTHONS:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+        for name in OURS:
+            setattr(linux, name, self._wrapped(name, getattr(linux, name)))
+
+    def _wrapped(self, name, call):
+        def wrapper(*args, **options):
+            if name == "open" and not args[1] & os.O_CREAT:
+                return self._remember(call(*args, **options), args[0])
+            with self._lock:
+                number = len(self.calls)
+                self.calls.append([name, self._path(args[0])])
+                self._strike(number, name, call, args)
+                if name in DATA and self.short and len(args[1]) > 1:
+                    args = (args[0], memoryview(args[1])[: max(len(args[1]) // 3, 1)], *args[2:])
+                if name == "exchange" and self.no_exchange:
+                    return False
+            if name == "pwrite" and self.delay:
+                time.sleep(self.delay)
+            result = call(*args, **options)
+            return self._remember(result, args[0]) if name == "open" else result
+
+        return wrapper
+
+    def _remember(self, descriptor, path):
+        self._names[descriptor] = os.fspath(path)
+        return descriptor
+
+    def _path(self, what):
+        return self._names.get(what, "?") if isinstance(what, int) else os.fspath(what)
+
+    def _strike(self, number, name, call, args):
+        if number in self.actions:
+            happen(*self.actions[number])
+        if number == self.kill_at:
+            if self.torn and name in DATA:
+                call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number in self.errors:
+            code = getattr(errno, self.errors[number])
+            raise OSError(code, os.strerror(code))
+
+
+def happen(what, path):
+    """Do something to a source file, as another program would; `os` as it was imported here is not watched."""
+    path = Path(path)
+    if what == "truncate":
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+    elif what == "modify":
+        with path.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x5a")
+    elif what == "replace":
+        other = path.with_name("other")
+        other.write_bytes(bytes(reversed(path.read_bytes())))
+        _rename(other, path)
+    elif what == "delete":
+        _unlink(path)
+    else:
+        raise AssertionError(what)
+
+
+_rename, _unlink = os.rename, os.unlink

@@ -1,0 +1,102 @@
+"""Runs `reshard` with faults in a process of its own: one process that has everything imported forks for each job.
+
+Jobs come as JSON lines on standard input, and what became of each goes to standard output. A child process that is
+killed in the middle of a system call is the only honest test of what survives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+from crash_site import checkpoint
+from faults import Faults
+
+from shardctl.errors import ShardctlError
+from shardctl.execute import engine
+from shardctl.mesh import Mesh
+from shardctl.storage import local
+from shardctl.verbs import drafting
+from shardctl.verbs.reshard import reshard
+
+BLOCK = 8192
+
+
+def make_everything_small():
+    """Blocks of a few kB, a journal that grows every few of them, and direct I/O for anything that fills a page."""
+    usual = drafting.budget
+    drafting.budget = lambda *args: replace(usual(*args), block=BLOCK)
+    engine.SYNC_BYTES = 3 * BLOCK
+    local._LARGE = 4096
+
+
+def run(job):
+    """One conversion; what came of it, with every mutating call in order."""
+    make_everything_small()
+    os.umask(job.get("umask", 0o022))
+    faults = Faults(**job.get("faults", {}))
+    faults.actions = {int(number): action for number, action in faults.actions.items()}
+    faults.errors = {int(number): name for number, name in faults.errors.items()}
+    tp = job.get("tp", 2)
+    wish = drafting.Wish(
+        mesh=Mesh.of(tp=tp) if tp > 1 else None, threads=job.get("threads", 1), dtype=job.get("dtype", "keep")
+    )
+    options = {key: job[key] for key in ("overwrite", "resume", "sha256") if key in job}
+    faults.install()
+    try:
+        done = reshard(job["source"], job["destination"], wish, **options)
+    except ShardctlError as error:
+        result = {"code": error.exit_code, "error": type(error).__name__, "message": str(error), "hint": error.hint}
+    except BaseException:  # noqa: BLE001 - the parent wants to see it
+        result = {"code": 1, "error": "bug", "message": traceback.format_exc()}
+    else:
+        result = {
+            "code": 0,
+            "kept": done.kept_bytes,
+            "written": done.written_bytes,
+            "warnings": done.warnings,
+            "digest": done.record.digest,
+        }
+    return {**result, "calls": faults.calls}
+
+
+def fork(job):
+    """The result of a job in a child process; `killed` is the signal that ended it, if one did."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(read)
+        with os.fdopen(write, "wb", closefd=False) as pipe:
+            pipe.write(json.dumps(run(job)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return json.loads(said) if os.WIFEXITED(status) else {"killed": os.WTERMSIG(status)}
+
+
+def warm():
+    """Compute once what every child would compute again, such as the digest's keys."""
+    with tempfile.TemporaryDirectory() as place:
+        source = str(checkpoint(Path(place, "source")))
+        for tp in (1, 2):
+            reshard(source, Path(place, f"out{tp}"), drafting.Wish(mesh=Mesh.of(tp=tp), threads=1))
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    if len(sys.argv) > 1:
+        json.dump(run(json.loads(sys.argv[1])), answers)
+    else:
+        warm()
+        for line in sys.stdin:
+            print(json.dumps(fork(json.loads(line))), file=answers, flush=True)
+    with contextlib.suppress(OSError):
+        answers.close()
