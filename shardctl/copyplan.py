@@ -75,16 +75,17 @@ def join(have: Manifest, want: Manifest) -> CopyPlan:
     SourceError if the two disagree about a shape; UnsupportedError if an affine would have to be applied.
     """
     copies = []
+    known: dict[object, list[tuple[int, Box]]] = {}
     for name, wanted in want.tensors.items():
         stored = have.tensors.get(name)
         if stored is None:
             raise CoverageError(f"{name} is wanted but the source does not hold it")
-        copies.append(_join_tensor(stored, wanted))
+        copies.append(_join_tensor(stored, wanted, known))
     copies.sort(key=_first_byte)
     return CopyPlan(have, want, tuple(copies))
 
 
-def _join_tensor(stored: Tensor, wanted: Tensor) -> TensorCopy:
+def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> TensorCopy:
     name = stored.name
     if stored.shape != wanted.shape:
         raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
@@ -94,10 +95,18 @@ def _join_tensor(stored: Tensor, wanted: Tensor) -> TensorCopy:
     affine = {c.affine for c in stored.chunks} | {c.affine for c in wanted.chunks}
     if len(affine) > 1:
         raise UnsupportedError(f"{name} needs the change {sorted(affine - {''})}, which is not supported yet")
-    parts = _parts(stored)
-    needed = _needed(wanted, parts)
-    prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
-    return TensorCopy(stored, wanted, tuple(narrow(stored.chunks[i], box) for i, box in needed))
+    reads = _matched(stored, wanted, known)
+    return TensorCopy(stored, wanted, tuple(narrow(stored.chunks[i], box) for i, box in reads))
+
+
+def _matched(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> list[tuple[int, Box]]:
+    """The boxes to read, each with the position of its chunk; layers are alike, so the answers are kept in `known`."""
+    key = (wanted.shape, *(c.box for c in stored.chunks), None, *(c.box for c in wanted.chunks))
+    if key not in known:
+        parts = _parts(stored)
+        prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
+        known[key] = _needed(wanted, parts)
+    return known[key]
 
 
 def cover(tensor: Tensor) -> tuple[Chunk, ...]:

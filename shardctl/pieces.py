@@ -46,50 +46,46 @@ class Placed:
     keep_names: bool = False
     """Hold tensors under the names of the original checkpoint rather than the canonical ones."""
 
-    def __post_init__(self) -> None:
-        checked: set[tuple[tuple[int, ...], Spec]] = set()
-        for tensor in self.tensors:
-            key = (tensor.shape, self.specs[tensor.name])
-            if key not in checked:
-                check(tensor.name, *key, self.mesh)
-                checked.add(key)
-
     def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[Held]]]:
         """Every rank with what it holds that no earlier rank is a replica of, in model order.
 
         With `replicas`, everything it holds. Ranks of dp and cp replicate what is not an expert's; of an expert, the
         ranks that ep, etp and fsdp leave over are replicas.
+
+        Raises CutError, naming a tensor, if the mesh cannot cut it.
         """
-        stage_of = self._stages_of()
-        memory: dict[tuple[object, ...], tuple[Box, ...]] = {}
+        kinds, kind_of = self._kinds()
+        stages = self._on_stages()
         alike: dict[tuple[object, ...], list[Held]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
             dense, expert = (True, True) if replicas else _first(at)
             key = (dense, expert, *(at[axis] for axis in HOLDING))
             if key not in alike:
+                parts = [
+                    tuple(boxes(shape, spec, self.mesh, at)) if (expert if spec.of_expert else dense) else ()
+                    for shape, spec in kinds
+                ]
                 alike[key] = [
-                    held
-                    for tensor in self.tensors
-                    if (expert if self.specs[tensor.name].of_expert else dense)
-                    and (held := self._held(tensor, stage_of[tensor.name], at, memory))
+                    Held(tensor, self._names(tensor, place, places), parts[kind_of[tensor.name]])
+                    for tensor, place, places in stages[at["pp"]]
+                    if parts[kind_of[tensor.name]]
                 ]
             yield rank, alike[key]
 
-    def _held(
-        self,
-        tensor: Tensor,
-        on: tuple[int, ...],
-        at: Mapping[str, int],
-        memory: dict[tuple[object, ...], tuple[Box, ...]],
-    ) -> Held | None:
-        if at["pp"] not in on:
-            return None
-        spec = self.specs[tensor.name]
-        key = (tensor.shape, spec.cuts, spec.member, *(at[axis] for axis in spec.axes))
-        if key not in memory:
-            memory[key] = tuple(boxes(tensor.shape, spec, self.mesh, at))
-        return Held(tensor, self._names(tensor, on.index(at["pp"]), len(on)), memory[key]) if memory[key] else None
+    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], Spec]], dict[str, int]]:
+        """The pairs of shape and cuts, of which a model has few, and which one each tensor is."""
+        numbers: dict[tuple[object, ...], int] = {}
+        kinds: list[tuple[tuple[int, ...], Spec]] = []
+        kind_of = {}
+        for tensor in self.tensors:
+            spec = self.specs[tensor.name]
+            number = numbers.setdefault((tensor.shape, spec.cuts, spec.member), len(numbers))
+            if number == len(kinds):
+                kinds.append((tensor.shape, spec))
+                check(tensor.name, tensor.shape, spec, self.mesh)
+            kind_of[tensor.name] = number
+        return kinds, kind_of
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
         """A tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
@@ -98,16 +94,17 @@ class Placed:
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]
 
-    def _stages_of(self) -> dict[str, tuple[int, ...]]:
+    def _on_stages(self) -> list[list[tuple[Tensor, int, int]]]:
+        """For each stage its tensors, each with its place among the stages that hold it, and their number."""
         stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
         last = self.mesh.degree("pp") - 1
-        found = {}
+        stages: list[list[tuple[Tensor, int, int]]] = [[] for _ in range(last + 1)]
         for tensor in self.tensors:
-            on = set()
-            for kind, layer in self.specs[tensor.name].where:
-                on.add({"first": 0, "last": last}.get(kind, -1) if kind != "layer" else stage_of_layer[layer])
-            found[tensor.name] = tuple(sorted(on))
-        return found
+            where = self.specs[tensor.name].where
+            on = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
+            for place, stage in enumerate(sorted(on)):
+                stages[stage].append((tensor, place, len(on)))
+        return stages
 
 
 def _first(at: Mapping[str, int]) -> tuple[bool, bool]:
@@ -155,6 +152,7 @@ def balance(costs: Sequence[int], first: int, last: int, count: int) -> tuple[in
 
 def _fill(costs: Sequence[int], first: int, last: int, count: int, limit: int) -> tuple[int, ...] | None:
     """Stages under `limit`, each as even as the limit allows, or None; every stage gets at least one layer."""
+    needed = _stages_needed(costs, last, limit)
     stages: list[int] = []
     position = 0
     for stage in range(count):
@@ -163,8 +161,7 @@ def _fill(costs: Sequence[int], first: int, last: int, count: int, limit: int) -
         fair = -(-(len(costs) - position) // (left + 1))
         taken = 0
         while position < len(costs) - left and load + costs[position] <= limit:
-            rest = sum(costs[position:]) + last
-            if taken >= max(fair, 1) and left and rest <= left * limit and _fits(costs[position:], last, left, limit):
+            if left and taken >= max(fair, 1) and needed[position] <= left:
                 break
             load += costs[position]
             position += 1
@@ -175,14 +172,15 @@ def _fill(costs: Sequence[int], first: int, last: int, count: int, limit: int) -
     return tuple(stages) if position == len(costs) else None
 
 
-def _fits(costs: Sequence[int], last: int, count: int, limit: int) -> bool:
-    """Whether `count` greedy stages under `limit` hold `costs`, the final one also `last`."""
-    stages, load = 1, last
-    for cost in reversed(costs):
-        if load + cost > limit:
+def _stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
+    """How few stages under `limit` hold the layers from each one on, the final stage also `last`."""
+    needed, stages, load = [0] * len(costs), 1, last
+    for position in reversed(range(len(costs))):
+        if load + costs[position] > limit:
             stages, load = stages + 1, 0
-        load += cost
-    return stages <= count and load <= limit
+        load += costs[position]
+        needed[position] = stages if max(load, last) <= limit else len(costs) + 1
+    return needed
 
 
 def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
