@@ -47,8 +47,8 @@ def bind(model: Model, stored: Manifest) -> Manifest:
 def meaning(model: Model, name: str) -> str | None:
     """The name by which the model knows what is stored as `name`, or None if it does not.
 
-    The name itself wins; then it with or without a base-model prefix, and then in an older spelling. For a tied
-    weight this may be any of its names.
+    The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
+    spelling. For a tied weight this may be any of its names.
     """
     for reading in _readings(model, name):
         if reading in model.tensors or reading in model.aliases:
@@ -73,23 +73,25 @@ def _noun(names: Sequence[str]) -> str:
 
 
 def _readings(model: Model, name: str) -> Iterator[str]:
-    for spelled in (name, _modern(model.legacy, name)):
-        yield spelled
+    bare = [name, *(name.removeprefix(f"{p}.") for p in model.prefixes if name.startswith(f"{p}."))]
+    for reading in (*bare, *(_modern(model.legacy, each) for each in bare)):
+        yield reading
         if model.prefix:
-            yield f"{model.prefix}.{spelled}"
-        for prefix in model.prefixes:
-            bare = spelled.removeprefix(f"{prefix}.")
-            if bare != spelled:
-                yield bare
-                if model.prefix:
-                    yield f"{model.prefix}.{bare}"
+            yield f"{model.prefix}.{reading}"
 
 
 def _modern(legacy: Mapping[str, str], name: str) -> str:
+    """The name with each older run of parts, at its first place, replaced by the present one.
+
+    >>> _modern({"layer": "layers", "^head": "lm_head"}, "head.layer.0.layer_norm")
+    'lm_head.layers.0.layer_norm'
+    """
+    dotted = f".{name}."
     for old, new in legacy.items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
-    return name
+        start, run = old.startswith("^"), f".{old.removeprefix('^')}."
+        if dotted.startswith(run) if start else run in dotted:
+            dotted = dotted.replace(run, f".{new}.", 1)
+    return dotted[1:-1]
 
 
 def _missing(model: Model, found: Mapping[str, object]) -> list[str]:

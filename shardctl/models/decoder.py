@@ -1,4 +1,4 @@
-"""The table of Llama and of those who took over its names: Mistral, Qwen, Gemma.
+"""The table of Llama and of those who took over its names, whole and in the parts that others combine.
 
 Names and shapes follow transformers 5 (`models/llama/modeling_llama.py` and the `modular_*.py` that inherit from it).
 """
@@ -14,30 +14,51 @@ if TYPE_CHECKING:
 
     from shardctl.models.config import Config
 
-DECODER: Final = (
-    Row(".embed_tokens.weight", "vocab hidden", on="first"),
-    Row(".layers.{layer}.self_attn.q_proj.weight", "q hidden"),
-    Row(".layers.{layer}.self_attn.q_proj.bias", "q", when="qkv_bias"),
-    Row(".layers.{layer}.self_attn.k_proj.weight", "kv hidden"),
-    Row(".layers.{layer}.self_attn.k_proj.bias", "kv", when="qkv_bias"),
-    Row(".layers.{layer}.self_attn.v_proj.weight", "kv hidden"),
-    Row(".layers.{layer}.self_attn.v_proj.bias", "kv", when="qkv_bias"),
-    Row(".layers.{layer}.self_attn.o_proj.weight", "hidden q"),
-    Row(".layers.{layer}.self_attn.o_proj.bias", "hidden", when="o_bias"),
-    Row(".layers.{layer}.self_attn.q_norm.weight", "head", when="qk_norm"),
-    Row(".layers.{layer}.self_attn.k_norm.weight", "head", when="qk_norm"),
-    Row(".layers.{layer}.self_attn.rotary_emb.inv_freq", "*", buffer="F32"),
-    Row(".layers.{layer}.mlp.gate_proj.weight", "ffn hidden"),
-    Row(".layers.{layer}.mlp.gate_proj.bias", "ffn", when="mlp_bias"),
-    Row(".layers.{layer}.mlp.up_proj.weight", "ffn hidden"),
-    Row(".layers.{layer}.mlp.up_proj.bias", "ffn", when="mlp_bias"),
-    Row(".layers.{layer}.mlp.down_proj.weight", "hidden ffn"),
-    Row(".layers.{layer}.mlp.down_proj.bias", "hidden", when="mlp_bias"),
-    Row(".layers.{layer}.input_layernorm.weight", "hidden"),
-    Row(".layers.{layer}.post_attention_layernorm.weight", "hidden"),
-    Row(".layers.{layer}.pre_feedforward_layernorm.weight", "hidden", when="sandwich_norm"),
-    Row(".layers.{layer}.post_feedforward_layernorm.weight", "hidden", when="sandwich_norm"),
-    Row(".norm.weight", "hidden", on="last"),
+LAYER: Final = ".layers.{layer}"
+EMBEDDING: Final = (Row(".embed_tokens.weight", "vocab hidden", on="first"),)
+QKVO: Final = (
+    Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
+    Row(f"{LAYER}.self_attn.q_proj.bias", "q", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.k_proj.bias", "kv", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.v_proj.bias", "kv", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q"),
+    Row(f"{LAYER}.self_attn.o_proj.bias", "hidden", when="o_bias"),
+    Row(f"{LAYER}.self_attn.rotary_emb.inv_freq", "*", buffer="F32"),
+)
+HEAD_NORMS: Final = (
+    Row(f"{LAYER}.self_attn.q_norm.weight", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_norm.weight", "head", when="qk_norm"),
+)
+"""Norms of each head of q and k, which all heads share."""
+GATED: Final = (
+    Row(f"{LAYER}.mlp.gate_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.mlp.gate_proj.bias", "ffn", when="mlp_bias"),
+    Row(f"{LAYER}.mlp.up_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.mlp.up_proj.bias", "ffn", when="mlp_bias"),
+    Row(f"{LAYER}.mlp.down_proj.weight", "hidden ffn"),
+    Row(f"{LAYER}.mlp.down_proj.bias", "hidden", when="mlp_bias"),
+)
+FUSED_GATED: Final = (
+    Row(f"{LAYER}.mlp.gate_up_proj.weight", "ffn+ffn hidden"),
+    Row(f"{LAYER}.mlp.down_proj.weight", "hidden ffn"),
+)
+"""Gate and up projection in one tensor, the gate's rows first."""
+NORMS: Final = (
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
+)
+BIASED_NORMS: Final = (
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.input_layernorm.bias", "hidden"),
+    Row(f"{LAYER}.post_attention_layernorm.weight", "hidden", when="sequential"),
+    Row(f"{LAYER}.post_attention_layernorm.bias", "hidden", when="sequential"),
+)
+"""Norms with biases; only one where attention and MLP run in parallel."""
+LAST_NORM: Final = (Row(".norm.weight", "hidden", on="last"),)
+BIASED_LAST_NORM: Final = (*LAST_NORM, Row(".norm.bias", "hidden", on="last"))
+HEADS: Final = (
     Row(".rotary_emb.inv_freq", "*", on="first", buffer="F32"),
     Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embed_tokens.weight"),
     Row("score.weight", "labels hidden", when="score", on="last"),
@@ -45,23 +66,44 @@ DECODER: Final = (
     Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
     Row("qa_outputs.bias", "2", when="question", on="last"),
 )
+"""What the classes of a decoder have after the base model."""
+DECODER: Final = (
+    *EMBEDDING,
+    *QKVO,
+    *HEAD_NORMS,
+    *GATED,
+    *NORMS,
+    Row(f"{LAYER}.pre_feedforward_layernorm.weight", "hidden", when="sandwich_norm"),
+    Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden", when="sandwich_norm"),
+    *LAST_NORM,
+    *HEADS,
+)
 """Attention may have biases and norms of q and k, and each half of a layer one norm or two (`sandwich_norm`)."""
 
 
-def decoder_classes(stem: str, *, question: str | None = "model", text: str = "Model") -> Mapping[str, ModelClass]:
+def decoder_classes(
+    stem: str,
+    *,
+    prefix: str = "model",
+    question: str | None = "",
+    sentence: bool = True,
+    token: bool = True,
+    text: str = "Model",
+) -> Mapping[str, ModelClass]:
     """The classes that transformers generates for such a decoder.
 
-    `question` is the base model's prefix in the question-answering class, or None if there is no such class;
-    `text` ends the name of the base model.
+    `prefix` is the base model's, `question` that of the question-answering class if it differs, or None if there is
+    no such class; `sentence` and `token` say whether there are classes that classify them; `text` ends the name of
+    the base model.
     """
-    asked = {f"{stem}ForQuestionAnswering": ModelClass(question, "question")} if question else {}
-    return {
-        f"{stem}ForCausalLM": ModelClass("model", "lm"),
-        f"{stem}{text}": ModelClass(),
-        f"{stem}ForSequenceClassification": ModelClass("model", "score"),
-        f"{stem}ForTokenClassification": ModelClass("model", "score score_bias"),
-        **asked,
-    }
+    classes = {f"{stem}ForCausalLM": ModelClass(prefix, "lm"), f"{stem}{text}": ModelClass()}
+    if sentence:
+        classes[f"{stem}ForSequenceClassification"] = ModelClass(prefix, "score")
+    if token:
+        classes[f"{stem}ForTokenClassification"] = ModelClass(prefix, "score score_bias")
+    if question is not None:
+        classes[f"{stem}ForQuestionAnswering"] = ModelClass(question or prefix, "question")
+    return classes
 
 
 def decoder_facts(
@@ -104,7 +146,8 @@ def decoder_facts(
             "mlp_bias": mlp_bias,
             "qk_norm": qk_norm,
             "sandwich_norm": sandwich_norm,
-            # Gemma has no class with these; where a class has them, the class decides.
+            # Not every family has classes with these; where one has, the class decides.
+            "score": False,
             "score_bias": False,
             "question": False,
         },

@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError
 from shardctl.models.bert import BERT
+from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
 from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.glm import GLM, GLM4
 from shardctl.models.gpt2 import GPT2
+from shardctl.models.granite import GRANITE
 from shardctl.models.llama import LLAMA
-from shardctl.models.mistral import MISTRAL
+from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from shardctl.models.olmo import OLMO, OLMO2, OLMO3
+from shardctl.models.phi import PHI, PHI3
 from shardctl.models.qwen import QWEN2, QWEN3
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
+from shardctl.models.stablelm import STABLELM
+from shardctl.models.starcoder2 import STARCODER2
 from shardctl.models.t5 import T5
 from shardctl.models.table import build
 
@@ -29,15 +36,29 @@ KvHeads = Literal["replicate", "error"]
 
 FAMILIES: Final[tuple[Family, ...]] = (
     BERT,
+    COHERE,
+    COHERE2,
     GEMMA,
     GEMMA2,
     GEMMA3_TEXT,
+    GLM,
+    GLM4,
     GPT2,
+    GRANITE,
     LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
+    OLMO,
+    OLMO2,
+    OLMO3,
+    PHI,
+    PHI3,
     QWEN2,
     QWEN3,
     ROBERTA,
+    STABLELM,
+    STARCODER2,
     T5,
     XLM_ROBERTA,
 )

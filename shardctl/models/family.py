@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,14 +46,34 @@ class Index:
 class Facts:
     """What a family reads from a config."""
 
-    dims: Mapping[str, Dim]
-    """The logical dims by name."""
+    dims: Mapping[str, Dim | tuple[Dim, ...]]
+    """The logical dims by name; several, if the config says which are fused along one dim."""
     indices: Mapping[str, Index]
     """The indices by name."""
     flags: Mapping[str, bool | Collection[int]] = field(default_factory=dict)
     """Conditions by name: true, false, or the values of the outermost index for which it is true."""
     stages: Mapping[str, tuple[Where, int]] = field(default_factory=dict)
     """Stages by name, beside `first` and `last`."""
+
+    def size(self, name: str) -> int:
+        """Elements of a logical dim."""
+        dims = self.dims[name]
+        return sum(dim.size for dim in dims) if isinstance(dims, tuple) else dims.size
+
+    def also(
+        self,
+        *,
+        dims: Mapping[str, Dim | tuple[Dim, ...]] | None = None,
+        indices: Mapping[str, Index] | None = None,
+        flags: Mapping[str, bool | Collection[int]] | None = None,
+    ) -> Facts:
+        """These facts and more, or others under the same names."""
+        return replace(
+            self,
+            dims={**self.dims, **(dims or {})},
+            indices={**self.indices, **(indices or {})},
+            flags={**self.flags, **(flags or {})},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,7 @@ class Family:
     prefixes: tuple[str, ...]
     """Base-model prefixes that stored names may have, or lack."""
     legacy: Mapping[str, str] = field(default_factory=dict)
-    """Older spellings of the ends of names."""
+    """Older spellings of runs of whole name parts, and the present ones, replaced in this order. With `^` before it,
+    one that only stands at the start, after a base-model prefix or without."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Older names of classes, which configs on the Hub still have."""

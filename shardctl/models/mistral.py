@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases."""
+"""Mistral and Ministral: Llama without biases."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ if TYPE_CHECKING:
     from shardctl.models.family import Facts
 
 _KV_HEADS: Final = 8
-"""What `MistralConfig` assumes where a config is silent."""
+"""What the three config classes assume where a config is silent."""
+_HEAD_DIM: Final = 128
+"""What `Ministral3Config` assumes where a config is silent; null is the hidden size divided by the heads."""
 
 
 def _facts(config: Config) -> Facts:
     return decoder_facts(config, kv_heads=_KV_HEADS)
+
+
+def _ministral3(config: Config) -> Facts:
+    silent = "head_dim" not in config.values
+    return decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
 
 
 MISTRAL: Final = Family(
@@ -24,5 +31,19 @@ MISTRAL: Final = Family(
     rows=DECODER,
     facts=_facts,
     classes=decoder_classes("Mistral"),
+    prefixes=("model",),
+)
+MINISTRAL: Final = Family(
+    name="ministral",
+    rows=DECODER,
+    facts=_facts,
+    classes=decoder_classes("Ministral", question="transformer"),
+    prefixes=("model", "transformer"),
+)
+MINISTRAL3: Final = Family(
+    name="ministral3",
+    rows=DECODER,
+    facts=_ministral3,
+    classes=decoder_classes("Ministral3"),
     prefixes=("model",),
 )

@@ -59,7 +59,7 @@ class Model:
     prefixes: tuple[str, ...] = ()
     """Base-model prefixes that stored names may have, or lack."""
     legacy: Mapping[str, str] = field(default_factory=dict)
-    """Older spellings of the ends of names."""
+    """Older spellings of runs of whole name parts; see `Family.legacy`."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
 

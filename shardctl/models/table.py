@@ -66,7 +66,7 @@ class _Builder:
         self.parts = frozenset(word.removesuffix("?") for word in words)
         self.spares = frozenset(word.removesuffix("?") for word in words if word.endswith("?"))
         if self.member.labels is not None:
-            labels = replace(self.facts.dims["labels"], size=self.member.labels)
+            labels = Dim(self.member.labels, loose=True)
             self.facts = replace(self.facts, dims={**self.facts.dims, "labels": labels})
 
     def plan(self, row: Row, every_part: frozenset[str]) -> _Plan | None:
@@ -105,13 +105,20 @@ class _Builder:
             if word == "*":
                 free.append(place)
                 word = "1"  # noqa: PLW2901 - a nominal extent, which the stored one replaces
-            fused = [Dim(int(name)) if name.isdecimal() else self.facts.dims[name] for name in word.split("+")]
+            fused = [dim for name in word.split("+") for dim in self.fused(name)]
             if any(dim.loose for dim in fused) and not mine:
                 free.append(place)
             shape.append(sum(dim.size for dim in fused))
             cut = self.cut(fused)
             cuts.append((*cut, FSDP) if place == 0 else cut)
         return tuple(shape), tuple(cuts), tuple(free)
+
+    def fused(self, name: str) -> tuple[Dim, ...]:
+        """The logical dims that a literal or a name in `dims` stands for."""
+        if name.isdecimal():
+            return (Dim(int(name)),)
+        dims = self.facts.dims[name]
+        return dims if isinstance(dims, tuple) else (dims,)
 
     def cut(self, fused: Sequence[Dim]) -> tuple[Cut, ...]:
         """The cut that the logical dims fused along one dim ask for, if any."""

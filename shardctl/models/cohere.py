@@ -1,0 +1,62 @@
+"""Command-R (Cohere and Cohere 2): attention and MLP in parallel after one norm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    QKVO,
+    decoder_classes,
+    decoder_facts,
+)
+from shardctl.models.family import Dim, Family, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_COHERE: Final = (
+    *EMBEDDING,
+    *QKVO,
+    Row(f"{LAYER}.self_attn.q_norm.weight", "heads head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_norm.weight", "kv_heads head", when="qk_norm"),
+    *GATED,
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    *LAST_NORM,
+    *HEADS,
+)
+"""Each head of q and k has a norm of its own, which is cut with the heads."""
+
+
+def _facts(config: Config) -> Facts:
+    bias = config.switch("attention_bias", default=False)
+    qk_norm = config.switch("use_qk_norm", default=False)
+    facts = decoder_facts(config, tied=True, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
+    head = facts.size("head")
+    return facts.also(
+        dims={
+            "heads": Dim(facts.size("q") // head, axis="tp", noun="attention heads"),
+            "kv_heads": Dim(facts.size("kv") // head, axis="tp", shared=True, noun="key/value heads"),
+        }
+    )
+
+
+COHERE: Final = Family(
+    name="cohere",
+    rows=_COHERE,
+    facts=_facts,
+    classes=decoder_classes("Cohere", question=None, sentence=False, token=False),
+    prefixes=("model",),
+)
+COHERE2: Final = Family(
+    name="cohere2",
+    rows=_COHERE,
+    facts=_facts,
+    classes=decoder_classes("Cohere2", question=None, sentence=False, token=False),
+    prefixes=("model",),
+)

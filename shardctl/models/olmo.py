@@ -1,0 +1,66 @@
+"""OLMo 1, whose norms have no weights, and 2 and 3, with norms after attention and MLP and of all of q and k."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    QKVO,
+    decoder_classes,
+    decoder_facts,
+)
+from shardctl.models.family import Dim, Family, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_OLMO: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
+_OLMO2: Final = (
+    *EMBEDDING,
+    *QKVO,
+    Row(f"{LAYER}.self_attn.q_norm.weight", "all_q"),
+    Row(f"{LAYER}.self_attn.k_norm.weight", "all_kv"),
+    *GATED,
+    Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.post_feedforward_layernorm.weight", "hidden"),
+    *LAST_NORM,
+    *HEADS,
+)
+"""The norms of q and k are over all heads together. transformers and vLLM gather q and k for them, and so every tp
+rank needs the whole weight."""
+
+
+def _facts(config: Config) -> Facts:
+    bias = config.switch("attention_bias", default=False)
+    facts = decoder_facts(config, qkv_bias=bias, o_bias=bias)
+    q, kv = facts.size("q"), facts.size("kv")
+    return facts.also(dims={"all_q": Dim(q), "all_kv": Dim(kv)})
+
+
+OLMO: Final = Family(
+    name="olmo",
+    rows=_OLMO,
+    facts=_facts,
+    classes=decoder_classes("Olmo", question=None, token=False),
+    prefixes=("model",),
+)
+OLMO2: Final = Family(
+    name="olmo2",
+    rows=_OLMO2,
+    facts=_facts,
+    classes=decoder_classes("Olmo2", question=None, token=False),
+    prefixes=("model",),
+)
+OLMO3: Final = Family(
+    name="olmo3",
+    rows=_OLMO2,
+    facts=_facts,
+    classes=decoder_classes("Olmo3", question=None, token=False),
+    prefixes=("model",),
+)

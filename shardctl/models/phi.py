@@ -1,0 +1,81 @@
+"""Phi 1 and 2, and Phi-3 and Phi-4 with q, k and v fused, and gate and up projection too.
+
+Names and shapes follow transformers 5 (`models/phi/modeling_phi.py`, `models/phi3/modeling_phi3.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    FUSED_GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    decoder_classes,
+    decoder_facts,
+)
+from shardctl.models.family import Family, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_PHI: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden"),
+    Row(f"{LAYER}.self_attn.q_proj.bias", "q"),
+    Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.k_proj.bias", "kv"),
+    Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.v_proj.bias", "kv"),
+    Row(f"{LAYER}.self_attn.dense.weight", "hidden q"),
+    Row(f"{LAYER}.self_attn.dense.bias", "hidden"),
+    Row(f"{LAYER}.self_attn.q_layernorm.weight", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.q_layernorm.bias", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_layernorm.weight", "head", when="qk_norm"),
+    Row(f"{LAYER}.self_attn.k_layernorm.bias", "head", when="qk_norm"),
+    Row(f"{LAYER}.mlp.fc1.weight", "ffn hidden"),
+    Row(f"{LAYER}.mlp.fc1.bias", "ffn"),
+    Row(f"{LAYER}.mlp.fc2.weight", "hidden ffn"),
+    Row(f"{LAYER}.mlp.fc2.bias", "hidden"),
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.input_layernorm.bias", "hidden"),
+    Row(".final_layernorm.weight", "hidden", on="last"),
+    Row(".final_layernorm.bias", "hidden", on="last"),
+    Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embed_tokens.weight"),
+    Row("lm_head.bias", "vocab", when="lm", on="last"),
+    Row("score.weight", "labels hidden", when="score", on="last"),
+    Row("score.bias", "labels", when="score_bias", on="last"),
+)
+_PHI3: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q"),
+    Row(f"{LAYER}.self_attn.qkv_proj.weight", "q+kv+kv hidden"),
+    *FUSED_GATED,
+    *NORMS,
+    *LAST_NORM,
+    *HEADS,
+)
+
+
+def _phi(config: Config) -> Facts:
+    return decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=False))
+
+
+PHI: Final = Family(
+    name="phi",
+    rows=_PHI,
+    facts=_phi,
+    classes=decoder_classes("Phi", question=None),
+    prefixes=("model",),
+)
+PHI3: Final = Family(
+    name="phi3",
+    rows=_PHI3,
+    facts=decoder_facts,
+    classes=decoder_classes("Phi3", question=None),
+    prefixes=("model",),
+)

@@ -1,0 +1,50 @@
+"""StarCoder2: Llama's attention, an MLP without a gate, and biases everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    BIASED_LAST_NORM,
+    BIASED_NORMS,
+    EMBEDDING,
+    HEADS,
+    LAYER,
+    QKVO,
+    decoder_classes,
+    decoder_facts,
+)
+from shardctl.models.family import Family, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_KV_HEADS: Final = 2
+"""What `Starcoder2Config` assumes where a config is silent."""
+_STARCODER2: Final = (
+    *EMBEDDING,
+    *QKVO,
+    Row(f"{LAYER}.mlp.c_fc.weight", "ffn hidden"),
+    Row(f"{LAYER}.mlp.c_fc.bias", "ffn", when="mlp_bias"),
+    Row(f"{LAYER}.mlp.c_proj.weight", "hidden ffn"),
+    Row(f"{LAYER}.mlp.c_proj.bias", "hidden", when="mlp_bias"),
+    *BIASED_NORMS,
+    *BIASED_LAST_NORM,
+    *HEADS,
+)
+
+
+def _facts(config: Config) -> Facts:
+    bias = config.switch("use_bias", default=True)
+    facts = decoder_facts(config, tied=True, kv_heads=_KV_HEADS, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    return facts.also(flags={"sequential": True})
+
+
+STARCODER2: Final = Family(
+    name="starcoder2",
+    rows=_STARCODER2,
+    facts=_facts,
+    classes=decoder_classes("Starcoder2", question=None),
+    prefixes=("model",),
+)
