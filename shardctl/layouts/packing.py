@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.errors import UnsupportedError
 from shardctl.formats.safetensors_header import encode_header
 from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
 
@@ -25,6 +26,16 @@ class Array:
     dtype: DType
     """The type to write, which a cast may have changed."""
     box: Box
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedError if an edge of the box falls inside a byte."""
+        per, shape = self.dtype.unit_elements, self.tensor.shape
+        if per > 1 and self.box.shape != shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
+            raise UnsupportedError(
+                f"{self.name} {list(shape)} is {self.dtype} and cannot be cut at {self.box}: "
+                f"only groups of {per} elements fill whole bytes",
+                hint=f"cut its last dim at multiples of {per}, or another dim",
+            )
 
     @property
     def nbytes(self) -> int:

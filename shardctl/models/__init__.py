@@ -2,6 +2,7 @@
 
 from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
 from shardctl.models.model import Model, ModelTensor
+from shardctl.models.name_pattern import kinds
 from shardctl.models.rule_file import RuleFile, load_rules
 from shardctl.models.rule_table import RuleRow, rule_table
 
@@ -14,6 +15,7 @@ __all__ = [
     "RuleRow",
     "describe",
     "find",
+    "kinds",
     "load_rules",
     "model_for",
     "rule_table",

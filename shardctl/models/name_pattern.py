@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _PART: Final = r"[^.]+"
 
@@ -33,6 +33,15 @@ class PatternList:
         """The position of the first pattern that matches the whole name."""
         found = self._any.fullmatch(f".{name}") if self._any else None
         return found.lastindex - 1 if found and found.lastindex else None
+
+
+def kinds(names: Iterable[str]) -> list[str]:
+    """The names with every number replaced by `*`, each once: patterns for a rule file.
+
+    >>> kinds(["embed.weight", "layers.0.up.weight", "layers.1.up.weight"])
+    ['embed.weight', 'layers.*.up.weight']
+    """
+    return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))
 
 
 class LayerPattern:

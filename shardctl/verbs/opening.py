@@ -6,7 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import formats, models
 from shardctl.errors import SourceError, UnsupportedError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardctl.models import Model
 
 CONFIG = "config.json"
+_SHOWN: Final = 12
+"""Kinds of tensors in one message; a real model has about that many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,33 @@ class Checkpoint:
     """What `shardctl.json` says, if shardctl wrote this."""
 
     def require_model(self, purpose: str) -> Model:
-        """The model, or an error that says why it is needed and how to supply it."""
+        """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
         if self.model is not None:
             return self.model
+        if self.model_error is not None and self.config is not None and models.find(self.config) is not None:
+            raise self.model_error  # the model is known, and names the tensors that do not fit
+        example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
         if self.model_error is not None:
-            raise self.model_error
+            raise UnsupportedError(
+                f"{self.model_error.message}, and {purpose} needs to know how to cut {self._kinds()}",
+                hint=f"write a rule file and give it with --rules FILE: {example}",
+            )
         raise SourceError(
-            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know the model",
-            hint="name one with --config PATH, or say how its tensors are cut with --rules FILE",
+            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._kinds()}",
+            hint=f"name a config with --config PATH, or write a rule file for --rules FILE: {example}",
         )
+
+    def _kinds(self) -> str:
+        """The tensors, layers taken together."""
+        found = models.kinds(self.stored.tensors)
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return ", ".join(found[:_SHOWN]) + more
+
+    def _widest(self) -> str:
+        """The pattern of the largest matrix, as an example of what is worth cutting."""
+        matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
+        largest = max(matrices, key=lambda t: t.nbytes, default=None)
+        return models.kinds([largest.name])[0] if largest else "**.weight"
 
 
 @contextmanager
