@@ -13,7 +13,7 @@ ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     {"box", "dtype", "errors", "workers"},
     {"manifest", "mesh", "storage"},
-    {"placement", "record"},
+    {"placement", "record", "views"},
     {"pieces"},
     {"models"},
     {"formats", "layouts"},

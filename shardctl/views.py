@@ -1,0 +1,144 @@
+"""Where a tensor lies inside a larger array: the one class for stacked, joined, permuted and interleaved storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box
+from shardctl.errors import UnsupportedError
+from shardctl.manifest import Fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardctl.manifest import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor, or a box of one, as it runs through an array.
+
+    Element `i` of it is the element ``origin + sum(steps[d] * i[d] along axes[d])`` of the array. An expert of a stack
+    lies at an index of dim 0, the up half of a fused gate and up at a row offset, a transposed weight has its axes
+    swapped, and every second row has a step of 2:
+
+    >>> View((3, 0, 0), (1, 2)).image((4, 8))  # expert 3
+    Box(origin=(3, 0, 0), shape=(1, 4, 8))
+    >>> View((0, 1), (1, 0), (1, 2)).image((8, 4))  # odd columns, transposed
+    Box(origin=(0, 1), shape=(7, 8))
+    """
+
+    origin: tuple[int, ...]
+    """Where the first element lies: one index a dim of the array."""
+    axes: tuple[int, ...]
+    """For each dim of the tensor, the dim of the array that it runs along; each at most once."""
+    steps: tuple[int, ...] = ()
+    """For each dim of the tensor, elements of the array from one index to the next; empty means all 1."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.axes)) != len(self.axes) or not all(0 <= a < len(self.origin) for a in self.axes):
+            raise ValueError(f"axes {self.axes} are not distinct dims of an array of {len(self.origin)}")
+        if not self.steps:
+            object.__setattr__(self, "steps", (1,) * len(self.axes))
+        if len(self.steps) != len(self.axes) or min(self.steps, default=1) < 1:
+            raise ValueError(f"steps {self.steps} are not one positive number for each of the axes {self.axes}")
+
+    @classmethod
+    def whole(cls, ndim: int) -> View:
+        """The view of a tensor that is the array."""
+        return cls((0,) * ndim, tuple(range(ndim)))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the image of a box is that many elements and no others."""
+        return all(step == 1 for step in self.steps)
+
+    def image(self, shape: Sequence[int], within: Box | None = None) -> Box:
+        """The smallest box of the array that holds the part `within` (default: all) of a tensor of `shape`."""
+        box = within or Box.whole(shape)
+        origin, extents = list(self.origin), [1] * len(self.origin)
+        for axis, step, start, extent in zip(self.axes, self.steps, box.origin, box.shape, strict=True):
+            origin[axis] += step * start
+            extents[axis] = step * (extent - 1) + 1 if extent else 0
+        return Box(tuple(origin), tuple(extents))
+
+    def pull(self, chunk: Chunk, part: Box) -> Chunk | None:
+        """What a chunk of the array, stored or yet to be written, holds of `part` of the tensor; None if nothing.
+
+        `part` is the box of the tensor that runs through this view, its first element at `origin`. Raises
+        UnsupportedError if that cuts through a unit of a type narrower than a byte.
+        """
+        within = self._within(chunk.box, part.shape)
+        if within is None:
+            return None
+        box = Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape)
+        if isinstance(chunk.where, Fill):
+            return replace(chunk, box=box)
+        strides = chunk.where.strides
+        first = [start - base for start, base in zip(self.origin, chunk.box.origin, strict=True)]
+        for axis, step, start in zip(self.axes, self.steps, within.origin, strict=True):
+            first[axis] += step * start
+        per_unit = chunk.dtype.unit_elements
+        if per_unit > 1 and first:
+            self._check_units(chunk, first[-1], within, per_unit)
+            first[-1] //= per_unit
+        where = replace(
+            chunk.where,
+            offset=chunk.where.offset + sum(a * b for a, b in zip(first, strides, strict=True)),
+            strides=tuple(strides[axis] * step for axis, step in zip(self.axes, self.steps, strict=True)),
+        )
+        return replace(chunk, box=box, where=where)
+
+    def _within(self, box: Box, shape: Sequence[int]) -> Box | None:
+        """The indices, from 0, of a tensor of `shape` whose elements lie in `box` of the array."""
+        held = dict(zip(self.axes, zip(self.steps, shape, strict=True), strict=True))
+        found: dict[int, tuple[int, int]] = {}
+        for dim, (origin, base, extent) in enumerate(zip(self.origin, box.origin, box.shape, strict=True)):
+            step, count = held.get(dim, (1, 1))
+            start = max(-((origin - base) // step), 0)
+            stop = min(-((origin - base - extent) // step), count)
+            if start >= stop:
+                return None
+            found[dim] = (start, stop - start)
+        return Box(tuple(found[axis][0] for axis in self.axes), tuple(found[axis][1] for axis in self.axes))
+
+    def _check_units(self, chunk: Chunk, first: int, within: Box, per_unit: int) -> None:
+        last = len(self.origin) - 1
+        runs = self.axes and self.axes[-1] == last and self.steps[-1] == 1
+        whole = isinstance(chunk.where, Fill) or len(chunk.where.strides) == len(self.origin)
+        if not runs or not whole or first % per_unit or within.shape[-1] % per_unit:
+            raise UnsupportedError(
+                f"{chunk.name} is {chunk.dtype} and cannot be taken apart at {within}: bytes hold {per_unit} elements"
+            )
+
+
+def merged(boxes: Iterable[Box]) -> list[Box]:
+    """Disjoint boxes joined where they touch along one dim and agree in all others, sorted by origin.
+
+    >>> [str(box) for box in merged([Box((1, 0), (1, 2)), Box((0, 0), (1, 2)), Box((0, 2), (2, 2))])]
+    ['[0:2, 0:4]']
+    """
+    found, before = list(boxes), -1
+    while len(found) != before:
+        before = len(found)
+        for dim in reversed(range(len(found[0].origin) if found else 0)):
+            rows: dict[object, list[Box]] = {}
+            for box in found:
+                rest = (box.origin[:dim], box.origin[dim + 1 :], box.shape[:dim], box.shape[dim + 1 :])
+                rows.setdefault(rest, []).append(box)
+            found = [joined for row in rows.values() for joined in _joined(row, dim)]
+    return sorted(found, key=lambda box: (box.origin, box.shape))
+
+
+def _joined(row: list[Box], dim: int) -> list[Box]:
+    """Boxes that differ along `dim` only, the adjacent ones joined."""
+    joined: list[Box] = []
+    for box in sorted(row, key=lambda b: b.origin[dim]):
+        if joined and joined[-1].origin[dim] + joined[-1].shape[dim] == box.origin[dim]:
+            before = joined.pop()
+            extent = before.shape[dim] + box.shape[dim]
+            joined.append(Box(before.origin, (*box.shape[:dim], extent, *box.shape[dim + 1 :])))
+        else:
+            joined.append(box)
+    return joined
