@@ -44,6 +44,7 @@ class Journal:
         """What an earlier run with the same header finished."""
         self._path = path
         self._lock = threading.Lock()
+        self._broken = False
         self._header = {"schema": self.SCHEMA, **header}
         with told(path, "opening"):
             if self.header(path) == self._header:
@@ -78,10 +79,14 @@ class Journal:
 
     def _write(self, text: str) -> None:
         with told(self._path, "writing"), self._lock:
+            if self._broken:
+                return  # the first error is on its way to the user, and a second try to flush would lie
+            self._broken = True
             data = text.encode()
             while data:
                 data = data[os.write(self._descriptor, data) :]
             flush(self._descriptor)
+            self._broken = False
 
     def close(self) -> None:
         """Close the file."""

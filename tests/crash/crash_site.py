@@ -29,6 +29,7 @@ def checkpoint(place, seed=0):
     for number, names in enumerate(halves, 1):
         file = f"model-{number:05d}-of-00002.safetensors"
         save_file({name: tensors[name] for name in names}, place / file, {"format": "pt"})
+        (place / file).chmod(0o644)
         weight_map |= dict.fromkeys(names, file)
     (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (place / "config.json").write_text(json.dumps(config))
@@ -44,7 +45,7 @@ def snapshot(tree):
     if not tree.exists():
         return None
     return {
-        path.relative_to(tree).as_posix(): (oct(path.stat().st_mode), path.read_bytes() if path.is_file() else None)
+        path.relative_to(tree).as_posix(): (oct(path.lstat().st_mode), path.read_bytes() if path.is_file() else None)
         for path in [tree, *sorted(tree.rglob("*"))]
     }
 

@@ -27,8 +27,8 @@ class Faults:
     """The killed write has written half."""
     errors: dict[int, str] = field(default_factory=dict)
     """The errno name that a call fails with, without doing anything."""
-    lose: int | None = None
-    """An fsync that fails, after which later ones succeed, as Linux has it."""
+    full_from: int | None = None
+    """From this call on the disk is full."""
     short: bool = False
     """Every write writes only a part."""
     actions: dict[int, list] = field(default_factory=dict)
@@ -83,8 +83,9 @@ class Faults:
             if self.torn and name in DATA:
                 call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
             os.kill(os.getpid(), signal.SIGKILL)
-        if number in self.errors:
-            code = getattr(errno, self.errors[number])
+        full = self.full_from is not None and number >= self.full_from and name in {*DATA, "reserve", "mkdir", "open"}
+        if full or number in self.errors:
+            code = getattr(errno, "ENOSPC" if full else self.errors[number])
             raise OSError(code, os.strerror(code))
 
 

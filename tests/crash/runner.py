@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import sys
 import tempfile
 import traceback
@@ -21,11 +22,12 @@ from faults import Faults
 from shardctl.errors import ShardctlError
 from shardctl.execute import engine
 from shardctl.mesh import Mesh
-from shardctl.storage import local
+from shardctl.storage import direct, local
 from shardctl.verbs import drafting
 from shardctl.verbs.reshard import reshard
 
 BLOCK = 8192
+assert direct  # imported before a child becomes a user who may not read the interpreter's files
 
 
 def make_everything_small():
@@ -40,6 +42,10 @@ def run(job):
     """One conversion; what came of it, with every mutating call in order."""
     make_everything_small()
     os.umask(job.get("umask", 0o022))
+    if "largest_file" in job:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+    if "user" in job:
+        os.setuid(job["user"])
     faults = Faults(**job.get("faults", {}))
     faults.actions = {int(number): action for number, action in faults.actions.items()}
     faults.errors = {int(number): name for number, name in faults.errors.items()}
