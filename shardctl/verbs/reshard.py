@@ -99,6 +99,7 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         require_agreement(list(work.have.tensors.values()), work.checkpoint.source, effort)
         with _unchanged(work, versions, staging):
             outcome = _copy(work, staging, Journal(staging.journal, header), progress, stop)
+        _check_recorded(work, outcome)
         record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
         record = replace(record, hashes=_hashes(work, record, staging.data))
         content = dump(record)
@@ -190,6 +191,21 @@ def _check_unchanged(
                 f"{path} {'disappeared' if now is None else 'changed'} while it was read",
                 hint="run again when nothing writes to the source",
             ) from cause
+
+
+def _check_recorded(work: Draft, outcome: Outcome) -> None:
+    """Refuse a source that shardctl wrote and whose elements are no longer the ones it wrote."""
+    recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
+    for name, tensor in work.have.tensors.items():
+        if name not in recorded or (recorded[name].dtype, recorded[name].shape) != (tensor.dtype, tensor.shape):
+            continue
+        found = tensor_digest(outcome.source_sums[name], tensor.dtype, tensor.shape)
+        if found != recorded[name].digest:
+            raise SourceError(
+                f"{name} has changed since {work.checkpoint.source.name} was written: digest {found}, but {RECORD} has "
+                f"{recorded[name].digest}",
+                hint=f"shardctl verify SRC --level full says where; remove {RECORD} if it was changed on purpose",
+            )
 
 
 def _checksums(staging: Staging, stop: Stop) -> dict[str, int]:
