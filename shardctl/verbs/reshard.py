@@ -19,6 +19,7 @@ from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.manifest import Region
 from shardctl.record import RECORD, Hashed, Record, RecordedTensor, StoredBox, dump, hash_spans, load
+from shardctl.storage.durable import told
 from shardctl.storage.local import LocalTarget
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.opening import Reading, opened
@@ -100,8 +101,9 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         with _unchanged(work, versions, staging):
             outcome = _copy(work, staging, Journal(staging.journal, header), progress, stop)
         _check_recorded(work, outcome)
-        record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
-        record = replace(record, hashes=_hashes(work, record, staging.data))
+        with told(staging.data, "reading back"):
+            record = _record(work, outcome, identity, _checksums(staging, stop) if sha256 else {})
+            record = replace(record, hashes=_hashes(work, record, staging.data))
         content = dump(record)
         staging.write(RECORD, content)
         _heed(stop)

@@ -39,19 +39,18 @@ def cut(tiny, tmp_path_factory):
 @pytest.mark.parametrize("name", FIXTURES)
 class TestEveryFamilyOnEveryMesh:
     def test_there_and_back_is_the_identity(self, tiny, cut, tmp_path, name, mesh):
-        source, there, back = tiny(name).path, cut(name, mesh), tmp_path / "back"
+        source, there, back = tiny(name), cut(name, mesh), tmp_path / "back"
         reshard(there, back, Wish(to="hf"))
-        assert_same(stored(back), stored(source))
-        assert side_files(source) == side_files(there) == side_files(back)
-        assert digest(source).digest == digest(there).digest == digest(back).digest
-        assert digest(source).tensors == digest(there).tensors == digest(back).tensors
+        assert_same(stored(back), stored(source.path))
+        assert side_files(source.path) == side_files(there) == side_files(back)
+        assert source.digest.digest == digest(back).digest
 
     def test_verify_proves_it(self, tiny, cut, name, mesh):
         found = verify(cut(name, mesh), level="full", against=tiny(name).path)
         assert found.ok
         assert not [f for f in found.findings if f.severity == "error"]
         assert [level.status for level in found.levels] == ["passed", "passed", "passed"]
-        assert found.digest == digest(tiny(name).path).digest
+        assert found.digest == tiny(name).digest.digest
 
     def test_transformers_loads_the_rank_files_as_they_are(self, tiny, cut, name, mesh):
         source = tiny(name)

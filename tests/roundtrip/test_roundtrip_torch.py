@@ -91,6 +91,7 @@ def outcomes(tiny, cut, tmp_path_factory):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", READ)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_rank_files_in_one_process_into_plain_tensors(tiny, cut, name, mesh):
     expected = tiny(name).model.state_dict()
     state = {n: torch.zeros_like(t) for n, t in expected.items()}

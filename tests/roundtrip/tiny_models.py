@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from safetensors import safe_open
+
+from shardctl.verbs.digest import Digested, digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +43,11 @@ class Tiny:
     def kind(self) -> Any:
         """The class that `architectures` names."""
         return getattr(transformers, self.config["architectures"][0])
+
+    @cached_property
+    def digest(self) -> Digested:
+        """The digest of the source."""
+        return digest(self.path)
 
 
 @cache
@@ -100,7 +108,9 @@ def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 def loaded(path: Path, kind: Any, **options: Any) -> Any:
     """The model that `from_pretrained` makes of a directory, with nothing missing and nothing left over."""
-    model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        model, info = kind.from_pretrained(path, dtype="auto", output_loading_info=True, **options)
     assert not any(info.values()), info
     return model.eval()
 
