@@ -78,9 +78,9 @@ class Staging:
 
     def __exit__(self, *exception: object) -> None:
         if self._lock.held:
-            if not self.journal.exists():
+            if not self.journal.exists() and not self._note.exists():
                 with contextlib.suppress(OSError):
-                    self.data.rmdir()  # nothing was begun
+                    self._remove_trees(but=self._old)  # nothing goes on from a tree without a journal
             self._leave()
 
     def _leave(self) -> None:

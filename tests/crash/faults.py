@@ -34,7 +34,7 @@ class Faults:
     actions: dict[int, list] = field(default_factory=dict)
     """`[what, path]` that happens to the source before a call."""
     delay: float = 0
-    """Seconds that every pwrite takes longer."""
+    """Seconds that every pwrite but those at the start of a file takes longer."""
     no_exchange: bool = False
     """The file system cannot swap two names."""
     calls: list = field(default_factory=list)
@@ -62,7 +62,7 @@ class Faults:
                     args = (args[0], memoryview(args[1])[: max(len(args[1]) // 3, 1)], *args[2:])
                 if name == "exchange" and self.no_exchange:
                     return False
-            if name == "pwrite" and self.delay:
+            if name == "pwrite" and self.delay and args[2]:
                 time.sleep(self.delay)
             result = call(*args, **options)
             return self._remember(result, args[0]) if name == "open" else result

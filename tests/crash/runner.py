@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 import traceback
@@ -42,6 +43,8 @@ def run(job):
     """One conversion; what came of it, with every mutating call in order."""
     make_everything_small()
     os.umask(job.get("umask", 0o022))
+    for number in job.get("ignored", ()):
+        signal.signal(number, signal.SIG_IGN)
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
     if "user" in job:
