@@ -50,13 +50,13 @@ COHERE: Final = Family(
     name="cohere",
     rows=_COHERE,
     facts=_facts,
-    classes=decoder_classes("Cohere", question=None, sentence=False, token=False),
+    classes=decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
 )
 COHERE2: Final = Family(
     name="cohere2",
     rows=_COHERE,
     facts=_facts,
-    classes=decoder_classes("Cohere2", question=None, sentence=False, token=False),
+    classes=decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
 )

@@ -41,6 +41,16 @@ class Config:
             raise SourceError(f"config.json has {key} = {value!r} where a positive whole number is expected")
         return value
 
+    def called(self, names: Mapping[str, str]) -> Config:
+        """This config with the keys of `names` also known by their values, which configs on the Hub use too.
+
+        >>> Config({"num_attention_heads": 8}).called({"n_head": "num_attention_heads"}).size("n_head")
+        8
+        """
+        return Config(
+            {**{key: self.values[other] for key, other in names.items() if other in self.values}, **self.values}
+        )
+
     def divided(self, key: str, by: str) -> int:
         """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
         whole, parts = self.size(key), self.size(by)

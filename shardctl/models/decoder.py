@@ -67,6 +67,20 @@ HEADS: Final = (
     Row("qa_outputs.bias", "2", when="question", on="last"),
 )
 """What the classes of a decoder have after the base model."""
+
+
+def heads(embedding: str) -> tuple[Row, ...]:
+    """What the classes of GPT-2's time have after the base model, whose tied embedding is called `embedding`."""
+    return (
+        Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=embedding),
+        Row("score.weight", "labels hidden", when="score", on="last"),
+        Row("classifier.weight", "labels hidden", when="classifier", on="last"),
+        Row("classifier.bias", "labels", when="classifier", on="last"),
+        Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
+        Row("qa_outputs.bias", "2", when="question", on="last"),
+    )
+
+
 DECODER: Final = (
     *EMBEDDING,
     *QKVO,
@@ -86,21 +100,21 @@ def decoder_classes(
     *,
     prefix: str = "model",
     question: str | None = "",
-    sentence: bool = True,
-    token: bool = True,
+    sentences: bool = True,
+    tokens: str | None = "score score_bias",
     text: str = "Model",
 ) -> Mapping[str, ModelClass]:
     """The classes that transformers generates for such a decoder.
 
     `prefix` is the base model's, `question` that of the question-answering class if it differs, or None if there is
-    no such class; `sentence` and `token` say whether there are classes that classify them; `text` ends the name of
-    the base model.
+    no such class; `sentences` says whether there is a class for whole texts, `tokens` what parts that for tokens has,
+    if there is one; `text` ends the name of the base model.
     """
     classes = {f"{stem}ForCausalLM": ModelClass(prefix, "lm"), f"{stem}{text}": ModelClass()}
-    if sentence:
+    if sentences:
         classes[f"{stem}ForSequenceClassification"] = ModelClass(prefix, "score")
-    if token:
-        classes[f"{stem}ForTokenClassification"] = ModelClass(prefix, "score score_bias")
+    if tokens:
+        classes[f"{stem}ForTokenClassification"] = ModelClass(prefix, tokens)
     if question is not None:
         classes[f"{stem}ForQuestionAnswering"] = ModelClass(question or prefix, "question")
     return classes

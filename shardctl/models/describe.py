@@ -6,15 +6,22 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError
 from shardctl.models.bert import BERT
+from shardctl.models.bloom import BLOOM
 from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
+from shardctl.models.falcon import FALCON
 from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.glm import GLM, GLM4
 from shardctl.models.gpt2 import GPT2
+from shardctl.models.gpt_neox import GPT_NEOX
+from shardctl.models.gptj import GPTJ
 from shardctl.models.granite import GRANITE
+from shardctl.models.jamba import JAMBA
 from shardctl.models.llama import LLAMA
+from shardctl.models.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.olmo import OLMO, OLMO2, OLMO3
+from shardctl.models.opt import OPT
 from shardctl.models.phi import PHI, PHI3
 from shardctl.models.qwen import QWEN2, QWEN3
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
@@ -36,22 +43,31 @@ KvHeads = Literal["replicate", "error"]
 
 FAMILIES: Final[tuple[Family, ...]] = (
     BERT,
+    BLOOM,
     COHERE,
     COHERE2,
+    FALCON,
+    FALCON_MAMBA,
     GEMMA,
     GEMMA2,
     GEMMA3_TEXT,
     GLM,
     GLM4,
     GPT2,
+    GPTJ,
+    GPT_NEOX,
     GRANITE,
+    JAMBA,
     LLAMA,
+    MAMBA,
+    MAMBA2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
     OLMO,
     OLMO2,
     OLMO3,
+    OPT,
     PHI,
     PHI3,
     QWEN2,

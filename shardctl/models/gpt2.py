@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.decoder import heads
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
 
+_HEADS: Final = heads(".wte.weight")
 _GPT2: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
     Row(".wpe.weight", "positions hidden", on="first"),
@@ -41,18 +43,24 @@ _GPT2: Final = (
     Row(".h.{layer}.mlp.c_proj.bias", "hidden"),
     Row(".ln_f.weight", "hidden", on="last"),
     Row(".ln_f.bias", "hidden", on="last"),
-    Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".wte.weight"),
+    *_HEADS[:1],
     Row("multiple_choice_head.summary.weight", "choices hidden", when="choice summary", on="last"),
     Row("multiple_choice_head.summary.bias", "choices", when="choice summary", on="last"),
-    Row("score.weight", "labels hidden", when="score", on="last"),
-    Row("classifier.weight", "labels hidden", when="classifier", on="last"),
-    Row("classifier.bias", "labels", when="classifier", on="last"),
-    Row("qa_outputs.weight", "2 hidden", when="question", on="last"),
-    Row("qa_outputs.bias", "2", when="question", on="last"),
+    *_HEADS[1:],
 )
 
 
+NAMES: Final = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+"""Keys of GPT-2's and GPT-J's configs, and what else they are called."""
+
+
 def _facts(config: Config) -> Facts:
+    config = config.called(NAMES)
     hidden = config.size("n_embd")
     head = config.divided("n_embd", "n_head")
     return Facts(

@@ -21,6 +21,6 @@ GRANITE: Final = Family(
     name="granite",
     rows=DECODER,
     facts=_facts,
-    classes=decoder_classes("Granite", question=None, sentence=False, token=False),
+    classes=decoder_classes("Granite", question=None, sentences=False, tokens=None),
     prefixes=("model",),
 )

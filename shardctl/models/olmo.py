@@ -47,20 +47,20 @@ OLMO: Final = Family(
     name="olmo",
     rows=_OLMO,
     facts=_facts,
-    classes=decoder_classes("Olmo", question=None, token=False),
+    classes=decoder_classes("Olmo", question=None, tokens=None),
     prefixes=("model",),
 )
 OLMO2: Final = Family(
     name="olmo2",
     rows=_OLMO2,
     facts=_facts,
-    classes=decoder_classes("Olmo2", question=None, token=False),
+    classes=decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
 )
 OLMO3: Final = Family(
     name="olmo3",
     rows=_OLMO2,
     facts=_facts,
-    classes=decoder_classes("Olmo3", question=None, token=False),
+    classes=decoder_classes("Olmo3", question=None, tokens=None),
     prefixes=("model",),
 )

@@ -103,6 +103,121 @@ PUBLISHED = {
         },
         7_298_617_344,
     ),
+    "pythia-6.9b": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "vocab_size": 50432,
+            "hidden_size": 4096,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        6_857_302_016,
+    ),
+    "gpt-neox-20b": (
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+        },
+        20_554_567_680,
+    ),
+    "gpt-j-6b": (
+        {"architectures": ["GPTJForCausalLM"], "vocab_size": 50400, "n_embd": 4096, "n_layer": 28, "n_head": 16},
+        6_050_882_784,
+    ),
+    "bloom": (
+        {
+            "architectures": ["BloomForCausalLM"],
+            "vocab_size": 250880,
+            "n_embed": 14336,
+            "n_layer": 70,
+            "num_attention_heads": 112,
+        },
+        176_247_271_424,
+    ),
+    "opt-125m": (
+        {
+            "architectures": ["OPTForCausalLM"],
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "ffn_dim": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 768,
+        },
+        125_239_296,
+    ),
+    "opt-350m": (
+        {
+            "architectures": ["OPTForCausalLM"],
+            "vocab_size": 50272,
+            "hidden_size": 1024,
+            "ffn_dim": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 2048,
+            "word_embed_proj_dim": 512,
+            "do_layer_norm_before": False,
+        },
+        331_196_416,
+    ),
+    "falcon-7b": (
+        {
+            "architectures": ["FalconForCausalLM"],
+            "vocab_size": 65024,
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "multi_query": True,
+        },
+        6_921_720_704,
+    ),
+    "falcon-40b": (
+        {
+            "architectures": ["FalconForCausalLM"],
+            "vocab_size": 65024,
+            "hidden_size": 8192,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 128,
+            "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+        },
+        41_303_293_952,
+    ),
+    "mamba-130m-hf": (
+        {"architectures": ["MambaForCausalLM"], "vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24},
+        129_135_360,
+    ),
+    "mamba-2.8b-hf": (
+        {"architectures": ["MambaForCausalLM"], "vocab_size": 50280, "hidden_size": 2560, "num_hidden_layers": 64},
+        2_768_345_600,
+    ),
+    "falcon-mamba-7b": (
+        {
+            "architectures": ["FalconMambaForCausalLM"],
+            "vocab_size": 65024,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "tie_word_embeddings": False,
+        },
+        7_272_665_088,
+    ),
+    "Mamba-Codestral-7B-v0.1": (
+        {
+            "architectures": ["Mamba2ForCausalLM"],
+            "vocab_size": 32768,
+            "hidden_size": 4096,
+            "num_hidden_layers": 64,
+            "num_heads": 128,
+            "n_groups": 8,
+        },
+        7_285_403_648,
+    ),
 }
 """Configs with the keys that decide; the numbers are those of the Hub's pages or of the papers."""
 

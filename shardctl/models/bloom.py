@@ -1,0 +1,64 @@
+"""BLOOM: q, k and v interleaved head by head, positions from ALiBi.
+
+Names and shapes follow transformers 5 (`models/bloom/modeling_bloom.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import decoder_classes, heads
+from shardctl.models.family import Dim, Facts, Family, Index, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_BLOOM: Final = (
+    Row(".word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".word_embeddings_layernorm.weight", "hidden", on="first"),
+    Row(".word_embeddings_layernorm.bias", "hidden", on="first"),
+    Row(".h.{layer}.input_layernorm.weight", "hidden"),
+    Row(".h.{layer}.input_layernorm.bias", "hidden"),
+    Row(".h.{layer}.self_attention.query_key_value.weight", "qkv hidden"),
+    Row(".h.{layer}.self_attention.query_key_value.bias", "qkv"),
+    Row(".h.{layer}.self_attention.dense.weight", "hidden q"),
+    Row(".h.{layer}.self_attention.dense.bias", "hidden"),
+    Row(".h.{layer}.post_attention_layernorm.weight", "hidden"),
+    Row(".h.{layer}.post_attention_layernorm.bias", "hidden"),
+    Row(".h.{layer}.mlp.dense_h_to_4h.weight", "ffn hidden"),
+    Row(".h.{layer}.mlp.dense_h_to_4h.bias", "ffn"),
+    Row(".h.{layer}.mlp.dense_4h_to_h.weight", "hidden ffn"),
+    Row(".h.{layer}.mlp.dense_4h_to_h.bias", "hidden"),
+    Row(".ln_f.weight", "hidden", on="last"),
+    Row(".ln_f.bias", "hidden", on="last"),
+    *heads(".word_embeddings.weight"),
+)
+_NAMES: Final = {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+"""Keys of the configs, and what else they are called."""
+
+
+def _facts(config: Config) -> Facts:
+    config = config.called(_NAMES)
+    hidden, head = config.size("hidden_size"), config.divided("hidden_size", "n_head")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            # The q, k and v of one head lie together.
+            "qkv": Dim(3 * hidden, 3 * head, "tp", noun="attention heads"),
+            "ffn": Dim(4 * hidden, axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+    )
+
+
+BLOOM: Final = Family(
+    name="bloom",
+    rows=_BLOOM,
+    facts=_facts,
+    classes=decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
+    prefixes=("transformer",),
+)

@@ -1,0 +1,85 @@
+"""Falcon, whose q, k and v are fused in three ways: interleaved by head, by group, or with one key/value head.
+
+Names and shapes follow transformers 5 (`models/falcon/modeling_falcon.py`, `FalconAttention._split_heads`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import decoder_classes, heads
+from shardctl.models.family import Dim, Facts, Family, Index, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_FALCON: Final = (
+    Row(".word_embeddings.weight", "vocab hidden", on="first"),
+    Row(".h.{layer}.self_attention.query_key_value.weight", "qkv hidden"),
+    Row(".h.{layer}.self_attention.query_key_value.bias", "qkv", when="bias"),
+    Row(".h.{layer}.self_attention.dense.weight", "hidden q"),
+    Row(".h.{layer}.self_attention.dense.bias", "hidden", when="bias"),
+    Row(".h.{layer}.mlp.dense_h_to_4h.weight", "ffn hidden"),
+    Row(".h.{layer}.mlp.dense_h_to_4h.bias", "ffn", when="bias"),
+    Row(".h.{layer}.mlp.dense_4h_to_h.weight", "hidden ffn"),
+    Row(".h.{layer}.mlp.dense_4h_to_h.bias", "hidden", when="bias"),
+    Row(".h.{layer}.post_attention_layernorm.weight", "hidden", when="sequential"),
+    Row(".h.{layer}.post_attention_layernorm.bias", "hidden", when="sequential"),
+    Row(".h.{layer}.input_layernorm.weight", "hidden", when="!two_norms"),
+    Row(".h.{layer}.input_layernorm.bias", "hidden", when="!two_norms"),
+    Row(".h.{layer}.ln_attn.weight", "hidden", when="two_norms"),
+    Row(".h.{layer}.ln_attn.bias", "hidden", when="two_norms"),
+    Row(".h.{layer}.ln_mlp.weight", "hidden", when="two_norms"),
+    Row(".h.{layer}.ln_mlp.bias", "hidden", when="two_norms"),
+    Row(".ln_f.weight", "hidden", on="last"),
+    Row(".ln_f.bias", "hidden", on="last"),
+    *heads(".word_embeddings.weight"),
+)
+
+
+def _facts(config: Config) -> Facts:
+    config = config.called({"hidden_size": "n_embed"})
+    hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
+    head = config.divided("hidden_size", "num_attention_heads")
+    grouped = config.switch("new_decoder_architecture", default=False)
+    parallel = config.switch("parallel_attn", default=True)
+    norms = config.size("num_ln_in_parallel_attn", 2 if grouped else 1)
+    q = Dim(hidden, head, "tp", noun="attention heads")
+    qkv: Dim | tuple[Dim, ...]
+    if grouped:
+        # The queries of a group lie with its key and value, so that ranks hold whole groups.
+        groups = config.size("num_kv_heads", queries)
+        share = hidden // groups
+        q = Dim(hidden, share, "tp", noun="key/value groups")
+        qkv = Dim(groups * (share + 2 * head), share + 2 * head, "tp", noun="key/value groups")
+    elif config.switch("multi_query", default=True):
+        kv = Dim(head, head, "tp", shared=True, noun="key/value heads")
+        qkv = (q, kv, kv)
+    else:
+        qkv = Dim(3 * hidden, 3 * head, "tp", noun="attention heads")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(hidden),
+            "q": q,
+            "qkv": qkv,
+            "ffn": Dim(config.size("ffn_hidden_size", 4 * hidden), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "bias": config.switch("bias", default=False),
+            "sequential": not parallel,
+            "two_norms": parallel and norms == 2,  # noqa: PLR2004 - one for attention, one for the MLP
+        },
+    )
+
+
+FALCON: Final = Family(
+    name="falcon",
+    rows=_FALCON,
+    facts=_facts,
+    classes=decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
+    prefixes=("transformer",),
+)

@@ -1,0 +1,68 @@
+"""GPT-NeoX and Pythia: q, k and v interleaved head by head.
+
+Names and shapes follow transformers 5 (`models/gpt_neox/modeling_gpt_neox.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import decoder_classes, heads
+from shardctl.models.family import Dim, Facts, Family, Index, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_LAYER: Final = ".layers.{layer}"
+_NEOX: Final = (
+    Row(".embed_in.weight", "vocab hidden", on="first"),
+    Row(f"{_LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{_LAYER}.input_layernorm.bias", "hidden"),
+    Row(f"{_LAYER}.post_attention_layernorm.weight", "hidden"),
+    Row(f"{_LAYER}.post_attention_layernorm.bias", "hidden"),
+    Row(f"{_LAYER}.attention.bias", "1 1 * *", buffer="BOOL"),
+    Row(f"{_LAYER}.attention.masked_bias", "", buffer="F32"),
+    Row(f"{_LAYER}.attention.rotary_emb.inv_freq", "*", buffer="F32"),
+    Row(f"{_LAYER}.attention.query_key_value.weight", "qkv hidden"),
+    Row(f"{_LAYER}.attention.query_key_value.bias", "qkv", when="qkv_bias"),
+    Row(f"{_LAYER}.attention.dense.weight", "hidden q"),
+    Row(f"{_LAYER}.attention.dense.bias", "hidden", when="qkv_bias"),
+    Row(f"{_LAYER}.mlp.dense_h_to_4h.weight", "ffn hidden"),
+    Row(f"{_LAYER}.mlp.dense_h_to_4h.bias", "ffn"),
+    Row(f"{_LAYER}.mlp.dense_4h_to_h.weight", "hidden ffn"),
+    Row(f"{_LAYER}.mlp.dense_4h_to_h.bias", "hidden"),
+    Row(".final_layer_norm.weight", "hidden", on="last"),
+    Row(".final_layer_norm.bias", "hidden", on="last"),
+    *heads(".embed_in.weight"),
+)
+
+
+def _facts(config: Config) -> Facts:
+    hidden = config.size("hidden_size")
+    head = config.divided("hidden_size", "num_attention_heads")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            # The q, k and v of one head lie together.
+            "qkv": Dim(3 * hidden, 3 * head, "tp", noun="attention heads"),
+            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=False),
+            "qkv_bias": config.switch("attention_bias", default=True),
+        },
+    )
+
+
+GPT_NEOX: Final = Family(
+    name="gpt_neox",
+    rows=_NEOX,
+    facts=_facts,
+    classes=decoder_classes("GPTNeoX", prefix="gpt_neox", tokens="classifier"),
+    prefixes=("gpt_neox",),
+    legacy={"embed_out": "lm_head"},
+)

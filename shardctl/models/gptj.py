@@ -1,0 +1,67 @@
+"""GPT-J: unfused and unbiased attention beside an MLP with biases.
+
+Names and shapes follow transformers 5 (`models/gptj/modeling_gptj.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.gpt2 import NAMES
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_GPTJ: Final = (
+    Row(".wte.weight", "vocab hidden", on="first"),
+    Row(".h.{layer}.ln_1.weight", "hidden"),
+    Row(".h.{layer}.ln_1.bias", "hidden"),
+    Row(".h.{layer}.attn.bias", "1 1 * *", buffer="BOOL"),
+    Row(".h.{layer}.attn.masked_bias", "", buffer="F32"),
+    Row(".h.{layer}.attn.k_proj.weight", "q hidden"),
+    Row(".h.{layer}.attn.v_proj.weight", "q hidden"),
+    Row(".h.{layer}.attn.q_proj.weight", "q hidden"),
+    Row(".h.{layer}.attn.out_proj.weight", "hidden q"),
+    Row(".h.{layer}.mlp.fc_in.weight", "ffn hidden"),
+    Row(".h.{layer}.mlp.fc_in.bias", "ffn"),
+    Row(".h.{layer}.mlp.fc_out.weight", "hidden ffn"),
+    Row(".h.{layer}.mlp.fc_out.bias", "hidden"),
+    Row(".ln_f.weight", "hidden", on="last"),
+    Row(".ln_f.bias", "hidden", on="last"),
+    Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".wte.weight"),
+    Row("lm_head.bias", "vocab", when="lm", on="last"),
+    Row("score.weight", "labels hidden", when="score", on="last"),
+    Row("qa_outputs.weight", "labels hidden", when="question", on="last"),
+    Row("qa_outputs.bias", "labels", when="question", on="last"),
+)
+
+
+def _facts(config: Config) -> Facts:
+    config = config.called(NAMES)
+    hidden = config.size("n_embd")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, config.divided("n_embd", "n_head"), "tp", noun="attention heads"),
+            "ffn": Dim(config.size("n_inner", 4 * hidden), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        flags={"tied": config.switch("tie_word_embeddings", default=False)},
+    )
+
+
+GPTJ: Final = Family(
+    name="gptj",
+    rows=_GPTJ,
+    facts=_facts,
+    classes={
+        "GPTJForCausalLM": ModelClass("transformer", "lm"),
+        "GPTJModel": ModelClass(),
+        "GPTJForSequenceClassification": ModelClass("transformer", "score"),
+        "GPTJForQuestionAnswering": ModelClass("transformer", "question"),
+    },
+    prefixes=("transformer",),
+)

@@ -1,0 +1,69 @@
+"""Jamba without experts: layers of Mamba, and every few layers one of attention.
+
+Names and shapes follow transformers 5 (`models/jamba/modeling_jamba.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, decoder_classes, decoder_facts
+from shardctl.models.family import Dim, Facts, Family, Row
+from shardctl.models.mamba import mixer, time_step_rank
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_JAMBA: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.self_attn.q_proj.weight", "q hidden", "attention"),
+    Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden", "attention"),
+    Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden", "attention"),
+    Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q", "attention"),
+    *mixer(f"{LAYER}.mamba", "!attention"),
+    Row(f"{LAYER}.mamba.dt_layernorm.weight", "rank", "!attention"),
+    Row(f"{LAYER}.mamba.b_layernorm.weight", "state", "!attention"),
+    Row(f"{LAYER}.mamba.c_layernorm.weight", "state", "!attention"),
+    Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
+    Row(".final_layernorm.weight", "hidden", on="last"),
+    *HEADS,
+)
+_KV_HEADS: Final = 8
+"""What `JambaConfig` assumes where a config is silent."""
+
+
+def _facts(config: Config) -> Facts:
+    experts = config.size("num_experts", 16)
+    if experts > 1:
+        raise UnsupportedError(
+            f"Jamba with {experts} experts is not known yet, only Jamba without experts",
+            hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
+        )
+    period, offset = config.size("attn_layer_period", 8), config.values.get("attn_layer_offset", 4)
+    return decoder_facts(config, kv_heads=_KV_HEADS).also(
+        dims={
+            "inner": Dim(config.size("mamba_expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
+            "state": Dim(config.size("mamba_d_state", 16)),
+            "rank": Dim(time_step_rank(config, "mamba_dt_rank")),
+            "window": Dim(config.size("mamba_d_conv", 4)),
+        },
+        flags={
+            "attention": [n for n in range(config.size("num_hidden_layers")) if n % period == offset],
+            "conv_bias": config.switch("mamba_conv_bias", default=True),
+            "mixer_bias": config.switch("mamba_proj_bias", default=False),
+        },
+    )
+
+
+JAMBA: Final = Family(
+    name="jamba",
+    rows=_JAMBA,
+    facts=_facts,
+    classes=decoder_classes("Jamba", question=None, tokens=None),
+    prefixes=("model",),
+)

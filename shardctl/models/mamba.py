@@ -1,0 +1,130 @@
+"""State space models: Mamba, Falcon Mamba and Mamba 2.
+
+Names and shapes follow transformers 5 (`models/mamba/modeling_mamba.py`, `models/mamba2/modeling_mamba2.py`). The
+cuts are those of Megatron-LM and vLLM: tp divides the channels of the inner width, each with its own convolution,
+its rows of A, D and the time step; what all channels share (B, C, the time step's low rank) is computed by summing
+over the ranks, and dims of the state, of the low rank and of the convolution's window are never cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+
+def mixer(under: str, when: str = "") -> tuple[Row, ...]:
+    """The first Mamba's rows in a module `under`, present if `when` holds."""
+    conv, bias = f"{when} conv_bias".strip(), f"{when} mixer_bias".strip()
+    return (
+        Row(f"{under}.A_log", "inner state", when),
+        Row(f"{under}.D", "inner", when),
+        Row(f"{under}.conv1d.weight", "inner 1 window", when),
+        Row(f"{under}.conv1d.bias", "inner", conv),
+        Row(f"{under}.in_proj.weight", "inner+inner hidden", when),
+        Row(f"{under}.in_proj.bias", "inner+inner", bias),
+        Row(f"{under}.x_proj.weight", "rank+state+state inner", when),
+        Row(f"{under}.dt_proj.weight", "inner rank", when),
+        Row(f"{under}.dt_proj.bias", "inner", when),
+        Row(f"{under}.out_proj.weight", "hidden inner", when),
+        Row(f"{under}.out_proj.bias", "hidden", bias),
+    )
+
+
+def time_step_rank(config: Config, key: str) -> int:
+    """The low rank of the time step; "auto" is a sixteenth of the hidden size, rounded up."""
+    automatic = -(-config.size("hidden_size") // 16)
+    return automatic if config.values.get(key) == "auto" else config.size(key, automatic)
+
+
+_EMBEDDING: Final = Row(".embeddings.weight", "vocab hidden", on="first")
+_NORM: Final = Row(".layers.{layer}.norm.weight", "hidden")
+_HEADS: Final = (
+    Row(".norm_f.weight", "hidden", on="last"),
+    Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embeddings.weight"),
+)
+_MAMBA: Final = (_EMBEDDING, _NORM, *mixer(".layers.{layer}.mixer"), *_HEADS)
+_IN: Final = "inner+inner+groups+groups+heads"
+"""What the input is projected to: the gate, the channels, B, C, and a time step for each head."""
+_CONV: Final = "inner+groups+groups"
+_MAMBA2: Final = (
+    _EMBEDDING,
+    _NORM,
+    Row(".layers.{layer}.mixer.dt_bias", "heads"),
+    Row(".layers.{layer}.mixer.A_log", "heads"),
+    Row(".layers.{layer}.mixer.D", "heads"),
+    Row(".layers.{layer}.mixer.conv1d.weight", f"{_CONV} 1 window"),
+    Row(".layers.{layer}.mixer.conv1d.bias", _CONV, "conv_bias"),
+    Row(".layers.{layer}.mixer.in_proj.weight", f"{_IN} hidden"),
+    Row(".layers.{layer}.mixer.in_proj.bias", _IN, "mixer_bias"),
+    Row(".layers.{layer}.mixer.norm.weight", "inner"),
+    Row(".layers.{layer}.mixer.out_proj.weight", "hidden inner"),
+    Row(".layers.{layer}.mixer.out_proj.bias", "hidden", "mixer_bias"),
+    *_HEADS,
+)
+"""Heads share the B and C of their group, as query heads share keys and values. The norm before the last projection is
+over the channels of one group; where ranks are more than groups, they sum its variance."""
+
+
+def _common(config: Config, *, tied: bool) -> Facts:
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": Dim(config.size("hidden_size")),
+            "window": Dim(config.size("conv_kernel", 4)),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=tied),
+            "conv_bias": config.switch("use_conv_bias", default=True),
+            "mixer_bias": config.switch("use_bias", default=False),
+        },
+    )
+
+
+def _mamba(config: Config) -> Facts:
+    return _common(config, tied=True).also(
+        dims={
+            "inner": Dim(config.size("expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
+            "state": Dim(config.size("state_size", 16)),
+            "rank": Dim(time_step_rank(config, "time_step_rank")),
+        }
+    )
+
+
+def _mamba2(config: Config) -> Facts:
+    heads, head = config.size("num_heads", 128), config.size("head_dim", 64)
+    state, groups = config.size("state_size", 128), config.size("n_groups", 8)
+    return _common(config, tied=False).also(
+        dims={
+            "inner": Dim(heads * head, head, "tp", noun="state space heads"),
+            "heads": Dim(heads, axis="tp", noun="state space heads"),
+            "groups": Dim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
+        }
+    )
+
+
+MAMBA: Final = Family(
+    name="mamba",
+    rows=_MAMBA,
+    facts=_mamba,
+    classes={"MambaForCausalLM": ModelClass("backbone", "lm"), "MambaModel": ModelClass()},
+    prefixes=("backbone",),
+)
+FALCON_MAMBA: Final = Family(
+    name="falcon_mamba",
+    rows=_MAMBA,
+    facts=_mamba,
+    classes={"FalconMambaForCausalLM": ModelClass("backbone", "lm"), "FalconMambaModel": ModelClass()},
+    prefixes=("backbone",),
+)
+MAMBA2: Final = Family(
+    name="mamba2",
+    rows=_MAMBA2,
+    facts=_mamba2,
+    classes={"Mamba2ForCausalLM": ModelClass("backbone", "lm"), "Mamba2Model": ModelClass()},
+    prefixes=("backbone",),
+)

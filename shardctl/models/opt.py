@@ -1,0 +1,80 @@
+"""OPT: separate q, k and v, learned positions, and perhaps an embedding narrower than the layers.
+
+Names and shapes follow transformers 5 (`models/opt/modeling_opt.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import decoder_classes
+from shardctl.models.family import Dim, Facts, Family, Index, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_LAYER: Final = ".decoder.layers.{layer}"
+_OPT: Final = (
+    Row(".decoder.embed_tokens.weight", "vocab embedding", on="first"),
+    Row(".decoder.embed_positions.weight", "positions hidden", on="first"),
+    Row(".decoder.project_out.weight", "embedding hidden", when="narrow", on="last"),
+    Row(".decoder.project_in.weight", "hidden embedding", when="narrow", on="first"),
+    Row(".decoder.final_layer_norm.weight", "hidden", when="affine last_norm", on="last"),
+    Row(".decoder.final_layer_norm.bias", "hidden", when="affine last_norm", on="last"),
+    Row(f"{_LAYER}.self_attn.k_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.self_attn.k_proj.bias", "q", when="bias"),
+    Row(f"{_LAYER}.self_attn.v_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.self_attn.v_proj.bias", "q", when="bias"),
+    Row(f"{_LAYER}.self_attn.q_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.self_attn.q_proj.bias", "q", when="bias"),
+    Row(f"{_LAYER}.self_attn.out_proj.weight", "hidden q"),
+    Row(f"{_LAYER}.self_attn.out_proj.bias", "hidden", when="bias"),
+    Row(f"{_LAYER}.self_attn_layer_norm.weight", "hidden", when="affine"),
+    Row(f"{_LAYER}.self_attn_layer_norm.bias", "hidden", when="affine"),
+    Row(f"{_LAYER}.fc1.weight", "ffn hidden"),
+    Row(f"{_LAYER}.fc1.bias", "ffn", when="bias"),
+    Row(f"{_LAYER}.fc2.weight", "hidden ffn"),
+    Row(f"{_LAYER}.fc2.bias", "hidden", when="bias"),
+    Row(f"{_LAYER}.final_layer_norm.weight", "hidden", when="affine"),
+    Row(f"{_LAYER}.final_layer_norm.bias", "hidden", when="affine"),
+    Row("lm_head.weight", "vocab embedding", when="lm", on="last", tie=".decoder.embed_tokens.weight"),
+    Row("score.weight", "labels embedding", when="score", on="last"),
+    Row("qa_outputs.weight", "2 embedding", when="question", on="last"),
+    Row("qa_outputs.bias", "2", when="question", on="last"),
+)
+_OFFSET: Final = 2
+"""Rows of the positions before the first (`OPTLearnedPositionalEmbedding`)."""
+
+
+def _facts(config: Config) -> Facts:
+    hidden = config.size("hidden_size")
+    embedding = config.size("word_embed_proj_dim", hidden)
+    bare = config.switch("_remove_final_layer_norm", default=False)
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "embedding": Dim(embedding),
+            "positions": Dim(config.size("max_position_embeddings", 2048) + _OFFSET),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": Dim(config.size("ffn_dim"), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "bias": config.switch("enable_bias", default=True),
+            "affine": config.switch("layer_norm_elementwise_affine", default=True),
+            "last_norm": config.switch("do_layer_norm_before", default=True) and not bare,
+            "narrow": embedding != hidden,
+        },
+    )
+
+
+OPT: Final = Family(
+    name="opt",
+    rows=_OPT,
+    facts=_facts,
+    classes=decoder_classes("OPT", tokens=None),
+    prefixes=("model",),
+)
