@@ -27,13 +27,14 @@ def bind(model: Model, stored: Manifest) -> Manifest:
         if meant is None:
             unknown.append(name)
             continue
-        names = found.setdefault(model.aliases.get(meant, meant), {})
-        if meant in names:
-            raise SourceError(
-                f"{names[meant].name} and {name} are both {meant}",
-                hint="one of the two is left over from another model; remove it",
-            )
-        names[meant] = tensor
+        for part, held in _parts(model, meant, tensor):
+            names = found.setdefault(model.aliases.get(part, part), {})
+            if part in names:
+                raise SourceError(
+                    f"{names[part].name} and {name} are both {part}",
+                    hint="one of the two is left over from another model; remove it",
+                )
+            names[part] = held
     if unknown:
         raise UnsupportedError(
             f"{model.architecture or 'the model'} has no {_noun(unknown)} {listed(unknown)}",
@@ -48,12 +49,23 @@ def meaning(model: Model, name: str) -> str | None:
     """The name by which the model knows what is stored as `name`, or None if it does not.
 
     The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
-    spelling. For a tied weight this may be any of its names.
+    spelling. For a tied weight this may be any of its names, and the array of a fusion has none but its own.
     """
     for reading in _readings(model, name):
-        if reading in model.tensors or reading in model.aliases:
+        if reading in model.tensors or reading in model.aliases or reading in model.fusions:
             return reading
     return None
+
+
+def _parts(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
+    fusion = model.fusions.get(meant)
+    if fusion is None:
+        yield meant, tensor
+        return
+    if tensor.shape != fusion.shape:
+        raise _misshapen(tensor, fusion.shape)
+    yield from fusion.taken_apart(tensor)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -136,7 +148,11 @@ def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
         a == b or dim in expected.free for dim, (a, b) in enumerate(zip(stored.shape, expected.shape, strict=True))
     ):
         return
-    raise SourceError(
-        f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected.shape)}",
+    raise _misshapen(stored, expected.shape)
+
+
+def _misshapen(stored: Tensor, expected: Sequence[int]) -> SourceError:
+    return SourceError(
+        f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected)}",
         hint="config.json may belong to another model",
     )

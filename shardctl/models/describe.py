@@ -20,10 +20,12 @@ from shardctl.models.jamba import JAMBA
 from shardctl.models.llama import LLAMA
 from shardctl.models.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from shardctl.models.mixtral import MIXTRAL, PHIMOE
 from shardctl.models.olmo import OLMO, OLMO2, OLMO3
 from shardctl.models.opt import OPT
 from shardctl.models.phi import PHI, PHI3
 from shardctl.models.qwen import QWEN2, QWEN3
+from shardctl.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.stablelm import STABLELM
 from shardctl.models.starcoder2 import STARCODER2
@@ -64,14 +66,19 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
+    MIXTRAL,
     OLMO,
     OLMO2,
     OLMO3,
+    OLMOE,
     OPT,
     PHI,
     PHI3,
+    PHIMOE,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
+    QWEN3_MOE,
     ROBERTA,
     STABLELM,
     STARCODER2,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from re import compile as pattern
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardctl.models.config import Config
     from shardctl.placement import Where
+
+INDEX: Final = pattern(r"\{(\w+)\}")
+"""An index in the name of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Index:
     """The indices, in order."""
     layer: int | None = None
     """The pipeline layer of index 0; None if the index does not count pipeline layers (experts)."""
+    axis: str = ""
+    """The mesh axis that divides what is counted among its ranks, each whole (experts); empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,31 @@ class Row:
     """The flag that says so; `always` needs no flag."""
     buffer: str = ""
     """The safetensors dtype of a buffer: present in some checkpoints only, never a parameter, never cut."""
+    optional: bool = False
+    """Present in some checkpoints only, and not in the state dict of any class (DeepSeek's layers that predict)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """An array that transformers' state dict has in place of several tensors of the table, or of one.
+
+    >>> Fused(".layers.{layer}.mlp.experts.gate_up_proj", (
+    ...     ".layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    ...     ".layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    ... )).stacked
+    'expert'
+    """
+
+    name: str
+    """The array's name, in the notation of rows."""
+    parts: tuple[str, ...]
+    """Names of rows. An index that only they have counts along dim 0 of the array, where the parts are stacked; what
+    several names give is joined along the first dim of the parts."""
+
+    @property
+    def stacked(self) -> str:
+        """The index that counts along dim 0, or an empty string."""
+        return next((word for word in INDEX.findall(self.parts[0]) if word not in INDEX.findall(self.name)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +164,5 @@ class Family:
     one that only stands at the start, after a base-model prefix or without."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Older names of classes, which configs on the Hub still have."""
+    fused: tuple[Fused, ...] = ()
+    """Where the names of transformers' state dict are not those of the table, which are those of the Hub."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest
     from shardctl.models.family import Row
+    from shardctl.models.fusion import Fusion
     from shardctl.placement import Spec
 
 
@@ -60,12 +61,26 @@ class Model:
     """Base-model prefixes that stored names may have, or lack."""
     legacy: Mapping[str, str] = field(default_factory=dict)
     """Older spellings of runs of whole name parts; see `Family.legacy`."""
+    fusions: Mapping[str, Fusion] = field(default_factory=dict)
+    """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
 
     def own(self) -> Iterator[ModelTensor]:
         """The tensors of the class's state dict: all but the optional ones."""
         return (t for t in self.tensors.values() if not t.optional)
+
+    def state(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the state dict of transformers' class, in its order; ties by every name."""
+        inside = {name: fusion for fusion in self.fusions.values() for name in fusion.tensors}
+        found: dict[str, tuple[int, ...]] = {}
+        for tensor in self.own():
+            fusion = inside.get(tensor.name)
+            if fusion is not None:
+                found[fusion.name] = fusion.shape
+            else:
+                found |= dict.fromkeys((tensor.name, *tensor.ties), tensor.shape)
+        return found
 
     @property
     def parameters(self) -> int:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from re import compile as pattern
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
-from shardctl.models.family import Dim
+from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.models.family import INDEX, Dim
+from shardctl.models.fusion import Fusion, joined, stacked
 from shardctl.models.model import Model, ModelTensor
-from shardctl.placement import Cut, Section, Spec
+from shardctl.placement import Cut, Member, Section, Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
     from shardctl.models.config import Config
-    from shardctl.models.family import Facts, Family, ModelClass, Row
+    from shardctl.models.family import Facts, Family, Fused, ModelClass, Row
     from shardctl.placement import Where
 
 FSDP: Final = Cut("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
+_EXPERT_FSDP: Final = Cut(EXPERT_FSDP)
+"""The same for what ep and etp left of experts."""
 MOST_TENSORS: Final = 500_000
 """Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
-_INDEX: Final = pattern(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ class _Builder:
                 only.append((frozenset(value), wanted))
             elif value != wanted:
                 return None
-        pieces = _INDEX.split(self.full(row.name))
-        shape, cuts, free = self.extents(row.dims, mine=mine)
+        pieces = INDEX.split(self.full(row.name))
+        whole = any(self.facts.indices[name].axis for name in pieces[1::2])
+        shape, cuts, free = self.extents(row.dims, mine=mine, expert=whole)
         if row.buffer:
             cuts = ((),) * len(shape)
         return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare)
@@ -96,8 +99,10 @@ class _Builder:
             return name
         return f"{self.member.prefix}{name}" if self.member.prefix else name[1:]
 
-    def extents(self, dims: str, *, mine: bool) -> tuple[tuple[int, ...], tuple[tuple[Cut, ...], ...], tuple[int, ...]]:
-        """Shape, cuts and undetermined dims of `dims`."""
+    def extents(
+        self, dims: str, *, mine: bool, expert: bool
+    ) -> tuple[tuple[int, ...], tuple[tuple[Cut, ...], ...], tuple[int, ...]]:
+        """Shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
         shape: list[int] = []
         cuts: list[tuple[Cut, ...]] = []
         free: list[int] = []
@@ -109,8 +114,10 @@ class _Builder:
             if any(dim.loose for dim in fused) and not mine:
                 free.append(place)
             shape.append(sum(dim.size for dim in fused))
-            cut = self.cut(fused)
-            cuts.append((*cut, FSDP) if place == 0 else cut)
+            cuts.append(self.cut(fused))
+        if cuts:
+            expert = expert or any(cut.axis in EXPERT_AXES for dim in cuts for cut in dim)
+            cuts[0] = (*cuts[0], _EXPERT_FSDP if expert else FSDP)
         return tuple(shape), tuple(cuts), tuple(free)
 
     def fused(self, name: str) -> tuple[Dim, ...]:
@@ -157,10 +164,11 @@ class _Builder:
         if row.tie and (row.tied == "always" or self.facts.flags[row.tied]):
             self.tie(name, plan, where)
             return
-        key = (id(plan), where)
+        member = self.member_of(plan, at)
+        key = (id(plan), where, member)
         spec = self.specs.get(key)
         if spec is None:
-            spec = self.specs[key] = Spec(plan.cuts, (where,))
+            spec = self.specs[key] = Spec(plan.cuts, (where,), member)
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
         self.tensors[name] = ModelTensor(
             name,
@@ -168,7 +176,7 @@ class _Builder:
             BY_NAME[row.buffer] if row.buffer else self.dtype,
             spec,
             row,
-            optional=bool(row.buffer) or not plan.mine,
+            optional=bool(row.buffer) or row.optional or not plan.mine,
             spare=plan.spare and plan.mine,
             free=plan.free,
         )
@@ -181,6 +189,28 @@ class _Builder:
         tensor = self.tensors[first]
         stages = tensor.spec.where if where in tensor.spec.where else (*tensor.spec.where, where)
         self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=Spec(tensor.spec.cuts, stages))
+
+    def member_of(self, plan: _Plan, at: tuple[int, ...]) -> Member | None:
+        """Which of the experts the tensor is, if it is one's."""
+        for name, value in zip(plan.indices, at, strict=True):
+            index = self.facts.indices[name]
+            if index.axis:
+                return Member(index.axis, value, len(index.values))
+        return None
+
+    def fusions(self, fused: Fused) -> Iterator[Fusion]:
+        """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
+        counted = INDEX.findall(fused.name)
+        stack = self.facts.indices[fused.stacked].values if fused.stacked else (None,)
+        for at in product(*(self.facts.indices[name].values for name in counted)):
+            values = dict(zip(counted, at, strict=True))
+            groups = [[self.full(p).format(**values, **{fused.stacked: n}) for p in fused.parts] for n in stack]
+            if groups[0][0] not in self.tensors:
+                continue  # a layer without experts
+            shapes = tuple(self.tensors[name].shape for name in groups[0])
+            places = stacked(shapes, len(groups)) if fused.stacked else joined(shapes)
+            names = tuple(name for group in groups for name in group)
+            yield Fusion(self.full(fused.name).format(**values), names, places)
 
     def stage(self, plan: _Plan, at: tuple[int, ...]) -> tuple[Where, int]:
         """Where a tensor lives: where its row says, else with its layer."""
@@ -215,4 +245,5 @@ def build(family: Family, architecture: str, config: Config, *, share_kv: bool) 
         prefix=builder.member.prefix,
         prefixes=family.prefixes,
         legacy=family.legacy,
+        fusions={fusion.name: fusion for fused in family.fused for fusion in builder.fusions(fused)},
     )

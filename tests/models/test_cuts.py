@@ -30,11 +30,15 @@ UNPLANNED = {
 """Families for which transformers has no plan."""
 PARTLY_PLANNED = {
     "jamba": "its plan is for the experts that most Jambas have, and leaves attention and Mamba whole",
+    "phimoe": "its plan is for the experts, and leaves attention whole",
 }
 OWN_CHOICE = {
     "model.embed_tokens.weight": "most plans leave it whole; a tied one must be cut like the head, and Megatron, "
     "torchtitan and those plans that do cut it (`embedding_rowwise`) cut it over the vocabulary",
     "gpt_neox.embed_in.weight": "the same",
+    "mlp.shared_expert.gate_proj.weight": "Qwen2-MoE: cut like any MLP, as in the plan of Qwen3-Next",
+    "mlp.shared_expert.up_proj.weight": "the same",
+    "mlp.shared_expert.down_proj.weight": "the same",
     "self_attn.q_norm.weight": "Cohere: a head's norm is its own, and goes where the head goes",
     "self_attn.k_norm.weight": "Cohere: a head's norm is its own, and goes where the head goes",
 }
@@ -42,7 +46,19 @@ OWN_CHOICE = {
 
 
 def tp_dims(tensor):
-    return {dim for dim, cuts in enumerate(tensor.spec.cuts) if any(cut.axis == "tp" for cut in cuts)}
+    """The dims that tp cuts; inside an expert it is etp, which is tp unless someone says otherwise."""
+    return {dim for dim, cuts in enumerate(tensor.spec.cuts) if any(cut.axis in {"tp", "etp"} for cut in cuts)}
+
+
+def planned_of_experts(model, plan):
+    """What a plan for stacked experts means for each expert's own tensors, whose dims count from one less."""
+    styles = {"packed_colwise": {0}, "rowwise": {1}}
+    return {
+        tensor: styles[plan[pattern]]
+        for fusion in model.fusions.values()
+        if (pattern := ".".join("*" if p.isdecimal() else p for p in fusion.name.split("."))) in plan
+        for tensor in fusion.tensors
+    }
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -50,7 +66,7 @@ def test_tp_cuts_are_those_of_transformers_own_plan(name):
     config = fixture(name)
     model, real = describe(config), on_meta(config)
     assert (not real.tp_plan) == (config["model_type"] in UNPLANNED)
-    expected = {}
+    expected = planned_of_experts(model, real.tp_plan)
     for pattern, style in real.tp_plan.items():
         for tensor in (n for t in model.own() for n in (t.name, *t.ties)):
             module, _, kind = tensor.rpartition(".")

@@ -1,0 +1,95 @@
+"""The parts of tables that mixtures of experts share: routed experts, shared ones, and what transformers 5 fuses.
+
+On the Hub each expert has tensors of its own; in the state dict of transformers 5 those of a layer are stacked, the
+gate and up projections joined (`MergeModulelist` and `Concatenate` in transformers/conversion_mapping.py). ep divides
+whole experts among ranks, and etp cuts inside each, as tp does inside a dense layer; the router is whole everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import GATED
+from shardctl.models.family import Dim, Fused, Index, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_EXPERTS: Final = ".layers.{layer}.%s.experts.{expert}.%s.weight"
+_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+
+
+def experts(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
+    """The routed experts of a layer's `module`, whose gate, up and down projections are called `names`."""
+    gate, up, down = (_EXPERTS % (module, name) for name in names)
+    return (
+        Row(gate, "effn hidden", when=when),
+        Row(up, "effn hidden", when=when),
+        Row(down, "hidden effn", when=when),
+    )
+
+
+def fused_experts(
+    module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None
+) -> tuple[Fused, ...]:
+    """The two arrays that transformers has for them, in the module that it calls `within` if not the same."""
+    gate, up, down = (_EXPERTS % (module, name) for name in names)
+    array = f".layers.{{layer}}.{within or module}.experts"
+    return Fused(f"{array}.gate_up_proj", (gate, up)), Fused(f"{array}.down_proj", (down,))
+
+
+def shared_experts(module: str) -> tuple[Row, ...]:
+    """The experts of a layer that see every token, as one `module`: cut by tp like any gated MLP."""
+    return (
+        Row(f".layers.{{layer}}.{module}.gate_proj.weight", "sffn hidden", when="moe shared"),
+        Row(f".layers.{{layer}}.{module}.up_proj.weight", "sffn hidden", when="moe shared"),
+        Row(f".layers.{{layer}}.{module}.down_proj.weight", "hidden sffn", when="moe shared"),
+    )
+
+
+def only(rows: Iterable[Row], when: str) -> tuple[Row, ...]:
+    """`rows`, under one more condition."""
+    return tuple(replace(row, when=f"{row.when} {when}".strip()) for row in rows)
+
+
+def with_experts(
+    facts: Facts, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
+) -> Facts:
+    """`facts`, and those of experts.
+
+    The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and `sffn` inside
+    the `shared` ones; `moe` is the layers that have experts.
+    """
+    return facts.also(
+        dims={
+            "experts": Dim(count),
+            "expert": Dim(count, axis="ep", noun="experts"),
+            "effn": Dim(ffn, axis="etp", noun="columns of each expert"),
+            "sffn": Dim(shared or 0, axis="tp"),
+        },
+        indices={"expert": Index(range(count), axis="ep")},
+        flags={"moe": moe, "shared": shared is not None},
+    )
+
+
+DENSE: Final = only((row for row in GATED if not row.when), "!moe")
+"""The MLP of a layer without experts."""
+
+
+def expert_count(config: Config, *keys: str) -> int:
+    """The number of routed experts, under the first of `keys` that the config has; transformers renamed some."""
+    return config.size(next((key for key in keys if config.values.get(key) is not None), keys[0]))
+
+
+def stepped(config: Config) -> frozenset[int]:
+    """The layers that have experts, by `decoder_sparse_step` and `mlp_only_layers` (Qwen2MoeDecoderLayer)."""
+    step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise SourceError(f"config.json has mlp_only_layers = {dense!r} where a list of layers is expected")
+    return frozenset(n for n in range(layers) if (n + 1) % step == 0 and n not in dense)

@@ -1,0 +1,98 @@
+"""Arrays that hold several tensors of a model, as transformers 5 holds all experts of a layer in two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box, BoxIndex
+from shardctl.views import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.manifest import Chunk, Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where each of some tensors lies in one array; the layers of a model share it."""
+
+    shape: tuple[int, ...]
+    """Of the array, in elements."""
+    views: tuple[View, ...]
+    """Of each tensor, which together fill the array."""
+    boxes: tuple[Box, ...]
+    """Each tensor, whole, in its own index space."""
+    index: BoxIndex
+    """The tensors' boxes within the array."""
+
+    @classmethod
+    def of(cls, views: Sequence[View], shapes: Sequence[tuple[int, ...]]) -> Places:
+        """The places of tensors of `shapes`, one view each."""
+        images = [view.image(shape) for view, shape in zip(views, shapes, strict=True)]
+        shape = tuple(max(image.stop[dim] for image in images) for dim in range(len(images[0].origin)))
+        return cls(shape, tuple(views), tuple(map(Box.whole, shapes)), BoxIndex(images))
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One array and the tensors it holds; a single one, if only the name differs."""
+
+    name: str
+    """The array's name in the state dict of transformers' class."""
+    tensors: tuple[str, ...]
+    """Canonical names."""
+    places: Places
+    """Where each of them lies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array, in elements."""
+        return self.places.shape
+
+    def taken_apart(self, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each canonical name, with what `stored`, which is this array, holds of that tensor.
+
+        Raises UnsupportedError if the array's elements are narrower than a byte and share one.
+        """
+        chunks: list[list[Chunk]] = [[] for _ in self.tensors]
+        places = self.places
+        for chunk in stored.chunks:
+            for position, _ in places.index.overlapping(chunk.box):
+                part = places.views[position].pull(chunk, places.boxes[position])
+                if part is not None:
+                    chunks[position].append(part)
+        for name, box, found in zip(self.tensors, places.boxes, chunks, strict=True):
+            yield name, replace(stored, shape=box.shape, chunks=tuple(found))
+
+
+@cache
+def stacked(shapes: tuple[tuple[int, ...], ...], count: int) -> Places:
+    """`count` groups of tensors of `shapes`: the groups stacked along dim 0, each joined along its first dim.
+
+    >>> stacked(((4, 6), (4, 6)), 8).shape
+    (8, 8, 6)
+    """
+    views, axes = [], tuple(range(1, len(shapes[0]) + 1))
+    for group in range(count):
+        start = 0
+        for shape in shapes:
+            views.append(View((group, start, *(0,) * (len(shape) - 1)), axes))
+            start += shape[0]
+    return Places.of(views, shapes * count)
+
+
+@cache
+def joined(shapes: tuple[tuple[int, ...], ...]) -> Places:
+    """Tensors of `shapes` joined along their first dim; one tensor is itself.
+
+    >>> joined(((4, 6), (2, 6))).shape
+    (6, 6)
+    """
+    views, axes, start = [], tuple(range(len(shapes[0]))), 0
+    for shape in shapes:
+        views.append(View((start, *(0,) * (len(shape) - 1)) if shape else (), axes))
+        start += shape[0] if shape else 0
+    return Places.of(views, shapes)
