@@ -128,7 +128,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         placed=placed,
         budget=budget(plan, wish.memory, wish.threads or usual_threads()),
         carried=tuple(_carried(checkpoint, have, dtypes)),
-        options=_options(wish),
+        options=_inherited(checkpoint) | _options(wish),
     )
 
 
@@ -203,6 +203,12 @@ def _mended(config: bytes, dtype: str) -> bytes:
     parsed = json.loads(config)
     keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
     return (json.dumps(parsed | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _inherited(checkpoint: Checkpoint) -> dict[str, str]:
+    """What an earlier conversion left out or cast is so in this one's result, too."""
+    earlier = checkpoint.record.options if checkpoint.record else {}
+    return {key: earlier[key] for key in ("dtype", "keep_fp32", "include", "exclude") if key in earlier}
 
 
 def _options(wish: Wish) -> dict[str, str]:

@@ -15,6 +15,7 @@ from shardctl.record import RECORD, Record, load
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.opening import Checkpoint, Reading, opened
 from shardctl.verify import content, structure
+from shardctl.verify.checksums import check_sums
 from shardctl.verify.finding import Finding
 from shardctl.workers import Effort, Stop
 
@@ -158,6 +159,8 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
         if recorded and recorded.digest != digests[tensor.name]:
             level.add(iter([_changed(tensor, recorded.digest, digests[tensor.name])]))
     level.add(_copies(checkpoint, effort))
+    level.add(check_sums(checkpoint.source, effort.stop))
+    _ended(effort.stop)
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
     if not checkpoint.record:

@@ -1,0 +1,53 @@
+"""Checks files against the `SHA256SUMS` beside them, in the form that `sha256sum` writes and checks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.storage import read
+from shardctl.verify.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.storage import Source
+    from shardctl.workers import Stop
+
+SUMS: Final = "SHA256SUMS"
+_LINE: Final = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+_READ_BYTES: Final = 1 << 20
+
+
+def check_sums(source: Source, stop: Stop) -> Iterator[Finding]:
+    """Read every file that `SHA256SUMS` lists, if there is one; a line that is not understood is a warning.
+
+    Ends early, and proves nothing, if `stop` is set on the way.
+    """
+    files = source.files()
+    if SUMS not in files:
+        return
+    for number, line in enumerate(read(source, SUMS).decode("utf-8", "replace").splitlines(), 1):
+        found = _LINE.fullmatch(line)
+        if stop:
+            return
+        if found is None:
+            yield Finding("warning", "sha256", f"line {number} of {SUMS} is not understood", file=SUMS)
+            continue
+        path = found[2].removeprefix("./")
+        if path not in files:
+            yield Finding("error", "sha256", f"{path} is missing; {SUMS} lists it", file=path)
+        elif _sha256(source, path, files[path].size, stop) != found[1].lower() and not stop:
+            yield Finding("error", "sha256", f"{path} is not the file that {SUMS} lists", file=path)
+
+
+def _sha256(source: Source, path: str, size: int, stop: Stop) -> str:
+    state, buffer = hashlib.sha256(), bytearray(min(_READ_BYTES, size))
+    for offset in range(0, size, _READ_BYTES):
+        if stop:
+            break
+        view = memoryview(buffer)[: min(_READ_BYTES, size - offset)]
+        source.read_at(path, offset, view)
+        state.update(view)
+    return state.hexdigest()
