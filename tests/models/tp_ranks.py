@@ -1,0 +1,285 @@
+"""What two gloo ranks do with rank files: each runs transformers' own modules on its shards, as under tp.
+
+Run as a script, one process a rank. What a module needs of its peers follows from how our rules cut its weight:
+output rows cut, it works by itself (and the head's logits are gathered); input columns cut, the ranks add their
+results; a vocabulary cut, the ranks add what each looks up. Heads are never told apart here: a rank's attention takes
+the shard for the weight of a smaller attention, and only heads that were cut as heads give the right sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import traceback
+from itertools import product
+from pathlib import Path
+
+WORLD = 2
+COUNTS = (
+    *("num_heads", "n_head", "n_heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads", "n_groups"),
+    *("split_size", "embed_dim", "inner_dim", "intermediate_size"),
+)
+"""Attributes of attentions and mixers that count heads, groups or channels, of which a rank has its part."""
+
+FUSED = {"qkv_proj": (4, 2, 2), "gate_up_proj": (1, 1), "c_attn": (1, 1, 1)}
+"""The relative sizes of the parts of fused projections in the fixtures that are cut wrongly on purpose."""
+
+
+def run(folder: Path, jobs: dict[str, dict[str, object]], timeout: float = 300) -> dict[str, str]:
+    """Carry out `jobs` on all ranks; for each what went wrong on any rank, or an empty text."""
+    folder.mkdir()
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    quiet = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = []
+    for rank in range(WORLD):
+        with (folder / f"log-{rank}.txt").open("wb") as log:
+            command = [sys.executable, __file__, folder, str(rank)]
+            ranks.append(subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log))
+    try:
+        for rank in ranks:
+            rank.wait(timeout)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert not any(rank.returncode for rank in ranks), (folder / "log-0.txt").read_text()
+    results = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(WORLD)]
+    return {name: "\n".join(filter(None, (result[name] for result in results))) for name in jobs}
+
+
+def shards(path, rank):
+    """This rank's part of each tensor, its boxes put together in order, and where the first of them begins."""
+    import torch
+    from safetensors import safe_open
+
+    found = {}
+    for file in sorted(path.glob(f"shard-{rank + 1:05d}-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            info = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+            for name in opened.keys():  # noqa: SIM118 - safe_open is no dict
+                found.setdefault(name, []).append((info[name]["saved_offsets"], opened.get_tensor(name)))
+    whole = {}
+    for name, boxes in found.items():
+        boxes.sort(key=lambda box: box[0])
+        dims = {d for offsets, _ in boxes for d, offset in enumerate(offsets) if offset}
+        assert len(dims) <= 1, name
+        whole[name] = torch.cat([part for _, part in boxes], dims.pop()) if len(boxes) > 1 else boxes[0][1]
+    return whole, {name: boxes[0][0] for name, boxes in found.items()}
+
+
+def misplaced(mine, rank):
+    """The same shards, but of what is fused the rows (or columns) that a plain cut in two halves would give."""
+    import torch
+    import torch.distributed as dist
+
+    fused = {name: int("c_attn.weight" in name) for name in mine if name.split(".")[-2] in FUSED}
+    both = [None] * WORLD
+    dist.all_gather_object(both, {name: mine[name] for name in fused})
+    for name, dim in fused.items():
+        sections = FUSED[name.split(".")[-2]]
+        total = mine[name].shape[dim] * WORLD // sum(sections)
+        parts = zip(*(part[name].split([total * s // WORLD for s in sections], dim) for part in both), strict=True)
+        mine[name] = torch.cat([half for part in parts for half in part], dim).chunk(WORLD, dim)[rank].contiguous()
+    return mine
+
+
+def gather(part, dim=-1):
+    """The parts of all ranks side by side along `dim`, which may differ in length."""
+    import torch
+    import torch.distributed as dist
+
+    parts = [None] * WORLD
+    dist.all_gather_object(parts, part)
+    return torch.cat(parts, dim)
+
+
+def summed(part):
+    """The sum over the ranks."""
+    import torch.distributed as dist
+
+    part = part.contiguous()
+    dist.all_reduce(part)
+    return part
+
+
+def shrink(module, projections):
+    """Tell an attention or a mixer, some of whose projections are cut, how many heads, groups or channels it has."""
+    owners = [module]
+    if hasattr(module, "config"):
+        module.config = copy.deepcopy(module.config)
+        owners.append(module.config)
+    for owner, count in product(owners, COUNTS):
+        value = vars(owner).get(count)
+        if isinstance(value, int) and value % WORLD == 0:
+            setattr(owner, count, value // WORLD)
+    if "conv1d" in projections:
+        module.conv_dim = module.conv1d.weight.shape[0]
+    if "k_proj" in projections and projections["k_proj"] is None:
+        module.num_key_value_groups //= WORLD  # fewer queries share the head that both ranks have
+
+
+def distribute(model, mine, offsets, rank):
+    """Give each module this rank's shard of its weights, and the exchange that the shard asks for."""
+    import torch
+
+    state = dict(model.state_dict(keep_vars=True))
+    assert mine.keys() == state.keys()
+    cut = {}
+    for name, whole in state.items():
+        pairs = zip(whole.shape, mine[name].shape, strict=True)
+        (cut[name],) = [dim for dim, (all_of_it, some) in enumerate(pairs) if all_of_it != some] or [None]
+    for name, whole in state.items():
+        whole.data = mine[name]
+    assert any(dim is not None for dim in cut.values()), "nothing was cut"
+    head = model.get_output_embeddings()
+    for prefix, module in list(model.named_modules()):
+        projections = {
+            name: cut[f"{prefix}.{name}.weight"]
+            for name, child in module.named_children()
+            if f"{prefix}.{name}.weight" in cut and not isinstance(child, torch.nn.Embedding) and module is not model
+        }
+        if any(dim is not None for dim in projections.values()):
+            shrink(module, projections)
+        weight = cut.get(f"{prefix}.weight") if "weight" in dict(module.named_parameters(recurse=False)) else None
+        exchange(module, weight, offsets.get(f"{prefix}.weight"), rank, is_head=module is head)
+    for name, buffer in model.named_buffers():
+        if cut.get(name) is not None:
+            buffer.data = gather(buffer, cut[name])
+
+
+def exchange(module, dim, offset, rank, *, is_head):  # noqa: C901 - one case a kind of module
+    """Wrap a module's forward as its weight's cut dim asks for."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    kind = type(module).__name__
+    if kind == "StableLmLayerNormPerHead":
+        share = len(module.norms) // WORLD
+        module.norms = module.norms[rank * share : (rank + 1) * share]
+    elif "Norm" in kind and getattr(module, "weight", None) is not None and module.weight.ndim == 1:
+        over_all_channels(module, dim, rank)
+    elif dim is None or "Norm" in kind:
+        return  # whole, or a norm for each head, which works on the heads that are here
+    elif isinstance(module, nn.Embedding):
+        if dim == 0:
+            vocabulary(module, offset[0])
+    elif isinstance(module, nn.Conv1d):
+        assert module.groups == module.in_channels
+        module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
+    elif isinstance(module, nn.Linear | Conv1D):
+        if dim == (0 if isinstance(module, Conv1D) else 1):
+            rowwise(module)
+        elif isinstance(module, Conv1D):
+            module.nf = module.weight.shape[1]
+        elif is_head:
+            local = module.forward
+            module.forward = lambda x: gather(local(x))
+    else:
+        raise AssertionError(f"{kind} has a cut weight and no rule here")
+
+
+def over_all_channels(module, dim, rank):
+    """A norm over channels of which a rank has a part sees all of them."""
+    local = module.forward
+    if dim is not None:
+        module.weight.data = gather(module.weight.data)
+
+    def forward(x, *others):
+        if x.shape[-1] == module.weight.shape[0]:
+            return local(x, *others)
+        return local(gather(x), *map(gather, others)).chunk(WORLD, -1)[rank]
+
+    module.forward = forward
+
+
+def vocabulary(module, first):
+    """Each rank looks up what it has, the rest are zeros."""
+    from torch.nn import functional
+
+    def forward(ids):
+        here, rows = ids - first, module.weight.shape[0]
+        known = (here >= 0) & (here < rows)
+        return summed(scale(module) * functional.embedding(here.clamp(0, rows - 1), module.weight) * known[..., None])
+
+    module.forward = forward
+
+
+def scale(module):
+    """What Gemma multiplies its embeddings with."""
+    return getattr(module, "embed_scale", 1.0)
+
+
+def rowwise(module):
+    """The ranks add their results, and the bias once."""
+    from torch.nn import functional
+    from transformers.pytorch_utils import Conv1D
+
+    def forward(x):
+        total = summed(functional.linear(x, module.weight.T if isinstance(module, Conv1D) else module.weight))
+        return total if module.bias is None else total + module.bias
+
+    module.forward = forward
+
+
+def slice_alibi(rank):
+    """BLOOM's and some Falcons' positions are a slope for each head: a rank needs those of its heads."""
+    from transformers.models.bloom import modeling_bloom
+    from transformers.models.falcon import modeling_falcon
+
+    slopes, build = modeling_bloom._get_alibi_slopes, modeling_falcon.build_alibi_tensor
+    modeling_bloom._get_alibi_slopes = lambda num_heads, device: slopes(num_heads, device).chunk(WORLD)[rank]
+    modeling_falcon.build_alibi_tensor = lambda mask, num_heads, dtype: (
+        build(mask, num_heads, dtype).view(len(mask), num_heads, 1, -1).chunk(WORLD, 1)[rank].flatten(0, 1)
+    )
+
+
+def logits_of(model, inputs):
+    """The logits for some input ids, of an encoder-decoder for the same ids on both sides."""
+    import torch
+
+    ids = torch.tensor(inputs)
+    both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, use_cache=False, **both).logits
+
+
+def check(rank, path, config, inputs, expected, *, naively=False):
+    """Compare what the ranks compute together with the logits of the whole model.
+
+    With `naively`, cut what is fused without regard for its parts, which gives other logits.
+    """
+    import torch
+    import transformers
+
+    kind = getattr(transformers, config["architectures"][0])
+    model = kind(kind.config_class.from_dict(config)).eval()
+    mine, offsets = shards(Path(path), rank)
+    if naively:
+        mine = misplaced(mine, rank)
+    distribute(model, mine, offsets, rank)
+    torch.testing.assert_close(logits_of(model, inputs), torch.load(expected), rtol=1e-5, atol=1e-5)
+
+
+def _main(folder: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_grad_enabled(False)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    slice_alibi(rank)
+    wrong = {}
+    for name, arguments in json.loads((folder / "jobs.json").read_text()).items():
+        try:
+            check(rank, **arguments)
+        except Exception:  # noqa: BLE001 - whatever it is, the test is told
+            wrong[name] = f"rank {rank}: {traceback.format_exc()}"
+        else:
+            wrong[name] = ""
+    (folder / f"result-{rank}.json").write_text(json.dumps(wrong))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]))
