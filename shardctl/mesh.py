@@ -37,7 +37,7 @@ class Mesh:
     ep: int = 1
     """Expert parallelism: experts are divided over this many ranks of a stage."""
     etp: int = 1
-    """Tensor parallelism inside one expert."""
+    """Tensor parallelism inside one expert; `of` and `parse` make it tp where experts are not divided by ep."""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -56,14 +56,14 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, *, ep: int = 1, etp: int = 1, **degrees: int) -> Mesh:
-        """A mesh in the default axis order; axes not named have degree 1."""
+    def of(cls, *, ep: int = 1, etp: int | None = None, **degrees: int) -> Mesh:
+        """A mesh in the default axis order; axes not named have degree 1, but etp that of tp if ep has 1."""
         unknown = [name for name in degrees if name not in AXES]
         if unknown:
             raise UsageError(
                 f"unknown mesh axis {unknown[0]!r}", hint=f"the axes are {', '.join((*AXES, *EXPERT_AXES))}"
             )
-        return cls(tuple((name, degrees.get(name, 1)) for name in AXES), ep, etp)
+        return cls(tuple((name, degrees.get(name, 1)) for name in AXES), ep, _etp(ep, etp, degrees))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -81,9 +81,9 @@ class Mesh:
                     hint="write it as --mesh pp=2,fsdp=2,tp=4, each axis once, outermost first",
                 )
             named[name] = int(degree)
-        ep, etp = named.pop("ep", 1), named.pop("etp", 1)
+        ep, etp = named.pop("ep", 1), named.pop("etp", None)
         rest = tuple((name, 1) for name in AXES if name not in named)
-        return cls((*rest, *named.items()), ep, etp)
+        return cls((*rest, *named.items()), ep, _etp(ep, etp, named))
 
     def degree(self, axis: str) -> int:
         """How many ranks the axis has.
@@ -101,6 +101,11 @@ class Mesh:
         return self.world // self.degree("pp") // (self.ep * self.etp)
 
     @property
+    def _experts_follow(self) -> bool:
+        """Whether experts are cut as all else is: by tp and fsdp."""
+        return self.ep == 1 and self.etp == self.degree("tp")
+
+    @property
     def world(self) -> int:
         """The number of ranks."""
         return prod(degree for _, degree in self.axes)
@@ -109,16 +114,18 @@ class Mesh:
         """The rank's index on every axis.
 
         The expert axes re-number the ranks of a stage: etp innermost, then ep, then efsdp; what is left over are
-        replicas of the experts, counted by `replica`.
+        replicas of the experts, counted by `replica`. Experts that are cut like all else are on the same ranks.
         """
         at: dict[str, int] = {}
         rest = rank
         for name, degree in reversed(self.axes):
             rest, at[name] = divmod(rest, degree)
+        order = [name for name, _ in self.axes if name != "pp"]
+        if self._experts_follow:
+            order = [*(name for name in order if name not in {"fsdp", "tp"}), "fsdp", "tp"]
         within = 0
-        for name, degree in self.axes:
-            if name != "pp":
-                within = within * degree + at[name]
+        for name in order:
+            within = within * self.degree(name) + at[name]
         for name in ("etp", "ep", EXPERT_FSDP):
             within, at[name] = divmod(within, self.degree(name))
         at["replica"] = within
@@ -131,5 +138,13 @@ class Mesh:
 
     def __str__(self) -> str:
         sizes = [f"{name}{degree}" for name, degree in self.axes if degree > 1]
-        sizes += [f"{name}{degree}" for name, degree in (("ep", self.ep), ("etp", self.etp)) if degree > 1]
+        if not self._experts_follow:
+            sizes += [f"{name}{degree}" for name, degree in (("ep", self.ep), ("etp", self.etp)) if degree > 1]
         return " x ".join(sizes) or "one device"
+
+
+def _etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:
+    """The degree of etp; by default, experts that ep does not divide are cut by tp, as vLLM and transformers do."""
+    if etp is not None:
+        return etp
+    return degrees.get("tp", 1) if ep == 1 else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UsageError
@@ -43,8 +43,8 @@ class Placed:
     mesh: Mesh
     stages: tuple[int, ...]
     """Layers per pipeline stage."""
-    keep_names: bool = False
-    """Hold tensors under the names of the original checkpoint rather than the canonical ones."""
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names, by tensor name, under which tensors are held, if not the canonical ones."""
 
     def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[Held]]]:
         """Every rank with what it holds that no earlier rank is a replica of, in model order.
@@ -89,7 +89,7 @@ class Placed:
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
         """A tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
-        names = (self.keep_names and tensor.spelling) or (tensor.name, *tensor.ties)
+        names = self.names.get(tensor.name) or (tensor.name, *tensor.ties)
         if place >= len(names):
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]

@@ -37,6 +37,24 @@ def test_expert_axes_renumber_the_ranks_of_a_stage_and_never_multiply_them():
         Mesh.of(tp=4, ep=3)
 
 
+def test_experts_that_ep_does_not_divide_are_cut_by_tp_unless_someone_says_otherwise():
+    assert (Mesh.of(tp=4).etp, Mesh.of(tp=4, etp=2).etp, Mesh.of(tp=4, ep=2).etp, Mesh.of().etp) == (4, 2, 1, 1)
+    assert (Mesh.parse("tp=4").etp, Mesh.parse("tp=4,etp=1").etp, Mesh.parse("tp=4,ep=4").etp) == (4, 1, 1)
+    assert [str(Mesh.of(tp=4)), str(Mesh.of(tp=4, etp=2)), str(Mesh.of(tp=4, ep=2))] == [
+        "tp4",
+        "tp4 x etp2",
+        "tp4 x ep2",
+    ]
+
+
+@pytest.mark.parametrize("text", ["fsdp=2,cp=2,tp=2", "tp=2,fsdp=2", "tp=2,dp=2,fsdp=3,cp=2", "pp=2,tp=2,fsdp=2"])
+def test_experts_that_are_cut_like_all_else_are_so_on_the_same_ranks(text):
+    mesh = Mesh.parse(text)
+    for at in map(mesh.coordinate, range(mesh.world)):
+        assert (at["etp"], at["efsdp"]) == (at["tp"], at["fsdp"])
+        assert at["replica"] == at["dp"] * mesh.degree("cp") + at["cp"]
+
+
 @pytest.mark.parametrize("text", ["tp", "tp=x", "tp=2,tp=2", "zz=2", "tp=0"])
 def test_meshes_that_make_no_sense_are_refused(text):
     with pytest.raises(UsageError):

@@ -81,6 +81,10 @@ Names = Annotated[
     Literal["transformers", "keep"],
     typer.Option(rich_help_panel=_WRITING, help="Names in rank files: canonical, or the source's own."),
 ]
+Experts = Annotated[
+    Literal["keep", "fused", "split"],
+    typer.Option(rich_help_panel=_WRITING, help="Experts of a layer in one array, or each in its own."),
+]
 MaxShardSize = Annotated[
     int | None,
     typer.Option(

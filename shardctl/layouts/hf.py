@@ -10,35 +10,40 @@ from shardctl.layouts.packing import Array, FileBuilder, container_metadata
 from shardctl.manifest import File, Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
+    from shardctl.layouts.form import Form
 
 NAME: Final = "hf"
 USUAL_SHARD: Final = 5_000_000_000
 """Bytes of tensors per file, as huggingface_hub's `split_torch_state_dict_into_shards` has it."""
 
 
-def pack(have: Manifest, dtypes: dict[str, DType], *, max_shard_size: int = USUAL_SHARD) -> Manifest:
-    """Every tensor whole, under the names that the original checkpoint used, in the source's order."""
+def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, max_shard_size: int = USUAL_SHARD) -> Manifest:
+    """Every array of `form` whole, in the source's order of tensors."""
     groups: list[list[Array]] = [[]]
     room = max_shard_size
-    for tensor in have.tensors.values():
-        dtype = dtypes[tensor.name]
-        for name in _names(tensor):
-            size = dtype.nbytes(tensor.shape)
-            if size > room and groups[-1]:
-                groups.append([])
-                room = max_shard_size
-            groups[-1].append(Array(name, tensor, dtype, Box.whole(tensor.shape)))
-            room -= size
+    for array in _arrays(have, form, dtypes):
+        if array.nbytes > room and groups[-1]:
+            groups.append([])
+            room = max_shard_size
+        groups[-1].append(array)
+        room -= array.nbytes
     return _build(have, groups, dtypes)
 
 
-def _names(tensor: Tensor) -> Sequence[str]:
-    """The source's own names; of a tie only the first unless the source stored more."""
-    return tensor.spelling or (tensor.name, *tensor.ties)
+def _arrays(have: Manifest, form: Form, dtypes: dict[str, DType]) -> Iterator[Array]:
+    """Every array once, where its first tensor is."""
+    for tensor in have.tensors.values():
+        dtype, place = dtypes[tensor.name], form.places.get(tensor.name)
+        if place is None:
+            for name in form.names[tensor.name]:
+                yield Array.of(name, tensor, dtype, Box.whole(tensor.shape))
+        elif place.position == 0:
+            held = (have.tensors[name] for name in place.fusion.tensors)
+            parts = tuple(zip(held, place.fusion.places.views, strict=True))
+            yield Array(place.array, dtype, place.fusion.shape, Box.whole(place.fusion.shape), parts)
 
 
 def _build(have: Manifest, groups: list[list[Array]], dtypes: dict[str, DType]) -> Manifest:

@@ -5,37 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.formats.safetensors_header import encode_header
 from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from shardctl.box import Box
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
+    from shardctl.views import View
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array of a file: a box of a tensor under a name."""
+    """One array of a file: a box of a larger array, which is a tensor or holds several."""
 
     name: str
-    tensor: Tensor
     dtype: DType
     """The type to write, which a cast may have changed."""
+    shape: tuple[int, ...]
+    """Of the larger array."""
     box: Box
+    parts: tuple[tuple[Tensor, View | None], ...]
+    """The tensors that the box may hold elements of, and where each lies in the larger array; None if it is that."""
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError if an edge of the box falls inside a byte."""
-        per, shape = self.dtype.unit_elements, self.tensor.shape
-        if per > 1 and self.box.shape != shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
+        per = self.dtype.unit_elements
+        if per > 1 and self.box.shape != self.shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
             raise UnsupportedError(
-                f"{self.name} {list(shape)} is {self.dtype} and cannot be cut at {self.box}: "
+                f"{self.name} {list(self.shape)} is {self.dtype} and cannot be cut at {self.box}: "
                 f"only groups of {per} elements fill whole bytes",
                 hint=f"cut its last dim at multiples of {per}, or another dim",
             )
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> Array:
+        """A box of one tensor."""
+        return cls(name, dtype, tensor.shape, box, ((tensor, None),))
+
+    def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
+        """What each tensor has in the box, which is stored at `region`, by the tensor's name."""
+        stored = Chunk(self.box, self.dtype, region, self.name)
+        for tensor, view in self.parts:
+            chunk = stored if view is None else view.pull(stored, Box.whole(tensor.shape))
+            if chunk is not None:
+                yield tensor.name, chunk
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +74,8 @@ class FileBuilder:
         encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
         for array in arrays:
             region = Region(path, encoded.offsets[array.name], dense_strides(array.dtype, array.box.shape))
-            chunk = Chunk(array.box, array.dtype, region, array.name)
-            self._chunks.setdefault(array.tensor.name, []).append(chunk)
+            for tensor, chunk in array.chunks(region):
+                self._chunks.setdefault(tensor, []).append(chunk)
         self.files[path] = File(path, encoded.size, ((0, encoded.header),))
 
     def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:

@@ -11,56 +11,83 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from shardctl.layouts.packing import Array, FileBuilder, container_metadata
+from shardctl.views import merged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardctl.dtype import DType
+    from shardctl.layouts.form import Form, Place
     from shardctl.manifest import Manifest
     from shardctl.pieces import Held, Placed
 
 NAME: Final = "ranks"
 
 
-def pack(have: Manifest, placed: Placed, dtypes: dict[str, DType], *, max_shard_size: int | None = None) -> Manifest:
+def pack(
+    have: Manifest, placed: Placed, form: Form, dtypes: dict[str, DType], *, max_shard_size: int | None = None
+) -> Manifest:
     """The files of every rank that holds weights no earlier dp or cp replica holds."""
     builder = FileBuilder(container_metadata(have))
     for rank, held in placed.ranks():
-        files = _files(held, dtypes, max_shard_size)
+        files = _files(_arrays(held, form, dtypes), max_shard_size)
         for number, arrays in enumerate(files, 1):
             path = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
             builder.add(path, arrays, _sharding(arrays))
     return builder.manifest(NAME, have, dtypes)
 
 
-def _files(held: Sequence[Held], dtypes: dict[str, DType], max_shard_size: int | None) -> list[list[Array]]:
+def _arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType]) -> Iterator[list[Array]]:
+    """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
+    shared: dict[str, list[Held]] = {}
+    for piece in held:
+        if piece.tensor.name in form.places:
+            shared.setdefault(form.places[piece.tensor.name].array, []).append(piece)
+    for piece in held:
+        dtype, place = dtypes[piece.tensor.name], form.places.get(piece.tensor.name)
+        if place is None:
+            for name in piece.names:
+                yield [Array.of(name, piece.tensor, dtype, box) for box in piece.boxes]
+        elif shared[place.array][0] is piece:
+            yield _joined(shared[place.array], place, form, dtype)
+
+
+def _joined(pieces: Sequence[Held], place: Place, form: Form, dtype: DType) -> list[Array]:
+    """The fewest boxes of an array of experts that hold `pieces` of them."""
+    views = [place.fusion.places.views[form.places[piece.tensor.name].position] for piece in pieces]
+    boxes = merged(
+        view.image(piece.tensor.shape, box) for piece, view in zip(pieces, views, strict=True) for box in piece.boxes
+    )
+    parts = tuple((piece.tensor, view) for piece, view in zip(pieces, views, strict=True))
+    return [Array(place.array, dtype, place.fusion.shape, box, parts) for box in boxes]
+
+
+def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> list[list[Array]]:
     """The rank's arrays in files: a name at most once per file, and at most `max_shard_size` bytes unless alone."""
     files: list[list[Array]] = []
     names: list[set[str]] = []
     sizes: list[int] = []
-    for piece in held:
-        for name in piece.names:
-            start = 0
-            for box in piece.boxes:
-                array = Array(name, piece.tensor, dtypes[piece.tensor.name], box)
-                for number in range(start, len(files) + 1):
-                    if number == len(files):
-                        files.append([])
-                        names.append(set())
-                        sizes.append(0)
-                    full = max_shard_size is not None and sizes[number] + array.nbytes > max_shard_size
-                    if name not in names[number] and not (full and files[number]):
-                        break
-                files[number].append(array)
-                names[number].add(name)
-                sizes[number] += array.nbytes
-                start = number + 1
+    for group in groups:
+        start = 0
+        for array in group:
+            for number in range(start, len(files) + 1):
+                if number == len(files):
+                    files.append([])
+                    names.append(set())
+                    sizes.append(0)
+                full = max_shard_size is not None and sizes[number] + array.nbytes > max_shard_size
+                if array.name not in names[number] and not (full and files[number]):
+                    break
+            files[number].append(array)
+            names[number].add(array.name)
+            sizes[number] += array.nbytes
+            start = number + 1
     return files
 
 
 def _sharding(arrays: Sequence[Array]) -> dict[str, str]:
     info = {
-        array.name: {"saved_offsets": list(array.box.origin), "global_shape": list(array.tensor.shape)}
+        array.name: {"saved_offsets": list(array.box.origin), "global_shape": list(array.shape)}
         for array in sorted(arrays, key=lambda a: a.name)
     }
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}

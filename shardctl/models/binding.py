@@ -18,7 +18,7 @@ _SHOWN: Final = 5
 """Names in one message; more do not help, and a foreign checkpoint has thousands."""
 
 
-def bind(model: Model, stored: Manifest) -> Manifest:
+def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     """`stored` under the canonical names of `model`, in its order; see `Model.bind`."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
@@ -40,7 +40,7 @@ def bind(model: Model, stored: Manifest) -> Manifest:
             f"{model.architecture or 'the model'} has no {_noun(unknown)} {listed(unknown)}",
             hint="say how such tensors are cut with --rules FILE",
         )
-    warnings = (*stored.warnings, *model.warnings, *_missing(model, found))
+    warnings = (*stored.warnings, *model.warnings, *(() if partial else _missing(model, found)))
     tensors = {name: _merged(t, found[name]) for name, t in model.tensors.items() if name in found}
     return replace(stored, tensors=tensors, warnings=warnings)
 

@@ -87,12 +87,13 @@ class Model:
         """Elements of the class's own tensors, ties counted once."""
         return sum(_size(t.shape) for t in self.own())
 
-    def bind(self, stored: Manifest) -> Manifest:
-        """The same checkpoint under canonical names, in model order, its ties merged.
+    def bind(self, stored: Manifest, *, partial: bool = False) -> Manifest:
+        """The same checkpoint under canonical names, in model order, its ties merged, its fused arrays taken apart.
 
-        Raises SourceError for a missing tensor or a wrong shape, UnsupportedError for a tensor that is not known.
+        Raises SourceError for a missing tensor (unless `partial` says that some are) or a wrong shape, UnsupportedError
+        for a tensor that is not known.
         """
-        return binding.bind(self, stored)
+        return binding.bind(self, stored, partial=partial)
 
 
 def _size(shape: tuple[int, ...]) -> int:

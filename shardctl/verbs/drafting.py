@@ -13,6 +13,7 @@ from shardctl.dtype import BY_NAME, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
 from shardctl.layouts import LAYOUTS, hf, ranks
+from shardctl.layouts.form import EXPERTS, form
 from shardctl.mesh import Mesh
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage import read
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.manifest import Manifest, Opaque, Tensor
+    from shardctl.models.fusion import Fusion
     from shardctl.verbs.opening import Checkpoint
 
 _CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
@@ -40,6 +42,8 @@ class Wish:
     """Layers per stage, such as ``20,20,22,18``; by default balanced by bytes."""
     names: str = "transformers"
     """`keep` writes the source's own names into rank files."""
+    experts: str = "keep"
+    """The form of experts: `fused` as transformers 5 holds them, `split` each with names of its own, or as they are."""
     max_shard_size: int | None = None
     """Bytes of tensors per file."""
     dtype: str = "keep"
@@ -108,15 +112,24 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         )
     if wish.names not in {"keep", "transformers"}:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
+    if wish.experts not in EXPERTS:
+        raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(wish, mesh)
     have = _filtered(checkpoint.manifest, wish)
     dtypes = _dtypes(have, wish)
+    arrays = form(
+        have,
+        _fusions(checkpoint, wish),
+        dtypes,
+        experts=wish.experts,
+        spelled=layout == "hf" or wish.names == "keep",
+    )
     placed = None
     if layout == "hf":
-        want = hf.pack(have, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
+        want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
     else:
-        placed = place(checkpoint, have, mesh, wish.stages, keep_names=wish.names == "keep")
-        want = ranks.pack(have, placed, dtypes, max_shard_size=wish.max_shard_size)
+        placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
+        want = ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
     plan = join(have, want)
     return Draft(
         checkpoint=checkpoint,
@@ -140,8 +153,23 @@ def _check_meaningful(wish: Wish, mesh: Mesh) -> None:
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
 
 
-def place(checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None, *, keep_names: bool) -> Placed:
-    """Cut a checkpoint's tensors for a mesh by its model's rules."""
+def _fusions(checkpoint: Checkpoint, wish: Wish) -> Mapping[str, Fusion]:
+    """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
+    if wish.experts == "keep":
+        return checkpoint.model.fusions if checkpoint.model else {}
+    model = checkpoint.require_model(f"--experts {wish.experts}")
+    if all(len(fusion.tensors) == 1 for fusion in model.fusions.values()):
+        raise UsageError(
+            f"--experts {wish.experts} needs experts in two forms, and {model.architecture or 'this model'} has one",
+            hint="leave --experts out",
+        )
+    return model.fusions
+
+
+def place(
+    checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None, names: Mapping[str, tuple[str, ...]]
+) -> Placed:
+    """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
     model = checkpoint.require_model(f"a mesh of {mesh}")
     tensors = tuple(have.tensors.values())
     specs = {tensor.name: model.tensors[tensor.name].spec for tensor in tensors}
@@ -150,7 +178,7 @@ def place(checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None
         layers = parse_stages(stages, model.layers, pp)
     else:
         layers = balance(*layer_costs(tensors, specs, model.layers), pp)
-    return Placed(tensors, specs, mesh, layers, keep_names=keep_names)
+    return Placed(tensors, specs, mesh, layers, names)
 
 
 def _filtered(manifest: Manifest, wish: Wish) -> Manifest:
@@ -216,6 +244,7 @@ def _options(wish: Wish) -> dict[str, str]:
         "dtype": wish.dtype if wish.dtype != "keep" else None,
         "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,
         "names": "keep" if wish.names == "keep" else None,
+        "experts": wish.experts if wish.experts != "keep" else None,
         "include": wish.include,
         "exclude": wish.exclude,
     }

@@ -107,7 +107,7 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
     if config is not None or rules is not None:
         try:
             model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads)
-            manifest = model.bind(stored) if model and not _partial(record) else stored
+            manifest = model.bind(stored, partial=_partial(record)) if model else stored
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if record:
@@ -124,7 +124,7 @@ def _partial(record: Record | None) -> bool:
 
 def _as_recorded(manifest: Manifest, record: Record) -> Manifest:
     """The manifest with what only the record remembers: which arrays are one tensor, and their original names."""
-    names = {stored.name: name for name, tensor in record.tensors.items() for stored in tensor.stored}
+    names = _only_tensors(record)
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in manifest.tensors.items():
         known = name in record.tensors
@@ -137,6 +137,15 @@ def _as_recorded(manifest: Manifest, record: Record) -> Manifest:
             merged = replace(merged, ties=recorded.ties, spelling=recorded.spelling)
         tensors[name] = merged
     return replace(manifest, tensors=tensors)
+
+
+def _only_tensors(record: Record) -> dict[str, str]:
+    """By name of stored array: the one tensor that it holds, if it holds one."""
+    held: dict[str, set[str]] = {}
+    for name, tensor in record.tensors.items():
+        for stored in tensor.stored:
+            held.setdefault(stored.name, set()).add(name)
+    return {array: next(iter(tensors)) for array, tensors in held.items() if len(tensors) == 1}
 
 
 def _config(source: LocalSource, override: Path | None) -> Mapping[str, Any] | None:

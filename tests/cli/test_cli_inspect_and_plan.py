@@ -123,7 +123,7 @@ def test_plan_as_json(say, source):
         *("mesh", "stages", "ranks", "replication", "conversion", "warnings"),
     ]
     assert document["mesh"] == {
-        "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 1},
+        "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 2},
         "ranks": 4,
     }
     assert set(document["conversion"]) == {

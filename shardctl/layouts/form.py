@@ -1,0 +1,87 @@
+"""In which arrays the tensors of a checkpoint are written: each in its own, or those of a layer's experts in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models.fusion import Fusion
+
+EXPERTS: Final = ("keep", "fused", "split")
+"""The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in an array that holds several tensors one of them is."""
+
+    array: str
+    """The array's name."""
+    fusion: Fusion
+    position: int
+    """The tensor's, among those of the fusion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The arrays of a checkpoint yet to be written."""
+
+    names: Mapping[str, tuple[str, ...]]
+    """By tensor: the arrays of its own, several for a tie."""
+    places: Mapping[str, Place]
+    """By tensor: its place in an array that it shares; then its names do not count."""
+
+
+def form(
+    have: Manifest, fusions: Mapping[str, Fusion], dtypes: Mapping[str, DType], *, experts: str, spelled: bool
+) -> Form:
+    """The form that `experts` asks for.
+
+    `spelled` keeps the source's own names, and its form; else both are those of the state dict of transformers' class.
+    An array some of whose tensors were filtered out is not written: those that are left have names of their own.
+    Raises UnsupportedError if the tensors of an array have several types.
+    """
+    names = {name: (spelled and tensor.spelling) or (name, *tensor.ties) for name, tensor in have.tensors.items()}
+    places: dict[str, Place] = {}
+    for fusion in fusions.values():
+        found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
+        if not found:
+            continue
+        stored = _stored_as(fusion, found)
+        wanted = fusion.name if experts == "fused" or not spelled else stored
+        if experts == "split" or len(found) < len(fusion.tensors) or wanted is None:
+            if stored is not None or experts == "split":
+                names |= {tensor.name: (tensor.name, *tensor.ties) for tensor in found}
+        elif fusion.shape == found[0].shape:
+            names[found[0].name] = (wanted,)
+        else:
+            _check_types(wanted, found, dtypes)
+            places |= {tensor.name: Place(wanted, fusion, n) for n, tensor in enumerate(found)}
+    return Form(names, places)
+
+
+def _stored_as(fusion: Fusion, tensors: list[Tensor]) -> str | None:
+    """The name of the one array in which the original checkpoint had them, or None if it had several."""
+    spellings = {tensor.spelling for tensor in tensors}
+    if len(spellings) > 1 or () in spellings:
+        return None
+    (name,) = spellings.pop()
+    stack_of_one = len(tensors) == 1 and fusion.shape != tensors[0].shape
+    return None if stack_of_one and not f".{fusion.name}".endswith(f".{name}") else name
+
+
+def _check_types(name: str, tensors: list[Tensor], dtypes: Mapping[str, DType]) -> None:
+    kinds = {dtypes[tensor.name]: tensor.name for tensor in tensors}
+    if len(kinds) > 1:
+        (one, first), (two, second), *_ = kinds.items()
+        raise UnsupportedError(
+            f"{name} cannot hold both {first}, which is {one}, and {second}, which is {two}",
+            hint="use --experts split",
+        )
