@@ -19,9 +19,9 @@ LAYERS = (
     {"formats", "layouts"},
     {"copyplan", "digest", "cast"},
     {"bands"},
-    {"execute", "verify", "memory"},
+    {"execute", "verify"},
     {"verbs"},
-    {"report"},
+    {"api", "report"},
     {"cli"},
 )
 """From the ground up; each name is a module or package of `shardctl`, and a package may import within itself."""

@@ -1,1 +1,0 @@
-"""The estimator of what each device will hold."""
