@@ -147,7 +147,7 @@ class _Run:
             hands = _Hands(self._budget, next(self._numbers))
 
         def handle(task: _Task) -> None:
-            entry = self._journal.entries.get(task.key) if self._journal else None
+            entry = self._journal.find(task.key) if self._journal else None
             if entry and hands.intact(task, self._target, entry.written):
                 self._record(task, entry, hands.output_bytes(task), kept=True)
             else:

@@ -6,7 +6,10 @@ import json
 import os
 import threading
 import zlib
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from array import array
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+import numpy as np
 
 from shardctl.digest import Sums
 from shardctl.storage.durable import flush, told
@@ -17,6 +20,10 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]
 """Position of the tensor in the copy plan, position of the band in the tensor."""
+
+
+_LONGEST: Final = 4096
+"""Bytes of a line at most; the widest element has a few hundred."""
 
 
 class Entry(NamedTuple):
@@ -34,25 +41,32 @@ class Journal:
     """An append-only file bound to one plan and one state of the source.
 
     A line is written only after the bytes it speaks of were synced. Each ends with its CRC-32, because what it says of
-    the source cannot be checked against the staged bytes; a torn or damaged line is ignored.
+    the source cannot be checked against the staged bytes; a torn or damaged line is ignored. In memory a line of an
+    earlier run is only a place in the file, so that terabytes of bands cost megabytes.
     """
 
     SCHEMA: ClassVar = "shardctl.journal/1"
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.entries: dict[Key, Entry] = {}
-        """What an earlier run with the same header finished."""
         self._path = path
         self._lock = threading.Lock()
         self._broken = False
         self._header = {"schema": self.SCHEMA, **header}
+        self._keys = self._places = np.empty(0, np.int64)
         with told(path, "opening"):
             if self.header(path) == self._header:
                 self._load()
-            fresh = not self.entries
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else 0)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (0 if len(self) else os.O_TRUNC)
             self._descriptor = os.open(path, flags, 0o600)
-        self._write(json.dumps(self._header) + "\n" if fresh else "\n")  # a newline ends a torn line
+        self._write("\n" if len(self) else json.dumps(self._header) + "\n")  # a newline ends a torn line
+
+    def __len__(self) -> int:
+        """How many lines of an earlier run with the same header there are."""
+        return len(self._keys)
+
+    def __bool__(self) -> bool:
+        """A journal without lines is a journal all the same."""
+        return True
 
     @staticmethod
     def header(path: Path) -> dict[str, Any] | None:
@@ -65,13 +79,27 @@ class Journal:
         return found if isinstance(found, dict) and found.get("schema") == Journal.SCHEMA else None
 
     def _load(self) -> None:
-        with self._path.open(encoding="utf-8", errors="replace") as lines:
-            next(lines)
+        keys, places = array("q"), array("q")
+        place = 0
+        with self._path.open("rb") as lines:
             for line in lines:
-                text, _, check = line.rstrip("\n").rpartition(" ")
-                if check == _check(text):
-                    tensor, band, read, written, overflowed = json.loads(text)
-                    self.entries[tensor, band] = Entry(Sums.parse(read), Sums.parse(written), overflowed)
+                if row := _parse(line):
+                    keys.append(_packed(row[0]))
+                    places.append(place)
+                place += len(line)
+        order = np.argsort(np.array(keys), kind="stable")
+        self._keys, self._places = np.array(keys)[order], np.array(places)[order]
+
+    def find(self, key: Key) -> Entry | None:
+        """What an earlier run with the same header finished of a band; the last line about it counts."""
+        packed = _packed(key)
+        position = int(np.searchsorted(self._keys, packed, "right")) - 1
+        if position < 0 or self._keys[position] != packed:
+            return None
+        with told(self._path, "reading"):
+            lines = os.pread(self._descriptor, _LONGEST, int(self._places[position]))
+        row = _parse(lines.partition(b"\n")[0])
+        return row[1] if row else None
 
     def append(self, rows: Sequence[tuple[Key, Entry]]) -> None:
         """Record bands whose bytes have been synced."""
@@ -93,11 +121,24 @@ class Journal:
         os.close(self._descriptor)
 
 
+def _packed(key: Key) -> int:
+    return key[0] << 32 | key[1]
+
+
 def _line(row: tuple[Key, Entry]) -> str:
     key, (read, written, overflowed) = row
     text = json.dumps([*key, str(read), str(written), overflowed])
-    return f"{text} {_check(text)}\n"
+    return f"{text} {_check(text.encode())}\n"
 
 
-def _check(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
+def _parse(line: bytes) -> tuple[Key, Entry] | None:
+    """A line's content; None if it is not whole."""
+    text, _, check = line.rstrip(b"\n").rpartition(b" ")
+    if check.decode(errors="replace") != _check(text):
+        return None
+    tensor, band, read, written, overflowed = json.loads(text)
+    return (tensor, band), Entry(Sums.parse(read), Sums.parse(written), overflowed)
+
+
+def _check(text: bytes) -> str:
+    return f"{zlib.crc32(text):08x}"
