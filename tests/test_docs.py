@@ -56,3 +56,36 @@ def test_the_readme_and_the_help_have_the_same_exit_codes():
     said = CliRunner().invoke(app, ["--help"]).output
     for code in re.findall(r"^\| ([\d, ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE):
         assert re.search(rf"^\s*{code}\s", said, re.MULTILINE), code
+
+
+VARIES = [
+    (r"\d+\.\d+ s\b", "N s"),
+    (r"\d+(\.\d+)? [kMG]?B/s", "N B/s"),
+    (r"free space .*", "free space"),
+    (r"peak host memory [\d.]+ [MG]iB", "peak host memory"),
+    (r"^.*/cut$", "cut"),
+    (r"^  carried .*", "  carried"),
+    (r"^  moved .*", "  moved"),
+    (r"\s+", " "),
+]
+"""What differs from run to run, or is shortened on the page."""
+
+
+def masked(line):
+    for pattern, plain in VARIES:
+        line = re.sub(pattern, plain, line)
+    return line.strip()
+
+
+def test_the_transcripts_of_the_readme_are_what_the_program_says(tmp_path):
+    (tmp_path / "all-MiniLM-L6-v2").symlink_to(MODEL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    sessions = "".join(blocks(ROOT / "README.md", "console")).split("$ ")[1:]
+    assert len(sessions) > 5
+    for session in sessions:
+        command, *expected = session.rstrip("\n").split("\n")
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in expected], command

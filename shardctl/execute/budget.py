@@ -54,6 +54,7 @@ class Budget:
         if threads < 1:
             raise MemoryBudgetError(
                 f"the interrupted run had blocks of {block:,} bytes, too many for --memory {self.limit / MIB:.0f}MiB",
+                needed=self.reserved + per_thread,
                 hint="allow as much memory as then, or add --no-resume to start anew",
             )
         return replace(self, block=block, per_thread=per_thread, threads=threads)
@@ -76,9 +77,10 @@ def budget(plan: CopyPlan, limit: int, threads: int) -> Budget:
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
         if block >= (MIB if count > 1 else SMALLEST_BLOCK):
             return Budget(limit, count, block, int(block * buffers) + PER_THREAD, reserved, buffers)
-    least = reserved + PER_THREAD + int(SMALLEST_BLOCK * buffers)
+    least = reserved + PER_THREAD + int((SMALLEST_BLOCK + 4096) * buffers)
     raise MemoryBudgetError(
-        f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {least / MIB:.0f} MiB",
+        f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {-(-least // MIB)} MiB",
+        needed=least,
         hint=f"{reserved / MIB:.0f} MiB of that is the interpreter and {len(plan.copies)} tensors in {chunks} chunks",
     )
 

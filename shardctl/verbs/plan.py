@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.errors import MemoryBudgetError
 from shardctl.mesh import HOLDING
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
@@ -86,9 +87,17 @@ class Planned:
 def plan(
     path: str | Path, wish: Wish, *, reading: Reading | None = None, destination: str | Path | None = None
 ) -> Planned:
-    """Work out a conversion without doing it; `destination` says where free space is looked up."""
+    """Work out a conversion without doing it; `destination` says where free space is looked up.
+
+    A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
+    """
     with opened(path, reading) as checkpoint:
-        return describe(str(path), draft(checkpoint, wish), Path(destination or path))
+        near = Path(destination or path)
+        try:
+            return describe(str(path), draft(checkpoint, wish), near)
+        except MemoryBudgetError as error:
+            planned = describe(str(path), draft(checkpoint, replace(wish, memory=error.needed)), near)
+            return replace(planned, warnings=(*planned.warnings, error.message))
 
 
 def describe(path: str, work: Draft, near: Path) -> Planned:
