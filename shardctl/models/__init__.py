@@ -3,6 +3,7 @@
 from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import kinds
+from shardctl.models.quantisation import quantisation_config
 from shardctl.models.rule_file import RuleFile, load_rules
 from shardctl.models.rule_table import RuleRow, rule_table
 
@@ -18,5 +19,6 @@ __all__ = [
     "kinds",
     "load_rules",
     "model_for",
+    "quantisation_config",
     "rule_table",
 ]

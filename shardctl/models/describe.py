@@ -24,6 +24,7 @@ from shardctl.models.mixtral import MIXTRAL, PHIMOE
 from shardctl.models.olmo import OLMO, OLMO2, OLMO3
 from shardctl.models.opt import OPT
 from shardctl.models.phi import PHI, PHI3
+from shardctl.models.quantisation import quantise
 from shardctl.models.qwen import QWEN2, QWEN3
 from shardctl.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
@@ -104,11 +105,12 @@ def find(config: Mapping[str, object]) -> tuple[Family, str] | None:
     return None
 
 
-def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error") -> Model:
+def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None) -> Model:
     """The model that a decoded `config.json` describes.
 
-    Raises UnsupportedError if no family knows its architecture, and SourceError if a number it needs is absent or
-    is none.
+    What is `stored` decides which weights are quantised where the config leaves it open; see `quantise`.
+    Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantised, and SourceError
+    if a number it needs is absent or is none.
     """
     found = find(config)
     if found is None:
@@ -119,7 +121,8 @@ def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error") -> Mo
             hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
         )
     family, architecture = found
-    return build(family, architecture, Config(config), share_kv=kv_heads == "replicate")
+    model = build(family, architecture, Config(config), share_kv=kv_heads == "replicate")
+    return quantise(model, config, stored)
 
 
 def model_for(
@@ -136,7 +139,10 @@ def model_for(
     matches.
     """
     if rules is None:
-        return None if config is None else describe(config, kv_heads=kv_heads)
+        return None if config is None else describe(config, kv_heads=kv_heads, stored=stored)
     if config is not None and find(config) is not None:
-        return rules.over(describe(config, kv_heads=kv_heads), stored)
+        try:
+            return rules.over(describe(config, kv_heads=kv_heads, stored=stored), stored)
+        except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
+            return rules.model(stored, Config(config).architecture())
     return rules.model(stored, Config(config).architecture() if config is not None else "")

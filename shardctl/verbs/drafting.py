@@ -15,6 +15,7 @@ from shardctl.execute.budget import Budget, budget
 from shardctl.layouts import LAYOUTS, hf, ranks
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.mesh import Mesh
+from shardctl.models import quantisation_config
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage import read
 from shardctl.verbs.opening import CONFIG
@@ -115,6 +116,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     if wish.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(wish, mesh)
+    _check_castable(checkpoint, wish)
     have = _filtered(checkpoint.manifest, wish)
     dtypes = _dtypes(have, wish)
     arrays = form(
@@ -151,6 +153,15 @@ def _check_meaningful(wish: Wish, mesh: Mesh) -> None:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
     if wish.keep_fp32 is not None and wish.dtype == "keep":
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
+
+
+def _check_castable(checkpoint: Checkpoint, wish: Wish) -> None:
+    """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
+    if wish.dtype != "keep" and checkpoint.config is not None and quantisation_config(checkpoint.config) is not None:
+        raise UsageError(
+            f"--dtype {wish.dtype} would change the scales of quantised weights, but not the weights",
+            hint="leave --dtype out; what is quantised travels as it is",
+        )
 
 
 def _fusions(checkpoint: Checkpoint, wish: Wish) -> Mapping[str, Fusion]:

@@ -1,0 +1,177 @@
+"""compressed-tensors, as LLM Compressor writes it: groups of modules, each with its own number format.
+
+Layout: compressed-tensors 0.20 (compressors/*/base.py, quantization/lifecycle/initialize.py, utils/match.py).
+`weight_shape` is the shape of the whole weight, whole on every rank: it stays true of the tensor, not of the part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.config import Config
+from shardctl.models.quantisation.fp8 import block_size
+from shardctl.models.quantisation.module_list import exact, words
+from shardctl.models.quantisation.storage import (
+    FLOAT,
+    FP8,
+    IN,
+    OUT,
+    PER_ROW,
+    PER_TENSOR,
+    SCALE,
+    Along,
+    Array,
+    Form,
+    Method,
+    Scheme,
+    Storage,
+    packed,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LINEAR: Final = ("Linear", "LinearBase")
+"""Names of classes that mean every linear layer."""
+_BYTES: Final = 8
+_ZEROS: Final = ("I8", "I32", "U8", *FP8, *FLOAT)
+_MIXED: Final = "run of inputs, because act-order mixed their groups"
+_ACTIVATIONS: Final = tuple(
+    Array(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
+    for side in ("input", "output")
+    for what, kinds in (("scale", SCALE), ("zero_point", _ZEROS), ("global_scale", SCALE))
+)
+"""What static quantisation of activations needs; the config decides it together with the calibration."""
+_WHOLE: Final = Array("weight", (), ((Along(OUT), Along(IN)),))
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The `weights` of a group, and the format they are stored in."""
+
+    config: Config
+    form: str
+
+    @cached_property
+    def bits(self) -> int:
+        bits = self.config.size("num_bits", 8)
+        if bits > _BYTES:
+            raise SourceError(f"config.json has num_bits = {bits} where 1 to {_BYTES} are expected")
+        return bits
+
+    @cached_property
+    def group(self) -> int | None:
+        """Inputs that share a scale; None if the config does not say, or all."""
+        return None if self.config.values.get("group_size") == -1 else self.config.size("group_size", 0) or None
+
+    @cached_property
+    def strategy(self) -> str:
+        """What shares a scale; a config that does not say is read as compressed-tensors reads it."""
+        usual = "group" if self.group else "channel" if self.config.values.get("group_size") == -1 else "tensor"
+        return self.config.text("strategy", usual)
+
+    def scales(self) -> tuple[Form, ...]:
+        """The form of `weight_scale`, and of zero points that are not packed."""
+        if self.strategy == "tensor":
+            return PER_TENSOR
+        if self.strategy == "channel":
+            return PER_ROW
+        if self.strategy in ("group", "tensor_group") and self.group:
+            return ((Along(OUT), Along(IN, self.group)),)
+        block = block_size(self.config, "block_structure") if self.strategy == "block" else None
+        if block is None:
+            raise UnsupportedError(f"compressed-tensors weights by {self.strategy!r} are not known")
+        return ((Along(OUT, block[0]), Along(IN, block[1])),)
+
+    def zeros(self) -> tuple[Array, ...]:
+        """The zero points of an asymmetric format."""
+        if self.config.switch("symmetric", default=True):
+            return ()
+        forms = self.scales()
+        if self.form == "pack-quantized" and self.strategy in ("group", "channel"):
+            return (Array("weight_zero_point", ("I32",), ((packed(OUT, self.bits), forms[0][1]),)),)
+        return (Array("weight_zero_point", _ZEROS, forms),)
+
+    def order(self) -> tuple[Array, ...]:
+        """The group of each input, where act-order mixes them."""
+        return (Array("weight_g_idx", ("I32", "I64"), ((Along(IN),),)),) if self.mixed else ()
+
+    @cached_property
+    def mixed(self) -> bool:
+        """Whether neighbouring inputs may be of different groups (`actorder`; `weight` orders while calibrating)."""
+        order: Any = self.config.values.get("actorder")
+        return self.strategy == "group" and order in (True, "group", "dynamic")
+
+    def storage(self) -> Storage:
+        """The arrays of the format; raises UnsupportedError for one that is not known."""
+        scale = Array("weight_scale", SCALE, self.scales())
+        uncut = {IN: _MIXED} if self.mixed else {}
+        if self.form == "pack-quantized":
+            codes = Array("weight_packed", ("I32",), ((Along(OUT), packed(IN, self.bits)),))
+            shape = Array("weight_shape", ("I64", "I32"), ((2,),))
+            return Storage((codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS), uncut)
+        if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+            codes = Array("weight_packed", ("U8",), ((Along(OUT), Along(IN, 2)),))
+            whole = Array("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
+            return Storage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS))
+        kinds = {
+            "int-quantized": ("I8",),
+            "float-quantized": FP8,
+            "naive-quantized": ("I8", *FP8),
+            "mxfp8-quantized": FP8,
+        }.get(self.form)
+        if kinds is None:
+            raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
+        codes = Array("weight", kinds, ((Along(OUT), Along(IN)),))
+        return Storage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Some modules, and how their weights are stored."""
+
+    named: Callable[[str], bool]
+    """Whether the group names a module."""
+    every: bool
+    """Whether it is for every linear layer that no other group names."""
+    storage: Storage
+
+
+def _read(config: Config) -> Scheme:
+    sparse = config.values.get("sparsity_config")
+    if isinstance(sparse, dict) and sparse.get("format", "dense") != "dense":
+        raise UnsupportedError(f"the sparse compressed-tensors format {sparse['format']!r} is not known")
+    groups = _groups(config)
+
+    def group_of(module: str) -> _Group | None:
+        return next((g for g in groups if g.named(module)), next((g for g in groups if g.every), None))
+
+    def storage(module: str) -> Storage:
+        # A weight in quantised form that no group names can only be of the kind that the others are.
+        return (group_of(module) or groups[0]).storage
+
+    ignored = exact(words(config, "ignore") or ())
+    return Scheme(storage, lambda module: ignored(module) or group_of(module) is None, heads=True)
+
+
+def _groups(config: Config) -> tuple[_Group, ...]:
+    value = config.values.get("config_groups")
+    if not isinstance(value, dict) or not value or not all(isinstance(group, dict) for group in value.values()):
+        raise SourceError(f"config.json has config_groups = {value!r} where a table of groups is expected")
+    return tuple(_group(Config(group), config.text("format", "")) for group in value.values())
+
+
+def _group(group: Config, form: str) -> _Group:
+    targets = words(group, "targets") or ()
+    weights = group.values.get("weights")
+    if isinstance(weights, dict):
+        storage = _Weights(Config(weights), group.text("format", form)).storage()
+    else:
+        storage = Storage((_WHOLE, *_ACTIVATIONS))
+    return _Group(exact([t for t in targets if t not in _LINEAR]), any(t in _LINEAR for t in targets), storage)
+
+
+COMPRESSED_TENSORS: Final = Method(("compressed-tensors", "compressed_tensors"), _read)

@@ -1,0 +1,80 @@
+"""GPTQ: codes packed along the input dim, zeros along the output dim, and a group number for each input.
+
+Layout: `QuantLinear` in AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py) and in GPTQModel
+(gptqmodel/nn_modules/qlinear/__init__.py, `BaseQuantLinear`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.quantisation.module_list import parts
+from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Scheme, Storage, packed
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_BITS: Final = (2, 3, 4, 8)
+_FORMATS: Final = ("gptq", "gptq_v2")
+"""Both have the same arrays; in the first, zeros are stored less one."""
+MIXED: Final = "run of inputs, because act-order (desc_act) mixed their groups"
+
+
+def bits_and_groups(config: Config, key: str = "bits") -> tuple[int, int]:
+    """Bits of a code, and inputs that share a scale (`group_size`): -1 for all.
+
+    Raises SourceError for numbers that no writer has.
+    """
+    bits = config.size(key, 4)
+    if bits not in _BITS:
+        raise SourceError(f"config.json has {key} = {bits} where one of {', '.join(map(str, _BITS))} is expected")
+    return bits, -1 if config.values.get("group_size") == -1 else config.size("group_size", 128)
+
+
+def _read(config: Config) -> Scheme:
+    form = config.text("checkpoint_format", "") or config.text("format", "gptq")
+    if form.lower() not in _FORMATS:
+        raise UnsupportedError(f"GPTQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
+    if any(not rule.startswith("-") for rule in _dynamic(config)):
+        raise UnsupportedError("GPTQ with other bits or groups for some modules (`dynamic`) is not known yet")
+    bits, group = bits_and_groups(config)
+    mixed = config.switch("desc_act", default=False) and group > 0
+    by_group = Along(IN, group) if group > 0 else 1
+    storage = Storage(
+        (
+            Array("qweight", ("I32",), ((packed(IN, bits), Along(OUT)),)),
+            Array("qzeros", ("I32",), ((by_group, packed(OUT, bits)),)),
+            Array("scales", FLOAT, ((by_group, Along(OUT)),)),
+            # Without act-order it says nothing new, and some writers leave it out.
+            Array("g_idx", ("I32", "I64"), ((Along(IN),),), optional=not mixed),
+            Array("bias", FLOAT, ((Along(OUT),),), optional=True),
+        ),
+        uncut={IN: MIXED} if mixed else {},
+    )
+
+    inner = _inner(config)
+    chosen = parts(inner)
+    heads = config.switch("lm_head", default=False)
+    return Scheme(lambda _module: storage, lambda module: bool(inner) and not chosen(module), heads=heads)
+
+
+def _inner(config: Config) -> list[str]:
+    """The modules of a layer that are quantised, if the config lists them; else empty."""
+    value = config.values.get("modules_in_block_to_quantize") or []
+    if not isinstance(value, list):
+        raise SourceError(f"config.json has modules_in_block_to_quantize = {value!r} where lists of names are expected")
+    flat = [name for group in value for name in (group if isinstance(group, list) else [group])]
+    if not all(isinstance(name, str) for name in flat):
+        raise SourceError(f"config.json has modules_in_block_to_quantize = {value!r} where lists of names are expected")
+    return flat
+
+
+def _dynamic(config: Config) -> list[str]:
+    value = config.values.get("dynamic") or {}
+    if not isinstance(value, dict):
+        raise SourceError(f"config.json has dynamic = {value!r} where a table of modules is expected")
+    return list(value)
+
+
+GPTQ: Final = Method(("gptq",), _read)

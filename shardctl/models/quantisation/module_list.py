@@ -1,0 +1,85 @@
+"""Which modules the lists of a `quantization_config` mean: by whole parts of names, or by regular expressions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardctl.models.config import Config
+
+_PLAIN: Final = re.compile(r"[\w.\-]+")
+_MARK: Final = "re:"
+"""What stands before a regular expression in the lists of compressed-tensors."""
+
+
+def words(config: Config, *keys: str) -> tuple[str, ...] | None:
+    """The list of strings under the first of `keys` that the config has; None if it has none of them.
+
+    Raises SourceError if it is anything else.
+    """
+    for key in keys:
+        value = config.values.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise SourceError(f"config.json has {key} = {value!r} where a list of names is expected")
+        return tuple(value)
+    return None
+
+
+def parts(entries: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module's name has one of `entries` as a run of whole parts.
+
+    An entry that is no plain name is a regular expression for the beginning of the name, up to the end of a part, as in
+    transformers (`quantizers/quantizers_utils.py`, `should_convert_module`), which demands a whole part of plain names
+    only at their end.
+
+    >>> skipped = parts(["lm_head", "mlp.gate", "model.layers.1[0-9]"])
+    >>> [skipped(n) for n in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj")]
+    [True, True, False]
+    >>> [skipped(n) for n in ("model.layers.12.mlp.up_proj", "model.layers.1.mlp.up_proj")]
+    [True, False]
+    """
+    plain = [f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _PLAIN.fullmatch(entry)]
+    others = [_compiled(rf"(?:{entry})(?=\.|$)", entry) for entry in entries if not _PLAIN.fullmatch(entry)]
+    return lambda module: (
+        any(run in f".{module}." for run in plain) or any(expression.match(module) for expression in others)
+    )
+
+
+def exact(entries: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a module's name is one of `entries`, or one that begins with `re:` matches its beginning.
+
+    As in compressed-tensors (`utils/match.py`, `match_name`).
+
+    >>> ignored = exact(["lm_head", "re:.*self_attn"])
+    >>> [ignored(n) for n in ("lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj")]
+    [True, False, True]
+    """
+    plain = {entry for entry in entries if not entry.startswith(_MARK)}
+    others = [_compiled(entry.removeprefix(_MARK), entry) for entry in entries if entry.startswith(_MARK)]
+    return lambda module: module in plain or any(expression.match(module) for expression in others)
+
+
+def wildcards(entries: Sequence[str]) -> Callable[[str], bool]:
+    """Whether one of `entries`, in which `*` stands for any text, is a module's name or a module around it.
+
+    >>> left = wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
+    >>> [left(n) for n in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj")]
+    [True, True, False]
+    """
+    texts = (".*".join(re.escape(text) for text in entry.split("*")) for entry in entries)
+    expressions = [re.compile(rf"{text}(?:\..*)?") for text in texts]
+    return lambda module: any(expression.fullmatch(module) for expression in expressions)
+
+
+def _compiled(expression: str, entry: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise SourceError(f"config.json has {entry!r}, which is not a regular expression: {error}") from error

@@ -1,0 +1,108 @@
+"""In which arrays a quantised weight is stored, and how their dims follow those of the weight.
+
+A weight is `[out, in]`, dim 0 and dim 1, whatever its arrays look like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardctl.models.config import Config
+
+OUT: Final = 0
+IN: Final = 1
+WORD: Final = 32
+"""Bits of the integers that codes are packed into."""
+FP8: Final = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+FLOAT: Final = ("F32", "F16", "BF16", "F64")
+SCALE: Final = (*FLOAT, "F8_E8M0", "F8_E4M3", "U8")
+"""What scales are: floats, or exponents alone, which some writers call bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A dim of an array that follows a dim of the weight.
+
+    >>> Along(IN, 128).extent(300), Along(IN, 8).extent(64), Along(IN, 32, 3).extent(64)
+    (3, 8, 6)
+    """
+
+    dim: int
+    """The weight's dim."""
+    block: int = 1
+    """Elements of the weight that belong together."""
+    stored: int = 1
+    """Elements of the array for each block."""
+
+    def extent(self, size: int) -> int:
+        """Elements of the array for `size` elements of the weight; a last block may be incomplete."""
+        return -(-size * self.stored // self.block)
+
+
+Form = tuple["Along | int | None", ...]
+"""The dims of an array: one that follows the weight, a fixed extent, or None for one that no config tells."""
+PER_TENSOR: Final[tuple[Form, ...]] = ((1,), ())
+PER_ROW: Final[tuple[Form, ...]] = ((Along(OUT), 1), (Along(OUT),))
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One of the arrays that are stored in place of a weight."""
+
+    name: str
+    """What stands after the module's name, such as `qweight`; or several such names, separated by spaces, for what
+    writers call differently."""
+    dtypes: tuple[str, ...]
+    """The safetensors dtypes it may have, the usual one first."""
+    forms: tuple[Form, ...]
+    """The shapes it may have, the usual one first."""
+    optional: bool = False
+    """Whether a checkpoint may lack it."""
+
+
+def packed(dim: int, bits: int) -> Along:
+    """A dim along which codes of `bits` are packed into integers of 32 bits.
+
+    >>> packed(IN, 4)
+    Along(dim=1, block=8, stored=1)
+    >>> packed(IN, 3)
+    Along(dim=1, block=32, stored=3)
+    """
+    return Along(dim, WORD // bits) if WORD % bits == 0 else Along(dim, WORD, bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How one weight is stored."""
+
+    arrays: tuple[Array, ...]
+    uncut: Mapping[int, str] = field(default_factory=dict)
+    """Dims of the weight that no axis may cut, each with what it is then, in words that follow "1"."""
+    whole: str = ""
+    """Set if no axis at all may cut the weight, fsdp included: what it is, in words that follow "1"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a `quantization_config` says."""
+
+    storage: Callable[[str], Storage]
+    """How the weight of a module is stored if it is quantised."""
+    spares: Callable[[str], bool]
+    """Whether the config expressly leaves a module as it is."""
+    heads: bool = False
+    """Whether an output head is quantised unless the config says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to quantise."""
+
+    names: tuple[str, ...]
+    """What `quant_method` says."""
+    read: Callable[[Config], Scheme | None]
+    """What its settings mean; None if the family's own table has the arrays already."""
