@@ -70,7 +70,7 @@ class DestinationError(ShardctlError):
 class MemoryBudgetError(UsageError):
     """The memory limit cannot hold even the smallest unit of work; `needed` bytes can."""
 
-    def __init__(self, message: str, *, needed: int, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, needed: int = 0, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.needed = needed
 

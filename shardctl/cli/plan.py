@@ -42,7 +42,7 @@ def plan(
     container: options.From = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
-) -> None:
+) -> int:
     """Say what each rank will hold, and what the conversion will cost; moves nothing."""
     from shardctl.report import documents
     from shardctl.report.planning import planning
@@ -68,3 +68,4 @@ def plan(
         streams.document(documents.planned(planned))
     else:
         streams.show(planning(planned, detail))
+    return 0 if planned.fits else 3

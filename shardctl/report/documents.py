@@ -76,7 +76,7 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
 
 def planned(result: Planned) -> Document:
     """What `plan` says."""
-    return _head("plan") | plan_fields(result)
+    return _head("plan", answer=result.fits) | plan_fields(result)
 
 
 def plan_fields(result: Planned) -> Document:

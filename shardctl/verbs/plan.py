@@ -82,6 +82,8 @@ class Planned:
     """Bytes held by the distinct ranks together, over `weight_bytes`."""
     conversion: Conversion
     warnings: tuple[str, ...]
+    fits: bool = True
+    """Whether the memory limit can hold the conversion; if not, `conversion` says what would."""
 
 
 def plan(
@@ -97,7 +99,7 @@ def plan(
             return describe(str(path), draft(checkpoint, wish), near)
         except MemoryBudgetError as error:
             planned = describe(str(path), draft(checkpoint, replace(wish, memory=error.needed)), near)
-            return replace(planned, warnings=(*planned.warnings, error.message))
+            return replace(planned, warnings=(*planned.warnings, error.message), fits=False)
 
 
 def describe(path: str, work: Draft, near: Path) -> Planned:
