@@ -12,7 +12,7 @@ Exit codes:
   0         done; the answer is yes
   1         unexpected failure (a bug)
   2         usage
-  3         done; the answer is no: does not fit, verify or diff found something
+  3         done; the answer is no: does not fit, is not right, differs
   4         source missing, unreadable, malformed, hostile or unsupported
   5         not allowed: permissions
   6         destination refused: exists and is not ours, no space, read-only
