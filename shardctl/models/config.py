@@ -51,6 +51,17 @@ class Config:
             {**{key: self.values[other] for key, other in names.items() if other in self.values}, **self.values}
         )
 
+    def over(self, defaults: Mapping[str, object]) -> Config:
+        """This config with `defaults` for keys that are absent or null."""
+        return Config({**defaults, **{key: value for key, value in self.values.items() if value is not None}})
+
+    def part(self, key: str) -> Config:
+        """The config that lies in this one under `key`; raises SourceError if there is none."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
+        return Config(value)
+
     def divided(self, key: str, by: str) -> int:
         """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
         whole, parts = self.size(key), self.size(by)

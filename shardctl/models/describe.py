@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import UnsupportedError
 from shardctl.models.bert import BERT
 from shardctl.models.bloom import BLOOM
+from shardctl.models.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
 from shardctl.models.falcon import FALCON
@@ -32,6 +33,7 @@ from shardctl.models.stablelm import STABLELM
 from shardctl.models.starcoder2 import STARCODER2
 from shardctl.models.t5 import T5
 from shardctl.models.table import build
+from shardctl.models.vision_language import GEMMA3, LLAVA, LLAVA_NEXT, MISTRAL3, PALIGEMMA, QWEN2_5_VL, QWEN2_VL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,12 +49,16 @@ KvHeads = Literal["replicate", "error"]
 FAMILIES: Final[tuple[Family, ...]] = (
     BERT,
     BLOOM,
+    CLIP,
+    CLIP_TEXT,
+    CLIP_VISION,
     COHERE,
     COHERE2,
     FALCON,
     FALCON_MAMBA,
     GEMMA,
     GEMMA2,
+    GEMMA3,
     GEMMA3_TEXT,
     GLM,
     GLM4,
@@ -62,25 +68,32 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GRANITE,
     JAMBA,
     LLAMA,
+    LLAVA,
+    LLAVA_NEXT,
     MAMBA,
     MAMBA2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
+    MISTRAL3,
     MIXTRAL,
     OLMO,
     OLMO2,
     OLMO3,
     OLMOE,
     OPT,
+    PALIGEMMA,
     PHI,
     PHI3,
     PHIMOE,
     QWEN2,
+    QWEN2_5_VL,
     QWEN2_MOE,
+    QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
     ROBERTA,
+    SIGLIP,
     STABLELM,
     STARCODER2,
     T5,

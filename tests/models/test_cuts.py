@@ -15,6 +15,9 @@ from shardctl.placement import Cut, Section, boxes, check, intervals
 UNPLANNED = {
     "bert",
     "bloom",
+    "clip",
+    "clip_text_model",
+    "clip_vision_model",
     "falcon",
     "falcon_mamba",
     "gpt2",
@@ -23,6 +26,7 @@ UNPLANNED = {
     "mamba2",
     "opt",
     "roberta",
+    "siglip",
     "stablelm",
     "t5",
     "xlm-roberta",

@@ -8,6 +8,15 @@ from model_oracle import fixture, on_meta, state
 from shardctl.errors import UnsupportedError
 from shardctl.models import describe
 
+EYES = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+"""A vision model whose config is silent about the rest."""
+
 
 def described(config):
     """Names and shapes of the state dict that a config describes."""
@@ -36,6 +45,24 @@ def described(config):
         ("mamba2", "Mamba2ForCausalLM", {"use_bias": False, "use_conv_bias": False, "tie_word_embeddings": True}),
         ("mamba2", "Mamba2ForCausalLM", {"n_groups": 1}),
         ("jamba", "JambaForCausalLM", {"mamba_proj_bias": False, "mamba_conv_bias": False, "attn_layer_offset": 0}),
+        ("llava", "LlavaForConditionalGeneration", {"text_config": {"model_type": "llama", "vocab_size": 32064}}),
+        ("llava", "LlavaForConditionalGeneration", {"text_config": {"model_type": "qwen2", "num_hidden_layers": 2}}),
+        ("llava", "LlavaForConditionalGeneration", {"text_config": {"model_type": "gemma", "num_hidden_layers": 2}}),
+        ("llava", "LlavaForConditionalGeneration", {"vision_feature_layer": [-1, -2], "vision_config": EYES}),
+        ("llava", "LlavaForConditionalGeneration", {"multimodal_projector_bias": False}),
+        ("llava_next", "LlavaNextForConditionalGeneration", {"text_config": {"model_type": "mistral"}}),
+        ("mistral3", "Mistral3ForConditionalGeneration", {"text_config": {"model_type": "ministral3"}}),
+        ("mistral3", "Mistral3ForConditionalGeneration", {"vision_config": {"model_type": "pixtral"}}),
+        ("mistral3", "Mistral3ForConditionalGeneration", {"multimodal_projector_bias": True, "spatial_merge_size": 4}),
+        ("paligemma", "PaliGemmaForConditionalGeneration", {"vision_config": {"model_type": "siglip_vision_model"}}),
+        ("paligemma", "PaliGemmaForConditionalGeneration", {"text_config": {"model_type": "gemma2"}}),
+        ("gemma3", "Gemma3ForConditionalGeneration", {"text_config": {"model_type": "gemma3_text"}}),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration", {"text_config": {"num_hidden_layers": 1}}),
+        ("qwen2_vl", "Qwen2VLForConditionalGeneration", {"vision_config": {"model_type": "qwen2_vl"}}),
+        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"vision_config": {"model_type": "qwen2_5_vl"}}),
+        ("clip", "CLIPModel", {"text_config": {}, "vision_config": {}}),
+        ("siglip", "SiglipModel", {"text_config": {"projection_size": 48}, "vision_config": {}}),
+        ("siglip", "SiglipModel", {"vision_config": {"vision_use_head": False, "image_size": 64}}),
     ],
 )
 def test_switches_change_what_they_change_in_transformers(name, architecture, changes):
@@ -76,3 +103,47 @@ def test_keys_may_have_the_other_names_that_transformers_takes(name, renamed):
 def test_a_jamba_with_experts_says_that_it_is_not_known_yet():
     with pytest.raises(UnsupportedError, match="Jamba with 16 experts"):
         describe(fixture("jamba", num_experts=16))
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+@pytest.mark.parametrize("inner", [None, True, False])
+@pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3", "paligemma", "qwen2_vl"])
+def test_a_model_that_sees_is_tied_where_transformers_ties_it(name, own, inner):
+    config = fixture(name)
+    config["text_config"] |= {} if inner is None else {"tie_word_embeddings": inner}
+    config |= {} if own is None else {"tie_word_embeddings": own}
+    ties = {tie: t.name for t in describe(config).own() for tie in t.ties}
+    if (own, inner) == (None, False) and name in ("gemma3", "paligemma"):
+        assert ties == {}  # transformers looks at the outer config only, ties, and un-ties when the two differ
+    elif (own, inner) == (None, True) and name != "llava":
+        assert ties  # the same the other way round
+    else:
+        assert ties == on_meta(config).all_tied_weights_keys
+
+
+@pytest.mark.parametrize("kind", ["text_config", "vision_config"])
+def test_a_text_or_vision_model_that_is_not_known_is_named(kind):
+    with pytest.raises(UnsupportedError, match=r"of type swin.*, which is not known yet"):
+        describe(fixture("llava", **{kind: {**fixture("llava")[kind], "model_type": "swin"}}))
+
+
+def test_a_vision_model_is_whole_on_every_tp_rank_of_the_first_stage():
+    for name in ("llava", "llava-pixtral", "mistral3", "paligemma", "gemma3", "qwen2_vl", "qwen2_5_vl"):
+        model = describe(fixture(name))
+        seen = [t for t in model.own() if ".language_model." not in t.name and t.name != "lm_head.weight"]
+        assert len(seen) > 10
+        for tensor in seen:
+            assert tensor.spec.where == (("first", 0),), tensor.name
+            assert {cut.axis for cuts in tensor.spec.cuts for cut in cuts} <= {"fsdp"}, tensor.name
+        assert model.layers == 2
+
+
+def test_the_vision_models_layers_follow_the_text_models_in_clip():
+    model = describe(fixture("clip"))
+    where = {name: tensor.spec.where for name, tensor in model.tensors.items()}
+    assert model.layers == 4
+    assert where["text_model.encoder.layers.1.layer_norm1.weight"] == (("layer", 1),)
+    assert where["text_model.final_layer_norm.weight"] == (("layer", 1),)
+    assert where["vision_model.embeddings.class_embedding"] == (("layer", 2),)
+    assert where["vision_model.encoder.layers.1.layer_norm1.weight"] == (("layer", 3),)
+    assert where["visual_projection.weight"] == (("last", 0),)

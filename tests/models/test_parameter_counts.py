@@ -218,6 +218,123 @@ PUBLISHED = {
         },
         7_285_403_648,
     ),
+    "clip-vit-base-patch32": (
+        {"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}},
+        151_277_313,
+    ),
+    "llava-1.5-7b-hf": (
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "text_config": {"model_type": "llama", "vocab_size": 32064},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "image_size": 336,
+                "patch_size": 14,
+            },
+        },
+        7_063_427_072,
+    ),
+    "paligemma-3b-pt-224": (
+        {
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "projection_dim": 2048,
+            "text_config": {
+                "model_type": "gemma",
+                "hidden_size": 2048,
+                "intermediate_size": 16384,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 18,
+                "num_key_value_heads": 1,
+                "vocab_size": 257216,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+        },
+        2_923_466_480,
+    ),
+    "gemma-3-4b-it": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "vocab_size": 262208,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "image_size": 896,
+                "intermediate_size": 4304,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+        },
+        4_300_079_472,
+    ),
+    "Qwen2-VL-7B-Instruct": (
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "in_chans": 3},
+        },
+        8_291_375_616,
+    ),
+    "Qwen2.5-VL-7B-Instruct": (
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+        },
+        8_292_166_656,
+    ),
+    "Mistral-Small-3.1-24B-Instruct-2503": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "tie_word_embeddings": False,
+            "text_config": {
+                "model_type": "mistral",
+                "vocab_size": 131072,
+                "hidden_size": 5120,
+                "intermediate_size": 32768,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "patch_size": 14,
+            },
+        },
+        24_011_361_280,
+    ),
 }
 """Configs with the keys that decide; the numbers are those of the Hub's pages or of the papers."""
 

@@ -1,0 +1,217 @@
+"""CLIP and SigLIP: a transformer for texts beside one for images, each also by itself.
+
+Names and shapes follow transformers 5 (`models/clip/modeling_clip.py`, `models/siglip/modeling_siglip.py`). The layers
+of a pipeline are those of the text model and then those of the vision model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.nesting import both, inner, nested
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_LAYER: Final = ".encoder.layers.{layer}"
+
+
+def _linear(name: str, dims: str) -> tuple[Row, ...]:
+    return (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
+
+
+def _norm(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
+    return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
+
+
+_ATTENTION: Final = (
+    *_linear(f"{_LAYER}.self_attn.k_proj", "q hidden"),
+    *_linear(f"{_LAYER}.self_attn.v_proj", "q hidden"),
+    *_linear(f"{_LAYER}.self_attn.q_proj", "q hidden"),
+    *_linear(f"{_LAYER}.self_attn.out_proj", "hidden q"),
+)
+_MLP: Final = (*_linear(f"{_LAYER}.mlp.fc1", "ffn hidden"), *_linear(f"{_LAYER}.mlp.fc2", "hidden ffn"))
+_CLIP_LAYER: Final = (*_ATTENTION, *_norm(f"{_LAYER}.layer_norm1"), *_MLP, *_norm(f"{_LAYER}.layer_norm2"))
+_SIGLIP_LAYER: Final = (*_norm(f"{_LAYER}.layer_norm1"), *_ATTENTION, *_norm(f"{_LAYER}.layer_norm2"), *_MLP)
+_WORDS: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.token_embedding.weight", "vocab hidden", on="first"),
+    Row(".embeddings.position_embedding.weight", "positions hidden", on="first"),
+)
+_PATCHES: Final = (
+    Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
+    Row(".embeddings.patch_embedding.weight", "hidden channels patch patch", on="first"),
+)
+_POSITIONS: Final = (Row(".embeddings.position_embedding.weight", "patches hidden", on="first"),)
+_CLIP_TEXT: Final = (*_WORDS, *_CLIP_LAYER, *_norm(".final_layer_norm", "last"))
+CLIP_EYES: Final = (
+    Row(".embeddings.class_embedding", "hidden", on="first"),
+    *_PATCHES,
+    *_POSITIONS,
+    *_norm(".pre_layrnorm", "first"),
+    *_CLIP_LAYER,
+    *_norm(".post_layernorm", "last"),
+)
+"""The vision model."""
+_SIGLIP_TEXT: Final = (
+    *_WORDS,
+    *_SIGLIP_LAYER,
+    *_norm(".final_layer_norm", "last"),
+    Row(".head.weight", "projection hidden", on="last"),
+    Row(".head.bias", "projection", on="last"),
+)
+SIGLIP_EYES: Final = (
+    *_PATCHES,
+    Row(".embeddings.patch_embedding.bias", "hidden", on="first"),
+    *_POSITIONS,
+    *_SIGLIP_LAYER,
+    *_norm(".post_layernorm", "last"),
+    Row(".head.probe", "1 1 hidden", "head", on="last"),
+    Row(".head.attention.in_proj_weight", "hidden+hidden+hidden hidden", "head", on="last"),
+    Row(".head.attention.in_proj_bias", "hidden+hidden+hidden", "head", on="last"),
+    Row(".head.attention.out_proj.weight", "hidden hidden", "head", on="last"),
+    Row(".head.attention.out_proj.bias", "hidden", "head", on="last"),
+    *_norm(".head.layernorm", "last", "head"),
+    Row(".head.mlp.fc1.weight", "pooled hidden", "head", on="last"),
+    Row(".head.mlp.fc1.bias", "pooled", "head", on="last"),
+    Row(".head.mlp.fc2.weight", "hidden pooled", "head", on="last"),
+    Row(".head.mlp.fc2.bias", "hidden", "head", on="last"),
+)
+"""The vision model, whose head pools by attention; that is whole on every tp rank."""
+_AFTER_TEXT: Final = {"last": "text_end"}
+_BEFORE_IMAGES: Final = {"first": "vision_start"}
+_CLIP: Final = (
+    Row("logit_scale", "", on="last"),
+    *nested(_CLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
+    *nested(CLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
+    Row("visual_projection.weight", "projection vision_hidden", on="last"),
+    Row("text_projection.weight", "projection text_hidden", on="last"),
+)
+_SIGLIP: Final = (
+    Row("logit_scale", "1", on="last"),
+    Row("logit_bias", "1", on="last"),
+    *nested(_SIGLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
+    *nested(SIGLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
+)
+_PROJECTED_TEXT: Final = (*_CLIP_TEXT, Row("text_projection.weight", "projection hidden", "projected", on="last"))
+_PROJECTED_EYES: Final = (*CLIP_EYES, Row("visual_projection.weight", "projection hidden", "projected", on="last"))
+
+# What the config classes assume where a config is silent; configs that lie in another's often are.
+_SMALL: Final = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+_IMAGE: Final = {**_SMALL, "num_channels": 3, "image_size": 224}
+_CLIP_TEXT_DEFAULTS: Final = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "projection_dim": 512,
+}
+_CLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 32, "projection_dim": 512}
+_SIGLIP_TEXT_DEFAULTS: Final = {**_SMALL, "vocab_size": 32000, "max_position_embeddings": 64}
+_SIGLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 16}
+
+
+def _tower(config: Config) -> Facts:
+    hidden = config.size("hidden_size")
+    return Facts(
+        dims={
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
+            "pooled": Dim(config.size("intermediate_size")),
+            "projection": Dim(config.size("projection_dim", hidden)),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+    )
+
+
+def _text(config: Config) -> Facts:
+    words = Dim(config.size("vocab_size"), axis="tp", even=False)
+    return _tower(config).also(dims={"vocab": words, "positions": Dim(config.size("max_position_embeddings"))})
+
+
+def _eyes(config: Config, extra: int) -> Facts:
+    patch = config.size("patch_size")
+    return _tower(config).also(
+        dims={
+            "channels": Dim(config.size("num_channels")),
+            "patch": Dim(patch),
+            "patches": Dim((config.size("image_size") // patch) ** 2 + extra),
+        },
+        flags={"head": config.switch("vision_use_head", default=True)},
+    )
+
+
+def _clip_text(config: Config) -> Facts:
+    return _text(config.over(_CLIP_TEXT_DEFAULTS))
+
+
+def clip_eyes(config: Config) -> Facts:
+    """What the rows of CLIP's vision model need to know; there is a position for the class token."""
+    return _eyes(config.over(_CLIP_VISION_DEFAULTS), 1)
+
+
+def _siglip_text(config: Config) -> Facts:
+    config = config.over(_SIGLIP_TEXT_DEFAULTS)
+    projection = Dim(config.size("projection_size", config.size("hidden_size")))
+    return _text(config).also(dims={"projection": projection})
+
+
+def siglip_eyes(config: Config) -> Facts:
+    """What the rows of SigLIP's vision model need to know."""
+    return _eyes(config.over(_SIGLIP_VISION_DEFAULTS), 0)
+
+
+def _two_towers(text: Facts, vision: Facts) -> Facts:
+    end = len(text.indices["layer"].values)
+    facts = both(inner(text, "text_", layer=0), inner(vision, "vision_", layer=end))
+    return replace(facts, stages={"text_end": ("layer", end - 1), "vision_start": ("layer", end)})
+
+
+def _clip(config: Config) -> Facts:
+    facts = _two_towers(_clip_text(config.part("text_config")), clip_eyes(config.part("vision_config")))
+    return facts.also(dims={"projection": Dim(config.size("projection_dim", 512))})
+
+
+def _siglip(config: Config) -> Facts:
+    return _two_towers(_siglip_text(config.part("text_config")), siglip_eyes(config.part("vision_config")))
+
+
+CLIP: Final = Family(
+    name="clip",
+    rows=_CLIP,
+    facts=_clip,
+    classes={"CLIPModel": ModelClass()},
+    prefixes=("clip",),
+)
+CLIP_TEXT: Final = Family(
+    name="clip_text_model",
+    rows=_PROJECTED_TEXT,
+    facts=_clip_text,
+    classes={
+        "CLIPTextModel": ModelClass(),
+        "CLIPTextModelWithProjection": ModelClass("text_model", "projected"),
+    },
+    prefixes=("text_model",),
+)
+CLIP_VISION: Final = Family(
+    name="clip_vision_model",
+    rows=_PROJECTED_EYES,
+    facts=clip_eyes,
+    classes={
+        "CLIPVisionModel": ModelClass(),
+        "CLIPVisionModelWithProjection": ModelClass("vision_model", "projected"),
+    },
+    prefixes=("vision_model",),
+)
+SIGLIP: Final = Family(
+    name="siglip",
+    rows=_SIGLIP,
+    facts=_siglip,
+    classes={"SiglipModel": ModelClass()},
+    prefixes=("siglip",),
+)

@@ -1,0 +1,75 @@
+"""Puts one model's table inside another's: its rows under a module, and its words apart from the outer ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl.models.family import INDEX, Dim, Facts, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def nested(
+    rows: Sequence[Row], under: str, *, word: str = "", when: str = "", stages: Mapping[str, str] | None = None
+) -> tuple[Row, ...]:
+    """The rows of a model whose base is the module `under`.
+
+    `word` is put before its dims, indices and conditions, `when` is one more condition, of the outer model, and
+    `stages` says on which stage the rows of a stage are now, by its name; the name of that of layers is empty.
+
+    >>> row, = nested([Row(".layers.{layer}.up.weight", "ffn hidden", "gated")], "tower", word="vision_", when="eyes")
+    >>> row.name, row.dims, row.when
+    ('.tower.layers.{vision_layer}.up.weight', 'vision_ffn vision_hidden', 'eyes vision_gated')
+    """
+    return tuple(
+        replace(
+            row,
+            name=INDEX.sub(rf"{{{word}\1}}", _below(row.name, under)),
+            dims=" ".join("+".join(_called(part, word) for part in dim.split("+")) for dim in row.dims.split()),
+            when=" ".join(filter(None, (when, *(_condition(flag, word) for flag in row.when.split())))),
+            on=(stages or {}).get(row.on, row.on),
+            tie=_below(row.tie, under),
+        )
+        for row in rows
+    )
+
+
+def inner(facts: Facts, word: str, *, layer: int | None = None, whole: bool = False) -> Facts:
+    """What the rows that `nested` made need to know.
+
+    `layer` is the pipeline layer of the inner model's first, None if its layers are none of the pipeline's; `whole`
+    keeps every tensor whole under tp.
+    """
+    return Facts(
+        dims={f"{word}{name}": _whole(dims) if whole else dims for name, dims in facts.dims.items()},
+        indices={
+            f"{word}{name}": replace(index, layer=None if index.layer is None or layer is None else index.layer + layer)
+            for name, index in facts.indices.items()
+        },
+        flags={f"{word}{name}": flag for name, flag in facts.flags.items()},
+    )
+
+
+def both(one: Facts, other: Facts) -> Facts:
+    """The facts of two models that are parts of a third."""
+    return replace(one.also(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
+
+
+def _below(name: str, under: str) -> str:
+    return f".{under}{name}" if name.startswith(".") else name
+
+
+def _called(part: str, word: str) -> str:
+    return part if part == "*" or part.isdecimal() else f"{word}{part}"
+
+
+def _condition(flag: str, word: str) -> str:
+    return f"!{word}{flag.removeprefix('!')}" if flag.startswith("!") else f"{word}{flag}"
+
+
+def _whole(dims: Dim | tuple[Dim, ...]) -> Dim | tuple[Dim, ...]:
+    if isinstance(dims, tuple):
+        return tuple(replace(dim, axis="") for dim in dims)
+    return replace(dims, axis="")

@@ -1,0 +1,211 @@
+"""Language models that see: LLaVA, Mistral 3, PaliGemma, Gemma 3, Qwen2-VL and Qwen2.5-VL.
+
+Names and shapes follow transformers 5, whose text model is `model.language_model`; files have older names, which
+`conversion_mapping.py` lists. The text model is cut as it is by itself. The vision model and the projector are whole
+on every tp rank of the first stage: they are small beside the text, and a picture is looked at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.clip import CLIP_EYES, SIGLIP_EYES, clip_eyes, siglip_eyes
+from shardctl.models.decoder import DECODER
+from shardctl.models.eyes import PIXTRAL_EYES, QWEN_EYES, pixtral_eyes, qwen2_eyes, qwen25_eyes
+from shardctl.models.family import Dim, Facts, Family, ModelClass, Row
+from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.llama import LLAMA
+from shardctl.models.mistral import MINISTRAL3, MISTRAL
+from shardctl.models.nesting import both, inner, nested
+from shardctl.models.qwen import QWEN2, QWEN3
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardctl.models.config import Config
+
+
+def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+_QWEN_TEXT: Final = {**_sizes(152064, 8192, 29568, 80, 64), "num_key_value_heads": 8}
+_TEXTS: Final[Mapping[str, tuple[Family, Mapping[str, object]]]] = {
+    "llama": (LLAMA, _sizes(32000, 4096, 11008, 32, 32)),
+    "mistral": (MISTRAL, _sizes(32000, 4096, 14336, 32, 32)),
+    "ministral3": (MINISTRAL3, _sizes(131072, 4096, 14336, 34, 32)),
+    "gemma": (GEMMA, _sizes(256000, 3072, 24576, 28, 16)),
+    "gemma2": (GEMMA2, _sizes(256000, 2304, 9216, 26, 8)),
+    "gemma3_text": (GEMMA3_TEXT, _sizes(262208, 2304, 9216, 26, 8)),
+    "qwen2": (QWEN2, _sizes(151936, 4096, 22016, 32, 32)),
+    "qwen3": (QWEN3, _sizes(151936, 4096, 22016, 32, 32)),
+    "qwen2_vl_text": (QWEN2, _QWEN_TEXT),
+    "qwen2_5_vl_text": (QWEN2, _QWEN_TEXT),
+}
+"""The text models by `model_type`: whose facts they have, and what their config class assumes where they are silent."""
+_EYES: Final[Mapping[str, Callable[[Config], Facts]]] = {
+    "clip_vision_model": clip_eyes,
+    "siglip_vision_model": siglip_eyes,
+    "pixtral": pixtral_eyes,
+    "qwen2_vl": qwen2_eyes,
+    "qwen2_vl_vision": qwen2_eyes,
+    "qwen2_5_vl": qwen25_eyes,
+    "qwen2_5_vl_vision": qwen25_eyes,
+}
+"""The vision models by `model_type`; Qwen's changed."""
+_TEXT: Final = nested(DECODER, "language_model")
+_FIRST: Final = {"first": "first", "": "first", "last": "first"}
+_SPELLINGS: Final = {
+    "^language_model.lm_head": "lm_head",
+    "^language_model.model": "language_model",
+    "vision_tower.vision_model": "vision_tower",
+}
+"""How files spell what transformers 4.52 moved."""
+
+
+def _seen(rows: Sequence[Row], under: str = "vision_tower", when: str = "") -> tuple[Row, ...]:
+    return nested(rows, under, word="vision_", when=when, stages=_FIRST)
+
+
+def _projector(name: str, dims: str, when: str = "") -> Row:
+    return Row(f".multi_modal_projector.{name}", dims, when, on="first")
+
+
+_TWO_LINEARS: Final = (
+    _projector("linear_1.weight", "hidden joined"),
+    _projector("linear_1.bias", "hidden", "projector_bias"),
+    _projector("linear_2.weight", "hidden hidden"),
+    _projector("linear_2.bias", "hidden", "projector_bias"),
+)
+_LLAVA: Final = (
+    *_seen(CLIP_EYES, when="clip_vision_model"),
+    *_seen(PIXTRAL_EYES, when="pixtral"),
+    *_TWO_LINEARS,
+    *_TEXT,
+)
+_LLAVA_NEXT: Final = (Row(".image_newline", "hidden", on="first"), *_seen(CLIP_EYES), *_TWO_LINEARS, *_TEXT)
+_MISTRAL3: Final = (
+    *_seen(PIXTRAL_EYES),
+    _projector("norm.weight", "vision_hidden"),
+    _projector("patch_merger.merging_layer.weight", "vision_hidden merged"),
+    *_TWO_LINEARS,
+    *_TEXT,
+)
+_PALIGEMMA: Final = (
+    *_seen(SIGLIP_EYES),
+    _projector("linear.weight", "projection vision_hidden"),
+    _projector("linear.bias", "projection"),
+    *_TEXT,
+)
+_GEMMA3: Final = (
+    *_seen(SIGLIP_EYES),
+    _projector("mm_input_projection_weight", "vision_hidden hidden"),
+    _projector("mm_soft_emb_norm.weight", "vision_hidden"),
+    *_TEXT,
+)
+_QWEN_VL: Final = (*_seen(QWEN_EYES, "visual"), *_TEXT)
+
+
+def _facts(config: Config, text: str, vision: str, *, bias: bool = True, either: bool = False) -> Facts:
+    """The facts of both models; `text` and `vision` are their `model_type` where a config is silent.
+
+    Qwen2-VL's first configs have the text model's keys among their own. The outer config says whether the head is
+    tied, else the inner one or what its class assumes; with `either`, one of the two is enough. (`Mistral3Config`
+    itself assumes a tie, but the Hub's older configs are silent and their checkpoints have a head.)
+    """
+    words = config.part("text_config") if "text_config" in config.values else config
+    eyes = config.part("vision_config")
+    kind = words.text("model_type", text) if words is not config else text
+    sight = eyes.text("model_type", vision)
+    if kind not in _TEXTS or sight not in _EYES:
+        raise UnsupportedError(
+            f"config.json has a text model of type {kind} and a vision model of type {sight}, which is not known yet",
+            hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
+        )
+    family, defaults = _TEXTS[kind]
+    language = family.facts(words.over(defaults))
+    seen = _EYES[sight](eyes)
+    facts = both(language, inner(seen, "vision_", whole=True))
+    chosen = config.values.get("vision_feature_layer")
+    taken = len(chosen) if isinstance(chosen, list) else 1
+    inner_tie = bool(language.flags["tied"])
+    tied = config.switch("tie_word_embeddings", default=inner_tie)
+    return facts.also(
+        dims={
+            "joined": Dim(seen.size("hidden") * taken),
+            "merged": Dim(seen.size("hidden") * config.size("spatial_merge_size", 2) ** 2),
+            "projection": Dim(config.size("projection_dim", 2048)),
+        },
+        flags={
+            "tied": tied or (either and inner_tie),
+            "projector_bias": config.switch("multimodal_projector_bias", default=bias),
+            **{name: name == sight for name in _EYES},
+        },
+    )
+
+
+def _llava(config: Config) -> Facts:
+    return _facts(config, "llama", "clip_vision_model", either=True)
+
+
+def _llava_next(config: Config) -> Facts:
+    return _facts(config, "llama", "clip_vision_model")
+
+
+def _mistral3(config: Config) -> Facts:
+    return _facts(config, "mistral", "pixtral", bias=False)
+
+
+def _paligemma(config: Config) -> Facts:
+    return _facts(config, "gemma", "siglip_vision_model")
+
+
+def _gemma3(config: Config) -> Facts:
+    return _facts(config, "gemma3_text", "siglip_vision_model")
+
+
+def _qwen2_vl(config: Config) -> Facts:
+    return _facts(config, "qwen2_vl_text", "qwen2_vl_vision", either=True)
+
+
+def _qwen2_5_vl(config: Config) -> Facts:
+    return _facts(config, "qwen2_5_vl_text", "qwen2_5_vl_vision", either=True)
+
+
+def _family(
+    name: str,
+    stem: str,
+    rows: tuple[Row, ...],
+    facts: Callable[[Config], Facts],
+    legacy: Mapping[str, str] = _SPELLINGS,
+    **more: ModelClass,
+) -> Family:
+    classes = {f"{stem}ForConditionalGeneration": ModelClass("model", "lm"), f"{stem}Model": ModelClass(), **more}
+    return Family(name=name, rows=rows, facts=facts, classes=classes, prefixes=("model",), legacy=legacy)
+
+
+_QWEN_SPELLINGS: Final = {
+    "^layers": "language_model.layers",
+    "^embed_tokens": "language_model.embed_tokens",
+    "^norm": "language_model.norm",
+}
+LLAVA: Final = _family("llava", "Llava", _LLAVA, _llava)
+LLAVA_NEXT: Final = _family("llava_next", "LlavaNext", _LLAVA_NEXT, _llava_next)
+MISTRAL3: Final = _family("mistral3", "Mistral3", _MISTRAL3, _mistral3)
+PALIGEMMA: Final = _family("paligemma", "PaliGemma", _PALIGEMMA, _paligemma)
+GEMMA3: Final = _family(
+    "gemma3",
+    "Gemma3",
+    _GEMMA3,
+    _gemma3,
+    Gemma3ForSequenceClassification=ModelClass("model", "score"),
+)
+QWEN2_VL: Final = _family("qwen2_vl", "Qwen2VL", _QWEN_VL, _qwen2_vl, _QWEN_SPELLINGS)
+QWEN2_5_VL: Final = _family("qwen2_5_vl", "Qwen2_5_VL", _QWEN_VL, _qwen2_5_vl, _QWEN_SPELLINGS)

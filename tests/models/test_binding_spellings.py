@@ -1,0 +1,61 @@
+"""Names that files have and transformers moved since mean the same tensors."""
+
+from __future__ import annotations
+
+import pytest
+from model_oracle import fixture, stored
+
+from shardctl.models import describe
+
+
+def layout(manifest):
+    """All that a digest depends on."""
+    return [(t.name, t.dtype, t.shape, t.ties) for t in manifest.tensors.values()]
+
+
+def llava_of_2023(name):
+    """As llava-hf has them: the text model is a causal language model, the vision model below a name of its own."""
+    name = name.removeprefix("model.")
+    if name.startswith("lm_head"):
+        return f"language_model.{name}"
+    return name.replace("language_model.", "language_model.model.").replace(
+        "vision_tower.", "vision_tower.vision_model."
+    )
+
+
+def qwen_of_2024(name):
+    """As Qwen has them: the text model has no name."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def neox(name):
+    return name.replace("lm_head", "embed_out")
+
+
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("llava", llava_of_2023),
+        ("llava_next", llava_of_2023),
+        ("paligemma", llava_of_2023),
+        ("gemma3", llava_of_2023),
+        ("qwen2_vl", qwen_of_2024),
+        ("qwen2_5_vl", qwen_of_2024),
+        ("gpt_neox", neox),
+        ("clip_text_model", lambda name: f"text_model.{name}"),
+        ("clip_vision_model", lambda name: f"vision_model.{name}"),
+    ],
+)
+def test_older_names_mean_the_same_tensors(name, older):
+    model = describe(fixture(name))
+    now = {t.name: t.shape for t in model.own()}
+    then = {older(n): shape for n, shape in now.items()}
+    assert then.keys() != now.keys()
+    assert layout(model.bind(stored(then.items()))) == layout(model.bind(stored(now.items())))
+
+
+def test_a_position_table_that_older_clips_stored_is_known():
+    model = describe(fixture("clip"))
+    shapes = {t.name: t.shape for t in model.own()}
+    ids = {"text_model.embeddings.position_ids": (1, 16), "vision_model.embeddings.position_ids": (1, 5)}
+    assert set(model.bind(stored((shapes | ids).items())).tensors) == set(shapes | ids)
