@@ -84,7 +84,8 @@ def run(command, src, dst):
                 pass
     os.sync()
     began, peak = time.perf_counter(), 0
-    child = subprocess.Popen([part.format(src=src, dst=dst) for part in command], stdout=subprocess.DEVNULL)
+    places = {"{src}": str(src), "{dst}": str(dst)}
+    child = subprocess.Popen([places.get(part, part) for part in command], stdout=subprocess.DEVNULL)
     while child.poll() is None:
         peak = max(peak, anonymous(child.pid))
         time.sleep(0.005)
