@@ -80,7 +80,7 @@ class Staging:
         if self._lock.held:
             if not self.journal.exists() and not self._note.exists():
                 with contextlib.suppress(OSError):
-                    self._remove_trees(but=self._old)  # nothing goes on from a tree without a journal
+                    self._remove(*self._trees())  # nothing goes on from a tree without a journal
             self._leave()
 
     def _leave(self) -> None:
@@ -110,11 +110,11 @@ class Staging:
         """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
         with told(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
-            self._remove_trees(but=self._old)
+            self._remove(*self._trees())
 
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
-        have = sum(f.stat().st_blocks * 512 for f in self.root.rglob("*") if f.is_file())
+        have = sum(f.stat().st_blocks * 512 for tree in self._trees() for f in tree.rglob("*") if f.is_file())
         disk = shutil.disk_usage(self.root)
         if disk.total and disk.free + have < nbytes:  # some file systems know nothing of their size
             raise DestinationError(
@@ -159,15 +159,21 @@ class Staging:
 
     def _forget(self) -> None:
         """What tells a finished run from none goes last."""
-        self._remove_trees()
+        self._remove(self._old, *self._trees())
         self.journal.unlink(missing_ok=True)
         self._note.unlink(missing_ok=True)
         self.published = False
 
-    def _remove_trees(self, *, but: Path | None = None) -> None:
-        for entry in self.root.iterdir():
-            if entry != but and entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
+    def _trees(self) -> list[Path]:
+        """What was staged, by whatever command; the old checkpoint is not ours to throw away before it is replaced."""
+        found = self.root.iterdir() if self.root.exists() else ()
+        return [entry for entry in found if entry != self._old and entry.is_dir() and not entry.is_symlink()]
+
+    @staticmethod
+    def _remove(*trees: Path) -> None:
+        for tree in trees:
+            if tree.exists():
+                shutil.rmtree(tree)
 
     def _require_replaceable(self) -> None:
         if _examine(self.destination, moving=self._note.exists()) != "ours" or self.published:

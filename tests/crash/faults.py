@@ -32,7 +32,7 @@ class Faults:
     short: bool = False
     """Every write writes only a part."""
     actions: dict[int, list] = field(default_factory=dict)
-    """`[what, path]` that happens to the source before a call."""
+    """`[what, path]` that another program does before a call."""
     delay: float = 0
     """Seconds that every pwrite but those at the start of a file takes longer."""
     no_exchange: bool = False
@@ -90,7 +90,7 @@ class Faults:
 
 
 def happen(what, path):
-    """Do something to a source file, as another program would; `os` as it was imported here is not watched."""
+    """Do something to a file or directory, as another program would; the wrappers do not see it."""
     path = Path(path)
     if what == "truncate":
         with path.open("r+b") as file:
@@ -105,6 +105,8 @@ def happen(what, path):
         _rename(other, path)
     elif what == "delete":
         _unlink(path)
+    elif what == "arrive":
+        _rename(path, path.with_name("out"))
     else:
         raise AssertionError(what)
 

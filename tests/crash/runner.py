@@ -23,7 +23,7 @@ from faults import Faults
 from shardctl.errors import ShardctlError
 from shardctl.execute import engine
 from shardctl.mesh import Mesh
-from shardctl.storage import direct, local
+from shardctl.storage import descriptors, direct, local
 from shardctl.verbs import drafting
 from shardctl.verbs.reshard import reshard
 
@@ -47,6 +47,8 @@ def run(job):
         signal.signal(number, signal.SIG_IGN)
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+    if "descriptors" in job:
+        descriptors.usual_number = lambda: job["descriptors"]
     if "user" in job:
         os.setuid(job["user"])
     faults = Faults(**job.get("faults", {}))

@@ -160,6 +160,21 @@ def test_a_finished_checkpoint_is_not_replaced_unasked_even_by_a_resumed_run(sit
     finish(site, wanted, overwrite=True)
 
 
+@pytest.mark.parametrize("moment", [0.3, 0.9])
+def test_a_finished_checkpoint_that_arrives_during_the_run_is_not_replaced(site, tmp_path, moment):
+    wanted, done = clean(site)
+    arriving = site.root / "arriving"
+    site.runner(checkpoint(tmp_path / "other", seed=1), arriving)
+    before = snapshot(arriving)
+    number = int(moment * [name for name, _ in done["calls"]].index("rename"))
+    refused = site.run({"actions": {number: ["arrive", str(arriving)]}})
+    assert refused["code"] == 6
+    assert "--overwrite" in refused["hint"]
+    assert snapshot(site.destination) == before
+    shutil.rmtree(site.destination)
+    assert finish(site, wanted)["written"] == 0, "nothing of the work is lost"
+
+
 def test_a_destination_that_appears_meanwhile_is_left_alone(site):
     wanted, done = clean(site)
     rename = [name for name, _ in done["calls"]].index("rename")

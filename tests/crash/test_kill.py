@@ -80,13 +80,17 @@ def test_an_overwritten_checkpoint_stands_until_the_new_one_is_complete(site, tm
 
 
 def test_the_same_plan_over_other_values_is_not_taken_for_finished(site, tmp_path):
-    """Old and new have the same names, shapes and options: only the source's identity tells them apart."""
-    wanted, done = clean(site)
-    site.runner(checkpoint(tmp_path / "before", seed=1), site.destination)
-    old = snapshot(site.destination)
-    killed(site, len(done["calls"]) // 2, overwrite=True)
-    assert snapshot(site.destination) == old
-    finish(site, wanted, overwrite=True)
+    """Old and new have the same names, shapes and options, and the same record but for its digests."""
+    wanted, _ = clean(site)
+    site.runner(checkpoint(tmp_path / "before", seed=1), tmp_path / "kept")
+    shutil.copytree(tmp_path / "kept", site.destination)
+    exchange = [name for name, _ in site.run(overwrite=True)["calls"]].index("exchange")
+    for number in (10, exchange // 2, exchange - 1, exchange):
+        shutil.rmtree(site.destination)
+        shutil.copytree(tmp_path / "kept", site.destination)
+        killed(site, number, overwrite=True)
+        assert snapshot(site.destination) == snapshot(tmp_path / "kept")
+        finish(site, wanted, overwrite=True)
 
 
 def test_a_directory_that_cannot_be_renamed_over_is_filled_file_by_file_with_the_record_last(site):

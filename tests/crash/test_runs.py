@@ -10,9 +10,9 @@ from crash_site import snapshot
 from test_kill import clean, finish, killed
 
 
-def started(site, **options):
+def started(site, delay=0.03, **options):
     """A slow run that is in the middle of its work."""
-    run = site.start({"delay": 0.03}, **options)
+    run = site.start({"delay": delay}, **options)
     deadline = time.monotonic() + 60
     while not site.journalled():
         assert time.monotonic() < deadline
@@ -46,6 +46,27 @@ def test_a_lock_removed_by_hand_never_mixes_two_results(site, other):
     assert beaten["code"] == 6, beaten["message"]
     assert snapshot(site.destination) == wanted
     finish(site, wanted, **other)
+
+
+def test_two_results_of_equal_names_and_sizes_are_not_mixed_while_both_are_written(site):
+    wanted = {dtype: clean(site, dtype=dtype)[0] for dtype in ("bf16", "fp16")}
+    first = started(site, 0.1, dtype="bf16", descriptors=1)  # it opens its files again and again, by name
+    (site.staging / "lock").unlink()
+    second = site.start({"delay": 0.1}, dtype="fp16")
+    assert (outcome(first)["code"], outcome(second)["code"]) == (6, 0), "the second threw away what the first had"
+    assert snapshot(site.destination) == wanted["fp16"]
+
+
+def test_results_that_differ_in_their_bytes_are_staged_under_different_names(site):
+    def tree(**options):
+        _, done = clean(site, **options)
+        return next(path for name, path in done["calls"] if name == "rename")
+
+    trees = [tree(), tree(dtype="bf16"), tree(dtype="fp16"), tree(tp=1), tree(sha256=True)]
+    (site.source / "tokenizer.json").write_text('{"seed": 1}')
+    trees.append(tree())
+    assert len(set(trees)) == len(trees)
+    assert tree(threads=3) == trees[-1]
 
 
 def test_two_of_the_same_runs_without_a_lock_make_the_same_bytes(site):
