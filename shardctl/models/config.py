@@ -62,6 +62,11 @@ class Config:
             raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
         return Config(value)
 
+    def count(self, key: str, default: int) -> int:
+        """A whole number that may be zero; raises SourceError if it is none."""
+        value = self.values.get(key, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.size(key, default)
+
     def divided(self, key: str, by: str) -> int:
         """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
         whole, parts = self.size(key), self.size(by)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.decoder import GATED
+from shardctl.models.decoder import GATED, LAYER
 from shardctl.models.family import Dim, Fused, Index, Row
 
 if TYPE_CHECKING:
@@ -55,6 +55,26 @@ def shared_experts(module: str) -> tuple[Row, ...]:
 def only(rows: Iterable[Row], when: str) -> tuple[Row, ...]:
     """`rows`, under one more condition."""
     return tuple(replace(row, when=f"{row.when} {when}".strip()) for row in rows)
+
+
+def predicting(rows: Iterable[Row], layer: str, conditions: str) -> tuple[Row, ...]:
+    """The rows of a layer that predicts further tokens, from those of other layers; the last stage has them.
+
+    It is called `layer`, and is as the layers that meet all of `conditions`. Some checkpoints have it, and the state
+    dict of transformers does not.
+    """
+    met = conditions.split()
+    return tuple(
+        replace(
+            row,
+            name=row.name.replace(LAYER, layer),
+            when=" ".join(word for word in row.when.split() if word not in met),
+            on="last",
+            optional=True,
+        )
+        for row in rows
+        if not any(f"!{word}" in row.when.split() for word in met) and not row.buffer
+    )
 
 
 def with_experts(

@@ -106,6 +106,8 @@ class Row:
     """The flag that says so; `always` needs no flag."""
     buffer: str = ""
     """The safetensors dtype of a buffer: present in some checkpoints only, never a parameter, never cut."""
+    dtype: str = ""
+    """The safetensors dtype of a parameter where it is not the model's."""
     optional: bool = False
     """Present in some checkpoints only, and not in the state dict of any class (DeepSeek's layers that predict)."""
 

@@ -1,4 +1,4 @@
-"""Jamba without experts: layers of Mamba, and every few layers one of attention.
+"""Jamba: layers of Mamba, and every few layers one of attention, or with experts.
 
 Names and shapes follow transformers 5 (`models/jamba/modeling_jamba.py`).
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, decoder_classes, decoder_facts
+from shardctl.models.experts import experts, fused_experts, with_experts
 from shardctl.models.family import Dim, Facts, Family, Row
 from shardctl.models.mamba import mixer, time_step_rank
 
@@ -25,9 +25,11 @@ _JAMBA: Final = (
     Row(f"{LAYER}.mamba.dt_layernorm.weight", "rank", "!attention"),
     Row(f"{LAYER}.mamba.b_layernorm.weight", "state", "!attention"),
     Row(f"{LAYER}.mamba.c_layernorm.weight", "state", "!attention"),
-    Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
-    Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
-    Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
+    Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden", when="!moe"),
+    Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden", when="!moe"),
+    Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn", when="!moe"),
+    Row(f"{LAYER}.feed_forward.router.weight", "experts hidden", when="moe"),
+    *experts("feed_forward"),
     Row(f"{LAYER}.input_layernorm.weight", "hidden"),
     Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
     Row(".final_layernorm.weight", "hidden", on="last"),
@@ -38,14 +40,9 @@ _KV_HEADS: Final = 8
 
 
 def _facts(config: Config) -> Facts:
-    experts = config.size("num_experts", 16)
-    if experts > 1:
-        raise UnsupportedError(
-            f"Jamba with {experts} experts is not known yet, only Jamba without experts",
-            hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
-        )
     period, offset = config.size("attn_layer_period", 8), config.values.get("attn_layer_offset", 4)
-    return decoder_facts(config, kv_heads=_KV_HEADS).also(
+    facts = decoder_facts(config, kv_heads=_KV_HEADS)
+    return with_experts(facts, config.size("num_experts", 16), config.size("intermediate_size"), moe=_moe(config)).also(
         dims={
             "inner": Dim(config.size("mamba_expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
             "state": Dim(config.size("mamba_d_state", 16)),
@@ -60,10 +57,19 @@ def _facts(config: Config) -> Facts:
     )
 
 
+def _moe(config: Config) -> frozenset[int]:
+    """The layers that have experts."""
+    if config.size("num_experts", 16) == 1:
+        return frozenset()
+    period, offset = config.size("expert_layer_period", 2), config.count("expert_layer_offset", 1)
+    return frozenset(n for n in range(config.size("num_hidden_layers")) if n % period == offset)
+
+
 JAMBA: Final = Family(
     name="jamba",
     rows=_JAMBA,
     facts=_facts,
     classes=decoder_classes("Jamba", question=None, tokens=None),
     prefixes=("model",),
+    fused=fused_experts("feed_forward"),
 )

@@ -173,7 +173,7 @@ class _Builder:
         self.tensors[name] = ModelTensor(
             name,
             plan.shape,
-            BY_NAME[row.buffer] if row.buffer else self.dtype,
+            BY_NAME[row.buffer or row.dtype] if row.buffer or row.dtype else self.dtype,
             spec,
             row,
             optional=bool(row.buffer) or row.optional or not plan.mine,

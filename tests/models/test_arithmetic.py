@@ -25,7 +25,7 @@ def cases():
     found = {
         name: config
         for name, config in found.items()
-        if config["architectures"][0].endswith(SPEAKING) and not any(".experts." in n for n in describe(config).tensors)
+        if config["architectures"][0].endswith(SPEAKING) and not any(t.spec.of_expert for t in describe(config).own())
     }
     few = {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None}
     return found | {

@@ -1,0 +1,174 @@
+"""DeepSeek-V2 and V3, and GLM-4.5: shared and routed experts, the first layers dense; DeepSeek's with latent attention.
+
+Names and shapes follow the Hub (`models/deepseek_v3/modeling_deepseek_v3.py`, and its namesakes `deepseek_v2` and
+`glm4_moe`). The projections down to the latents, which all heads share, are whole on every tp rank, and those from the
+latents up to the heads are cut by heads, as in DeepSeek's `inference/model.py` and vLLM. V3 and GLM-4.5 have layers
+after the last that predict further tokens; the Hub has them, and transformers leaves them out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEAD_NORMS,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    decoder_facts,
+)
+from shardctl.models.experts import (
+    DENSE,
+    expert_count,
+    experts,
+    fused_experts,
+    only,
+    predicting,
+    shared_experts,
+    with_experts,
+)
+from shardctl.models.family import Dim, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_MLA: Final = (
+    Row(f"{LAYER}.self_attn.q_proj.weight", "qs hidden", when="!q_lora"),
+    Row(f"{LAYER}.self_attn.q_a_proj.weight", "q_rank hidden", when="q_lora"),
+    Row(f"{LAYER}.self_attn.q_a_proj.bias", "q_rank", when="q_lora o_bias"),
+    Row(f"{LAYER}.self_attn.q_a_layernorm.weight", "q_rank", when="q_lora"),
+    Row(f"{LAYER}.self_attn.q_b_proj.weight", "qs q_rank", when="q_lora"),
+    Row(f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", "kv_rank+rope hidden"),
+    Row(f"{LAYER}.self_attn.kv_a_proj_with_mqa.bias", "kv_rank+rope", when="o_bias"),
+    Row(f"{LAYER}.self_attn.kv_a_layernorm.weight", "kv_rank"),
+    Row(f"{LAYER}.self_attn.kv_b_proj.weight", "kvs kv_rank"),
+    Row(f"{LAYER}.self_attn.o_proj.weight", "hidden vs"),
+    Row(f"{LAYER}.self_attn.o_proj.bias", "hidden", when="o_bias"),
+)
+"""Multi-head latent attention; one switch gives biases to all of its projections that have any."""
+_ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
+_BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe")
+_SHARED: Final = shared_experts("mlp.shared_experts")
+_SHARED_BIASES: Final = (
+    Row(f"{LAYER}.mlp.shared_experts.gate_proj.bias", "sffn", when="moe mlp_bias"),
+    Row(f"{LAYER}.mlp.shared_experts.up_proj.bias", "sffn", when="moe mlp_bias"),
+    Row(f"{LAYER}.mlp.shared_experts.down_proj.bias", "hidden", when="moe mlp_bias"),
+)
+_MOE: Final = (*DENSE, *experts(), _ROUTER, _BALANCE, *_SHARED)
+_V3_LAYER: Final = (*_MLA, *_MOE, *NORMS)
+_GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *_MOE, *NORMS)
+_NEXT: Final = ".layers.{next}"
+_NEXT_ENDS: Final = (
+    Row(f"{_NEXT}.embed_tokens.weight", "vocab hidden", on="last", optional=True),
+    Row(f"{_NEXT}.enorm.weight", "hidden", on="last", optional=True),
+    Row(f"{_NEXT}.hnorm.weight", "hidden", on="last", optional=True),
+    Row(f"{_NEXT}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
+    Row(f"{_NEXT}.shared_head.norm.weight", "hidden", on="last", optional=True),
+    Row(f"{_NEXT}.shared_head.head.weight", "vocab hidden", on="last", optional=True),
+)
+"""What a layer that predicts has besides: its own embedding and head, and what joins the two streams."""
+
+
+def _rows(layer: tuple[Row, ...]) -> tuple[Row, ...]:
+    return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *predicting(layer, _NEXT, "moe shared"), *_NEXT_ENDS)
+
+
+def _with_experts(facts: Facts, config: Config, *, dense: int, following: int) -> Facts:
+    """`facts`, and those of experts after the first `dense` layers and of `following` layers that predict."""
+    layers, ffn = config.size("num_hidden_layers"), config.size("moe_intermediate_size")
+    return with_experts(
+        facts,
+        expert_count(config, "n_routed_experts", "num_local_experts"),
+        ffn,
+        moe=range(config.count("first_k_dense_replace", dense), layers),
+        shared=ffn * config.size("n_shared_experts"),
+    ).also(indices={"next": Index(range(layers, layers + config.count("num_nextn_predict_layers", following)))})
+
+
+def _latent(config: Config, *, mlp_bias: bool) -> Facts:
+    """The facts of a decoder with latent attention."""
+    bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
+    rope, nope = config.size("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)
+    value = config.size("v_head_dim", 128)
+    no_lora = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
+    noun = "attention heads"
+    return decoder_facts(config, o_bias=bias, mlp_bias=mlp_bias).also(
+        dims={
+            "qs": Dim(heads * (nope + rope), nope + rope, "tp", noun=noun),
+            "kvs": Dim(heads * (nope + value), nope + value, "tp", noun=noun),
+            "vs": Dim(heads * value, value, "tp", noun=noun),
+            "q_rank": Dim(config.size("q_lora_rank", 1536)),
+            "kv_rank": Dim(config.size("kv_lora_rank", 512)),
+            "rope": Dim(rope),
+        },
+        flags={"q_lora": not no_lora},
+    )
+
+
+def _v2(config: Config) -> Facts:
+    facts = _latent(config, mlp_bias=config.switch("mlp_bias", default=False))
+    return _with_experts(facts, config, dense=0, following=0)
+
+
+def _v3(config: Config) -> Facts:
+    return _with_experts(_latent(config, mlp_bias=False), config, dense=3, following=1)
+
+
+def _glm4_moe(config: Config) -> Facts:
+    facts = decoder_facts(
+        config,
+        kv_heads=8,
+        qkv_bias=config.switch("attention_bias", default=False),
+        qk_norm=config.switch("use_qk_norm", default=False),
+    )
+    return _with_experts(facts, config, dense=1, following=1)
+
+
+DEEPSEEK_V2: Final = Family(
+    name="deepseek_v2",
+    rows=(
+        *EMBEDDING,
+        *_MLA,
+        *only(GATED, "!moe"),
+        *experts(),
+        _ROUTER,
+        *(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair),
+        *NORMS,
+        *LAST_NORM,
+        *HEADS,
+    ),
+    facts=_v2,
+    classes={
+        "DeepseekV2ForCausalLM": ModelClass("model", "lm"),
+        "DeepseekV2Model": ModelClass(),
+        "DeepseekV2ForSequenceClassification": ModelClass("model", "score"),
+    },
+    prefixes=("model",),
+    fused=fused_experts(),
+)
+DEEPSEEK_V3: Final = Family(
+    name="deepseek_v3",
+    rows=_rows(_V3_LAYER),
+    facts=_v3,
+    classes={
+        "DeepseekV3ForCausalLM": ModelClass("model", "lm"),
+        "DeepseekV3Model": ModelClass(),
+        "DeepseekV3ForSequenceClassification": ModelClass("model", "score"),
+        "DeepseekV3ForTokenClassification": ModelClass("model", "score score_bias"),
+    },
+    prefixes=("model",),
+    fused=fused_experts(),
+)
+GLM4_MOE: Final = Family(
+    name="glm4_moe",
+    rows=_rows(_GLM_LAYER),
+    facts=_glm4_moe,
+    classes={"Glm4MoeForCausalLM": ModelClass("model", "lm"), "Glm4MoeModel": ModelClass()},
+    prefixes=("model",),
+    fused=fused_experts(),
+)

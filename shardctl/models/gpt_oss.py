@@ -1,0 +1,68 @@
+"""gpt-oss: experts in transposed arrays whose gate and up columns alternate, as bf16 or in MXFP4 blocks, and sinks.
+
+Names and shapes follow the Hub (`models/gpt_oss/modeling_gpt_oss.py`; the blocks in `integrations/mxfp4.py`): a block
+is 32 elements of one row along the summed dim, 16 bytes, with one byte of scale.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
+from shardctl.models.experts import expert_count, with_experts
+from shardctl.models.family import Dim, Family, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_BLOCK: Final = 32
+_EXPERTS: Final = f"{LAYER}.mlp.experts"
+_GPT_OSS: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.self_attn.sinks", "q_heads"),
+    *QKVO,
+    Row(f"{LAYER}.mlp.router.weight", "experts hidden"),
+    Row(f"{LAYER}.mlp.router.bias", "experts"),
+    Row(f"{_EXPERTS}.gate_up_proj", "expert hidden pairs", when="!mxfp4"),
+    Row(f"{_EXPERTS}.gate_up_proj_blocks", "expert pairs hidden_blocks 16", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS}.gate_up_proj_scales", "expert pairs hidden_blocks", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS}.gate_up_proj_bias", "expert pairs"),
+    Row(f"{_EXPERTS}.down_proj", "expert effn hidden", when="!mxfp4"),
+    Row(f"{_EXPERTS}.down_proj_blocks", "expert hidden blocks 16", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS}.down_proj_scales", "expert hidden blocks", when="mxfp4", dtype="U8"),
+    Row(f"{_EXPERTS}.down_proj_bias", "expert hidden"),
+    *NORMS,
+    *LAST_NORM,
+    *HEADS,
+)
+
+
+def _facts(config: Config) -> Facts:
+    bias, ffn = config.switch("attention_bias", default=True), config.size("intermediate_size")
+    quantized = config.values.get("quantization_config")
+    mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    facts = decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
+    return with_experts(facts, expert_count(config, "num_local_experts", "num_experts"), ffn).also(
+        dims={
+            "q_heads": Dim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
+            "pairs": Dim(2 * ffn, 2, "etp", noun="pairs of gate and up columns of each expert"),
+            "hidden_blocks": Dim(config.size("hidden_size") // _BLOCK),
+            "blocks": Dim(ffn // _BLOCK, axis="etp", noun=f"MXFP4 blocks of {_BLOCK} columns of each expert"),
+        },
+        flags={"mxfp4": mxfp4},
+    )
+
+
+GPT_OSS: Final = Family(
+    name="gpt_oss",
+    rows=_GPT_OSS,
+    facts=_facts,
+    classes={
+        "GptOssForCausalLM": ModelClass("model", "lm"),
+        "GptOssModel": ModelClass(),
+        "GptOssForSequenceClassification": ModelClass("model", "score"),
+        "GptOssForTokenClassification": ModelClass("model", "score score_bias"),
+    },
+    prefixes=("model",),
+)

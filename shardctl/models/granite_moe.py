@@ -1,0 +1,61 @@
+"""Granite-MoE, whose experts the Hub already has in one array, and its variant with shared experts.
+
+Names and shapes follow the Hub; transformers 5 renames the arrays (`models/granitemoe/modeling_granitemoe.py`,
+`models/granitemoeshared/`, and `granitemoe` in `conversion_mapping.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
+from shardctl.models.experts import expert_count, with_experts
+from shardctl.models.family import Family, Fused, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_MODULE: Final = f"{LAYER}.block_sparse_moe"
+_MOE: Final = (
+    Row(f"{_MODULE}.router.layer.weight", "experts hidden"),
+    Row(f"{_MODULE}.input_linear.weight", "expert effn+effn hidden"),
+    Row(f"{_MODULE}.output_linear.weight", "expert hidden effn"),
+)
+_SHARED: Final = (
+    Row(f"{LAYER}.shared_mlp.input_linear.weight", "sffn+sffn hidden", when="shared"),
+    Row(f"{LAYER}.shared_mlp.output_linear.weight", "hidden sffn", when="shared"),
+)
+_FUSED: Final = (
+    Fused(f"{_MODULE}.router.weight", (f"{_MODULE}.router.layer.weight",)),
+    Fused(f"{_MODULE}.experts.gate_up_proj", (f"{_MODULE}.input_linear.weight",)),
+    Fused(f"{_MODULE}.experts.down_proj", (f"{_MODULE}.output_linear.weight",)),
+)
+
+
+def _facts(config: Config) -> Facts:
+    bias = config.switch("attention_bias", default=False)
+    return with_experts(
+        decoder_facts(config, qkv_bias=bias, o_bias=bias),
+        expert_count(config, "num_local_experts"),
+        config.size("intermediate_size"),
+        shared=config.count("shared_intermediate_size", 0) or None,
+    )
+
+
+GRANITE_MOE: Final = Family(
+    name="granitemoe",
+    rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *LAST_NORM, *HEADS),
+    facts=_facts,
+    classes={"GraniteMoeForCausalLM": ModelClass("model", "lm"), "GraniteMoeModel": ModelClass()},
+    prefixes=("model",),
+    fused=_FUSED,
+)
+GRANITE_MOE_SHARED: Final = Family(
+    name="granitemoeshared",
+    rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *_SHARED, *LAST_NORM, *HEADS),
+    facts=_facts,
+    classes={"GraniteMoeSharedForCausalLM": ModelClass("model", "lm"), "GraniteMoeSharedModel": ModelClass()},
+    prefixes=("model",),
+    fused=_FUSED,
+)

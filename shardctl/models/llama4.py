@@ -1,0 +1,64 @@
+"""The text half of Llama 4: experts in transposed arrays, the gate's columns before those of up, and a shared expert.
+
+Names and shapes follow the Hub (`models/llama4/modeling_llama4.py`, `Llama4ForCausalLM`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
+from shardctl.models.experts import expert_count, shared_experts, with_experts
+from shardctl.models.family import Dim, Family, ModelClass, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_MODULE: Final = "feed_forward"
+_LLAMA4: Final = (
+    *EMBEDDING,
+    *QKVO,
+    Row(f"{LAYER}.{_MODULE}.gate_proj.weight", "dffn hidden", when="!moe"),
+    Row(f"{LAYER}.{_MODULE}.up_proj.weight", "dffn hidden", when="!moe"),
+    Row(f"{LAYER}.{_MODULE}.down_proj.weight", "hidden dffn", when="!moe"),
+    Row(f"{LAYER}.{_MODULE}.experts.gate_up_proj", "expert hidden effn+effn", when="moe"),
+    Row(f"{LAYER}.{_MODULE}.experts.down_proj", "expert effn hidden", when="moe"),
+    Row(f"{LAYER}.{_MODULE}.router.weight", "experts hidden", when="moe"),
+    *shared_experts(f"{_MODULE}.shared_expert"),
+    *NORMS,
+    *LAST_NORM,
+    *HEADS,
+)
+
+
+def _facts(config: Config) -> Facts:
+    bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
+    facts = decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
+    count = expert_count(config, "num_local_experts")
+    return with_experts(facts, count, ffn, moe=_layers(config), shared=ffn).also(
+        dims={"dffn": Dim(config.size("intermediate_size_mlp", 16384), axis="tp")}
+    )
+
+
+def _layers(config: Config) -> Collection[int]:
+    """The layers that have experts."""
+    listed = config.values.get("moe_layers")
+    if listed is None:
+        step = config.size("interleave_moe_layer_step", 1)
+        return range(step - 1, config.size("num_hidden_layers"), step)
+    if not isinstance(listed, list):
+        raise SourceError(f"config.json has moe_layers = {listed!r} where a list of layers is expected")
+    return frozenset(listed)
+
+
+LLAMA4_TEXT: Final = Family(
+    name="llama4_text",
+    rows=_LLAMA4,
+    facts=_facts,
+    classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
+    prefixes=("model",),
+)

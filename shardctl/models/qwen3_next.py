@@ -1,0 +1,105 @@
+"""Qwen3-Next: three layers of linear attention (gated DeltaNet) to one of gated attention, and experts in all.
+
+Names and shapes follow the Hub (`models/qwen3_next/modeling_qwen3_next.py`). Linear attention is cut by key heads, with
+the value heads that each of them serves: `in_proj_qkvz` and `in_proj_ba` hold one key head after another, q|k|v|z and
+b|a (`fix_query_key_value_ordering`), while the convolution holds all of q, then k, then v.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, decoder_classes, decoder_facts
+from shardctl.models.experts import fused_experts, only, predicting
+from shardctl.models.family import Dim, Family, Index, Row
+from shardctl.models.qwen_moe import QWEN_MOE, qwen_experts
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+    from shardctl.models.family import Facts
+
+_ATTENTION: Final = (
+    Row(f"{LAYER}.self_attn.q_proj.weight", "gated_q hidden"),
+    Row(f"{LAYER}.self_attn.q_proj.bias", "gated_q", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.k_proj.bias", "kv", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden"),
+    Row(f"{LAYER}.self_attn.v_proj.bias", "kv", when="qkv_bias"),
+    Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q"),
+    Row(f"{LAYER}.self_attn.o_proj.bias", "hidden", when="o_bias"),
+    Row(f"{LAYER}.self_attn.q_norm.weight", "head"),
+    Row(f"{LAYER}.self_attn.k_norm.weight", "head"),
+)
+"""Attention whose q heads each carry a gate."""
+_LINEAR: Final = (
+    Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),
+    Row(f"{LAYER}.linear_attn.A_log", "value_heads"),
+    Row(f"{LAYER}.linear_attn.conv1d.weight", "keys+keys+values 1 window"),
+    Row(f"{LAYER}.linear_attn.in_proj_qkvz.weight", "qkvz hidden"),
+    Row(f"{LAYER}.linear_attn.in_proj_ba.weight", "ba hidden"),
+    Row(f"{LAYER}.linear_attn.norm.weight", "value_head"),
+    Row(f"{LAYER}.linear_attn.out_proj.weight", "hidden values"),
+)
+_NEXT: Final = "mtp.layers.{next}"
+_PREDICTING: Final = (
+    Row("mtp.fc.weight", "hidden hidden+hidden", on="last", optional=True),
+    *predicting((*_ATTENTION, *QWEN_MOE, *NORMS), _NEXT, "moe shared"),
+    Row("mtp.norm.weight", "hidden", on="last", optional=True),
+    Row("mtp.pre_fc_norm_embedding.weight", "hidden", on="last", optional=True),
+    Row("mtp.pre_fc_norm_hidden.weight", "hidden", on="last", optional=True),
+)
+"""The layer of the Hub's files that predicts further tokens; transformers leaves it out."""
+
+
+def _facts(config: Config) -> Facts:
+    bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
+    head = config.size("head_dim", 256)
+    keys, values = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
+    key, value = config.size("linear_key_head_dim", 128), config.size("linear_value_head_dim", 128)
+    if values % keys:
+        raise SourceError(f"config.json has {values} value heads for {keys} key heads of linear attention")
+    served, noun = values // keys, "key heads of linear attention"
+    facts = decoder_facts(config, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias)
+    return qwen_experts(facts, config, shared=config.size("shared_expert_intermediate_size", 512)).also(
+        dims={
+            "gated_q": Dim(2 * heads * head, 2 * head, "tp", noun="attention heads"),
+            "keys": Dim(keys * key, key, "tp", noun=noun),
+            "values": Dim(values * value, served * value, "tp", noun=noun),
+            "value_heads": Dim(values, served, "tp", noun=noun),
+            "value_head": Dim(value),
+            "qkvz": Dim(2 * (keys * key + values * value), 2 * (key + served * value), "tp", noun=noun),
+            "ba": Dim(2 * values, 2 * served, "tp", noun=noun),
+            "window": Dim(config.size("linear_conv_kernel_dim", 4)),
+        },
+        indices={"next": Index(range(1))},
+        flags={"attention": _attention(config)},
+    )
+
+
+def _attention(config: Config) -> frozenset[int]:
+    """The layers with full attention."""
+    layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
+    if isinstance(kinds, list):
+        return frozenset(n for n, kind in enumerate(kinds) if kind == "full_attention")
+    interval = config.size("full_attention_interval", 4)
+    return frozenset(range(interval - 1, layers, interval))
+
+
+QWEN3_NEXT: Final = Family(
+    name="qwen3_next",
+    rows=(
+        *EMBEDDING,
+        *only(_LINEAR, "!attention"),
+        *only(_ATTENTION, "attention"),
+        *QWEN_MOE,
+        *NORMS,
+        *LAST_NORM,
+        *HEADS,
+        *_PREDICTING,
+    ),
+    facts=_facts,
+    classes=decoder_classes("Qwen3Next", question="transformer"),
+    prefixes=("model", "transformer"),
+    fused=fused_experts(),
+)
