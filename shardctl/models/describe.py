@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError
+from shardctl.models.bart import BART, MBART, WHISPER
 from shardctl.models.bert import BERT
 from shardctl.models.bloom import BLOOM
 from shardctl.models.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
-from shardctl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from shardctl.models.distilbert import DISTILBERT
 from shardctl.models.falcon import FALCON
 from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.glm import GLM, GLM4
 from shardctl.models.gpt2 import GPT2
 from shardctl.models.gpt_neox import GPT_NEOX
-from shardctl.models.gpt_oss import GPT_OSS
 from shardctl.models.gptj import GPTJ
 from shardctl.models.granite import GRANITE
-from shardctl.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardctl.models.jamba import JAMBA
 from shardctl.models.llama import LLAMA
-from shardctl.models.llama4 import LLAMA4_TEXT
 from shardctl.models.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.mixtral import MIXTRAL, PHIMOE
@@ -31,7 +29,6 @@ from shardctl.models.opt import OPT
 from shardctl.models.phi import PHI, PHI3
 from shardctl.models.quantisation import quantise
 from shardctl.models.qwen import QWEN2, QWEN3
-from shardctl.models.qwen3_next import QWEN3_NEXT
 from shardctl.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.stablelm import STABLELM
@@ -39,6 +36,7 @@ from shardctl.models.starcoder2 import STARCODER2
 from shardctl.models.t5 import T5
 from shardctl.models.table import build
 from shardctl.models.vision_language import GEMMA3, LLAVA, LLAVA_NEXT, MISTRAL3, PALIGEMMA, QWEN2_5_VL, QWEN2_VL
+from shardctl.models.vit import VIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +50,7 @@ KvHeads = Literal["replicate", "error"]
 """What to do where there are fewer key/value heads than tp ranks."""
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    BART,
     BERT,
     BLOOM,
     CLIP,
@@ -59,8 +58,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     CLIP_VISION,
     COHERE,
     COHERE2,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
+    DISTILBERT,
     FALCON,
     FALCON_MAMBA,
     GEMMA,
@@ -69,21 +67,17 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GEMMA3_TEXT,
     GLM,
     GLM4,
-    GLM4_MOE,
     GPT2,
     GPTJ,
     GPT_NEOX,
-    GPT_OSS,
     GRANITE,
-    GRANITE_MOE,
-    GRANITE_MOE_SHARED,
     JAMBA,
     LLAMA,
-    LLAMA4_TEXT,
     LLAVA,
     LLAVA_NEXT,
     MAMBA,
     MAMBA2,
+    MBART,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
@@ -104,12 +98,13 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
-    QWEN3_NEXT,
     ROBERTA,
     SIGLIP,
     STABLELM,
     STARCODER2,
     T5,
+    VIT,
+    WHISPER,
     XLM_ROBERTA,
 )
 """Every family; to add one, write its file and name it here."""

@@ -28,6 +28,21 @@ def qwen_of_2024(name):
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
+def vit_of_2020(name):
+    """BERT's names for the layers."""
+    for new, old in (
+        ("layers.", "encoder.layer."),
+        ("attention.q_proj", "attention.attention.query"),
+        ("attention.k_proj", "attention.attention.key"),
+        ("attention.v_proj", "attention.attention.value"),
+        ("attention.o_proj", "attention.output.dense"),
+        ("mlp.fc1", "intermediate.dense"),
+        ("mlp.fc2", "output.dense"),
+    ):
+        name = name.replace(new, old)
+    return name
+
+
 def neox(name):
     return name.replace("lm_head", "embed_out")
 
@@ -42,6 +57,7 @@ def neox(name):
         ("qwen2_vl", qwen_of_2024),
         ("qwen2_5_vl", qwen_of_2024),
         ("gpt_neox", neox),
+        ("vit", vit_of_2020),
         ("clip_text_model", lambda name: f"text_model.{name}"),
         ("clip_vision_model", lambda name: f"vision_model.{name}"),
     ],

@@ -63,6 +63,11 @@ def described(config):
         ("clip", "CLIPModel", {"text_config": {}, "vision_config": {}}),
         ("siglip", "SiglipModel", {"text_config": {"projection_size": 48}, "vision_config": {}}),
         ("siglip", "SiglipModel", {"vision_config": {"vision_use_head": False, "image_size": 64}}),
+        ("bart", "BartForConditionalGeneration", {"tie_word_embeddings": False, "encoder_ffn_dim": 40}),
+        ("whisper", "WhisperForConditionalGeneration", {"tie_word_embeddings": False, "decoder_attention_heads": 2}),
+        ("vit", "ViTForImageClassification", {"qkv_bias": False, "image_size": 32, "num_labels": 7}),
+        ("vit", "ViTModel", {"pooler_output_size": 12}),
+        ("distilbert", "DistilBertForMaskedLM", {"tie_word_embeddings": False}),
     ],
 )
 def test_switches_change_what_they_change_in_transformers(name, architecture, changes):

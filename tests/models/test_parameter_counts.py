@@ -6,6 +6,8 @@ import pytest
 
 from shardctl.models import describe
 
+BART = {"layers": 6, "ffn_dim": 3072, "attention_heads": 12}
+WHISPER = {"layers": 4, "ffn_dim": 1536, "attention_heads": 6}
 PUBLISHED = {
     "phi-2": (
         {
@@ -334,6 +336,46 @@ PUBLISHED = {
             },
         },
         24_011_361_280,
+    ),
+    "bart-base": (
+        {
+            "architectures": ["BartModel"],
+            "vocab_size": 50265,
+            "d_model": 768,
+            **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in BART.items()},
+        },
+        139_420_416,
+    ),
+    "whisper-tiny": (
+        {
+            "architectures": ["WhisperForConditionalGeneration"],
+            "vocab_size": 51865,
+            "d_model": 384,
+            **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in WHISPER.items()},
+        },
+        37_760_640,
+    ),
+    "vit-base-patch16-224": (
+        {
+            "architectures": ["ViTForImageClassification"],
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_labels": 1000,
+        },
+        86_567_656,
+    ),
+    "distilbert-base-uncased": (
+        {
+            "architectures": ["DistilBertModel"],
+            "vocab_size": 30522,
+            "dim": 768,
+            "hidden_dim": 3072,
+            "n_layers": 6,
+            "n_heads": 12,
+        },
+        66_362_880,
     ),
 }
 """Configs with the keys that decide; the numbers are those of the Hub's pages or of the papers."""

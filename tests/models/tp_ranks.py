@@ -237,12 +237,18 @@ def slice_alibi(rank):
 
 
 def logits_of(model, inputs):
-    """The logits for some input ids, of an encoder-decoder for the same ids on both sides."""
+    """The logits for some input ids, of an encoder-decoder for the same ids on both sides, of Whisper after a sound."""
     import torch
 
     ids = torch.tensor(inputs)
-    both = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return model(input_ids=ids, use_cache=False, **both).logits
+    given = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = ids
+    if model.config.model_type == "whisper":
+        del given["input_ids"]
+        size = (len(inputs), model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        given["input_features"] = torch.linspace(-1, 1, size[0] * size[1] * size[2]).view(size)
+    return model(**given, use_cache=False).logits
 
 
 def check(rank, path, config, inputs, expected, *, naively=False):

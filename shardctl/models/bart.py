@@ -1,0 +1,169 @@
+"""BART, mBART and Whisper: an encoder and a decoder of the same kind of blocks.
+
+Names and shapes follow transformers 5 (`models/bart/modeling_bart.py`, and those of mBART and Whisper). The layers of
+a pipeline are the encoder's and then the decoder's. BART's embedding is on the first stage, on that of the first
+decoder layer, and, as the head of a tied model, on the last; Whisper's encoder hears, and has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+
+def _linear(name: str, dims: str, *, bias: bool = True) -> tuple[Row, ...]:
+    rows = (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
+    return rows if bias else rows[:1]
+
+
+def _norm(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
+    return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
+
+
+def _attention(layer: str, name: str, q: str, *, k_bias: bool) -> tuple[Row, ...]:
+    return (
+        *_linear(f"{layer}.{name}.k_proj", f"{q} hidden", bias=k_bias),
+        *_linear(f"{layer}.{name}.v_proj", f"{q} hidden"),
+        *_linear(f"{layer}.{name}.q_proj", f"{q} hidden"),
+        *_linear(f"{layer}.{name}.out_proj", f"hidden {q}"),
+        *_norm(f"{layer}.{name}_layer_norm"),
+    )
+
+
+def _mlp(layer: str, ffn: str) -> tuple[Row, ...]:
+    return (
+        *_linear(f"{layer}.fc1", f"{ffn} hidden"),
+        *_linear(f"{layer}.fc2", f"hidden {ffn}"),
+        *_norm(f"{layer}.final_layer_norm"),
+    )
+
+
+def _encoder(*, k_bias: bool) -> tuple[Row, ...]:
+    layer = ".encoder.layers.{encoder}"
+    return (*_attention(layer, "self_attn", "encoder_q", k_bias=k_bias), *_mlp(layer, "encoder_ffn"))
+
+
+def _decoder(*, k_bias: bool) -> tuple[Row, ...]:
+    layer = ".decoder.layers.{decoder}"
+    return (
+        *_attention(layer, "self_attn", "decoder_q", k_bias=k_bias),
+        *_attention(layer, "encoder_attn", "decoder_q", k_bias=k_bias),
+        *_mlp(layer, "decoder_ffn"),
+    )
+
+
+_SHARED: Final = ".shared.weight"
+_BART: Final = (
+    Row("final_logits_bias", "1 vocab", "bias_of_logits", on="last"),
+    Row(_SHARED, "vocab hidden", on="first"),
+    Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED),
+    Row(".encoder.embed_positions.weight", "positions hidden", on="first"),
+    *_encoder(k_bias=True),
+    *_norm(".encoder.layernorm_embedding", "first"),
+    *_norm(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
+    Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start", tie=_SHARED),
+    Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
+    *_decoder(k_bias=True),
+    *_norm(".decoder.layernorm_embedding", "decoder_start"),
+    *_norm(".decoder.layer_norm", "last", "norms_at_ends"),
+    Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
+    Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
+    Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
+    Row("classification_head.out_proj.weight", "labels hidden", "sentence", on="last"),
+    Row("classification_head.out_proj.bias", "labels", "sentence", on="last"),
+    Row("qa_outputs.weight", "2 hidden", "question", on="last"),
+    Row("qa_outputs.bias", "2", "question", on="last"),
+)
+"""mBART has norms at the ends of both stacks too."""
+_WHISPER: Final = (
+    Row(".encoder.conv1.weight", "hidden mels 3", on="first"),
+    Row(".encoder.conv1.bias", "hidden", on="first"),
+    Row(".encoder.conv2.weight", "hidden hidden 3", on="first"),
+    Row(".encoder.conv2.bias", "hidden", on="first"),
+    Row(".encoder.embed_positions.weight", "moments hidden", on="first"),
+    *_encoder(k_bias=False),
+    *_norm(".encoder.layer_norm", "encoder_end"),
+    Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start"),
+    Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
+    *_decoder(k_bias=False),
+    *_norm(".decoder.layer_norm", "last"),
+    Row("proj_out.weight", "vocab hidden", "lm", on="last", tie=".decoder.embed_tokens.weight"),
+)
+_OFFSET: Final = 2
+"""Rows of the positions before the first (`BartLearnedPositionalEmbedding`)."""
+_LABELS: Final = 3
+"""Labels that `BartConfig` assumes; mBART's assumes two, as most do."""
+
+
+def _facts(config: Config, positions: int) -> Facts:
+    hidden = config.size("d_model")
+    encoder, decoder = config.size("encoder_layers"), config.size("decoder_layers")
+    heads = {side: config.divided("d_model", f"{side}_attention_heads") for side in ("encoder", "decoder")}
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": Dim(positions),
+            "hidden": Dim(hidden),
+            **{f"{side}_q": Dim(hidden, head, "tp", noun="attention heads") for side, head in heads.items()},
+            **{f"{side}_ffn": Dim(config.size(f"{side}_ffn_dim"), axis="tp") for side in heads},
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"encoder": Index(range(encoder), layer=0), "decoder": Index(range(decoder), layer=encoder)},
+        flags={
+            "tied": config.switch("tie_word_embeddings", default=True),
+            "norms_at_ends": False,
+        },
+        stages={"encoder_end": ("layer", encoder - 1), "decoder_start": ("layer", encoder)},
+    )
+
+
+def _bart(config: Config) -> Facts:
+    return _facts(config.over({"num_labels": _LABELS}), config.size("max_position_embeddings", 1024) + _OFFSET)
+
+
+def _mbart(config: Config) -> Facts:
+    facts = _facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
+    return facts.also(flags={"norms_at_ends": True})
+
+
+def _whisper(config: Config) -> Facts:
+    return _facts(config, config.size("max_target_positions", 448)).also(
+        dims={"mels": Dim(config.size("num_mel_bins", 80)), "moments": Dim(config.size("max_source_positions", 1500))}
+    )
+
+
+BART: Final = Family(
+    name="bart",
+    rows=_BART,
+    facts=_bart,
+    classes={
+        "BartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
+        "BartModel": ModelClass(),
+        "BartForSequenceClassification": ModelClass("model", "sentence"),
+        "BartForQuestionAnswering": ModelClass("model", "question"),
+    },
+    prefixes=("model",),
+)
+MBART: Final = Family(
+    name="mbart",
+    rows=_BART,
+    facts=_mbart,
+    classes={
+        "MBartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
+        "MBartModel": ModelClass(),
+        "MBartForSequenceClassification": ModelClass("model", "sentence"),
+        "MBartForQuestionAnswering": ModelClass("model", "question"),
+    },
+    prefixes=("model",),
+)
+WHISPER: Final = Family(
+    name="whisper",
+    rows=_WHISPER,
+    facts=_whisper,
+    classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
+    prefixes=("model",),
+)

@@ -1,0 +1,85 @@
+"""DistilBERT: BERT with names of its own, without token types and pooler.
+
+Names and shapes follow transformers 5 (`models/distilbert/modeling_distilbert.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_LAYER: Final = ".transformer.layer.{layer}"
+_WORDS: Final = ".embeddings.word_embeddings.weight"
+_DISTILBERT: Final = (
+    Row(_WORDS, "vocab hidden", on="first"),
+    Row(".embeddings.position_embeddings.weight", "positions hidden", on="first"),
+    Row(".embeddings.LayerNorm.weight", "hidden", on="first"),
+    Row(".embeddings.LayerNorm.bias", "hidden", on="first"),
+    Row(f"{_LAYER}.attention.q_lin.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.q_lin.bias", "q"),
+    Row(f"{_LAYER}.attention.k_lin.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.k_lin.bias", "q"),
+    Row(f"{_LAYER}.attention.v_lin.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.v_lin.bias", "q"),
+    Row(f"{_LAYER}.attention.out_lin.weight", "hidden q"),
+    Row(f"{_LAYER}.attention.out_lin.bias", "hidden"),
+    Row(f"{_LAYER}.sa_layer_norm.weight", "hidden"),
+    Row(f"{_LAYER}.sa_layer_norm.bias", "hidden"),
+    Row(f"{_LAYER}.ffn.lin1.weight", "ffn hidden"),
+    Row(f"{_LAYER}.ffn.lin1.bias", "ffn"),
+    Row(f"{_LAYER}.ffn.lin2.weight", "hidden ffn"),
+    Row(f"{_LAYER}.ffn.lin2.bias", "hidden"),
+    Row(f"{_LAYER}.output_layer_norm.weight", "hidden"),
+    Row(f"{_LAYER}.output_layer_norm.bias", "hidden"),
+    Row("vocab_transform.weight", "hidden hidden", "mlm", on="last"),
+    Row("vocab_transform.bias", "hidden", "mlm", on="last"),
+    Row("vocab_layer_norm.weight", "hidden", "mlm", on="last"),
+    Row("vocab_layer_norm.bias", "hidden", "mlm", on="last"),
+    Row("vocab_projector.weight", "vocab hidden", "mlm", on="last", tie=_WORDS),
+    Row("vocab_projector.bias", "vocab", "mlm", on="last"),
+    Row("pre_classifier.weight", "hidden hidden", "sentence", on="last"),
+    Row("pre_classifier.bias", "hidden", "sentence", on="last"),
+    Row("classifier.weight", "labels hidden", "classifier", on="last"),
+    Row("classifier.bias", "labels", "classifier", on="last"),
+    Row("qa_outputs.weight", "2 hidden", "question", on="last"),
+    Row("qa_outputs.bias", "2", "question", on="last"),
+)
+_NAMES: Final = {"dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
+"""Keys of the configs, and what else they are called."""
+
+
+def _facts(config: Config) -> Facts:
+    config = config.called(_NAMES)
+    hidden = config.size("dim")
+    return Facts(
+        dims={
+            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": Dim(config.size("max_position_embeddings", 512)),
+            "hidden": Dim(hidden),
+            "q": Dim(hidden, config.divided("dim", "n_heads"), "tp", noun="attention heads"),
+            "ffn": Dim(config.size("hidden_dim"), axis="tp"),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("n_layers")), layer=0)},
+        flags={"tied": config.switch("tie_word_embeddings", default=True)},
+    )
+
+
+DISTILBERT: Final = Family(
+    name="distilbert",
+    rows=_DISTILBERT,
+    facts=_facts,
+    classes={
+        "DistilBertModel": ModelClass(),
+        "DistilBertForMaskedLM": ModelClass("distilbert", "mlm"),
+        "DistilBertForSequenceClassification": ModelClass("distilbert", "sentence classifier"),
+        "DistilBertForMultipleChoice": ModelClass("distilbert", "sentence classifier", labels=1),
+        "DistilBertForTokenClassification": ModelClass("distilbert", "classifier"),
+        "DistilBertForQuestionAnswering": ModelClass("distilbert", "question"),
+    },
+    prefixes=("distilbert",),
+)

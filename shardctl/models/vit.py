@@ -1,0 +1,90 @@
+"""ViT, the vision transformer.
+
+Names and shapes follow transformers 5 (`models/vit/modeling_vit.py`); files have BERT's names for the layers, which
+`conversion_mapping.py` lists.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+
+if TYPE_CHECKING:
+    from shardctl.models.config import Config
+
+_LAYER: Final = ".layers.{layer}"
+_VIT: Final = (
+    Row(".embeddings.cls_token", "1 1 hidden", on="first"),
+    Row(".embeddings.mask_token", "1 1 hidden", "masked", on="first"),
+    Row(".embeddings.position_embeddings", "1 patches hidden", on="first"),
+    Row(".embeddings.patch_embeddings.projection.weight", "hidden channels patch patch", on="first"),
+    Row(".embeddings.patch_embeddings.projection.bias", "hidden", on="first"),
+    Row(f"{_LAYER}.attention.q_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.q_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER}.attention.k_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.k_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER}.attention.v_proj.weight", "q hidden"),
+    Row(f"{_LAYER}.attention.v_proj.bias", "q", "qkv_bias"),
+    Row(f"{_LAYER}.attention.o_proj.weight", "hidden q"),
+    Row(f"{_LAYER}.attention.o_proj.bias", "hidden"),
+    Row(f"{_LAYER}.layernorm_before.weight", "hidden"),
+    Row(f"{_LAYER}.layernorm_before.bias", "hidden"),
+    Row(f"{_LAYER}.layernorm_after.weight", "hidden"),
+    Row(f"{_LAYER}.layernorm_after.bias", "hidden"),
+    Row(f"{_LAYER}.mlp.fc1.weight", "ffn hidden"),
+    Row(f"{_LAYER}.mlp.fc1.bias", "ffn"),
+    Row(f"{_LAYER}.mlp.fc2.weight", "hidden ffn"),
+    Row(f"{_LAYER}.mlp.fc2.bias", "hidden"),
+    Row(".layernorm.weight", "hidden", on="last"),
+    Row(".layernorm.bias", "hidden", on="last"),
+    Row(".pooler.dense.weight", "pooled hidden", "pooler", on="last"),
+    Row(".pooler.dense.bias", "pooled", "pooler", on="last"),
+    Row("decoder.0.weight", "pixels hidden 1 1", "masked", on="last"),
+    Row("decoder.0.bias", "pixels", "masked", on="last"),
+    Row("classifier.weight", "labels hidden", "classifier", on="last"),
+    Row("classifier.bias", "labels", "classifier", on="last"),
+)
+
+
+def _facts(config: Config) -> Facts:
+    hidden, patch = config.size("hidden_size"), config.size("patch_size", 16)
+    channels = config.size("num_channels", 3)
+    return Facts(
+        dims={
+            "hidden": Dim(hidden),
+            "channels": Dim(channels),
+            "patch": Dim(patch),
+            # One more for the class token.
+            "patches": Dim((config.size("image_size", 224) // patch) ** 2 + 1),
+            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
+            "pooled": Dim(config.size("pooler_output_size", hidden)),
+            "pixels": Dim(config.size("encoder_stride", 16) ** 2 * channels),
+            "labels": Dim(config.labels(), loose=True),
+        },
+        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        flags={"qkv_bias": config.switch("qkv_bias", default=True)},
+    )
+
+
+VIT: Final = Family(
+    name="vit",
+    rows=_VIT,
+    facts=_facts,
+    classes={
+        "ViTForImageClassification": ModelClass("vit", "classifier"),
+        "ViTModel": ModelClass("", "pooler?"),
+        "ViTForMaskedImageModeling": ModelClass("vit", "masked"),
+    },
+    prefixes=("vit",),
+    legacy={
+        "encoder.layer": "layers",
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+    },
+)
