@@ -11,16 +11,20 @@ from shardctl.models.bloom import BLOOM
 from shardctl.models.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
+from shardctl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from shardctl.models.distilbert import DISTILBERT
 from shardctl.models.falcon import FALCON
 from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.glm import GLM, GLM4
 from shardctl.models.gpt2 import GPT2
 from shardctl.models.gpt_neox import GPT_NEOX
+from shardctl.models.gpt_oss import GPT_OSS
 from shardctl.models.gptj import GPTJ
 from shardctl.models.granite import GRANITE
+from shardctl.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardctl.models.jamba import JAMBA
 from shardctl.models.llama import LLAMA
+from shardctl.models.llama4 import LLAMA4_TEXT
 from shardctl.models.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.mixtral import MIXTRAL, PHIMOE
@@ -29,6 +33,7 @@ from shardctl.models.opt import OPT
 from shardctl.models.phi import PHI, PHI3
 from shardctl.models.quantisation import quantise
 from shardctl.models.qwen import QWEN2, QWEN3
+from shardctl.models.qwen3_next import QWEN3_NEXT
 from shardctl.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.stablelm import STABLELM
@@ -58,6 +63,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     CLIP_VISION,
     COHERE,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DISTILBERT,
     FALCON,
     FALCON_MAMBA,
@@ -67,12 +74,17 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GEMMA3_TEXT,
     GLM,
     GLM4,
+    GLM4_MOE,
     GPT2,
     GPTJ,
     GPT_NEOX,
+    GPT_OSS,
     GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     JAMBA,
     LLAMA,
+    LLAMA4_TEXT,
     LLAVA,
     LLAVA_NEXT,
     MAMBA,
@@ -98,6 +110,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN2_VL,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
     ROBERTA,
     SIGLIP,
     STABLELM,
