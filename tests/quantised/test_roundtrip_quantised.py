@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from codes import CODECS, LLAMA
-from safetensors.torch import load_file
+from codes import CODECS, LLAMA, encoded, plain_state, write
+from reading import assert_same, of, read
 
+from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe
 from shardctl.placement import boxes
@@ -26,28 +27,14 @@ MESHES = {
 }
 
 
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+CASES = [
+    (name, mesh)
+    for name in CODECS
+    for mesh in (MESHES if name in {"fp8-blocks", "gptq-4", "awq"} else ("tp2-pp2", "fsdp3"))
+]
 
 
-def read(path, rank=None):
-    """Every tensor of a directory, or of one rank's files."""
-    pattern = "*.safetensors" if rank is None else f"shard-{rank + 1:05d}-*.safetensors"
-    found = {}
-    for file in sorted(path.glob(pattern)):
-        found |= load_file(file)
-    return found
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(bits(found[name]), bits(tensor)), name
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_there_and_back_is_the_identity(quantised, tmp_path, name, mesh):
     source = quantised(name)
     reshard(source, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
@@ -76,6 +63,46 @@ def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(
         assert compared == 14
 
 
-def of(module, state):
-    """A module's arrays, by the names that follow its own."""
-    return {name.removeprefix(f"{module}."): t for name, t in state.items() if name.startswith(f"{module}.")}
+def test_a_cast_would_change_the_scales_alone_and_is_refused(quantised, tmp_path):
+    with pytest.raises(UsageError, match="--dtype bf16 would change the scales of quantised weights") as caught:
+        reshard(quantised("gptq-4"), tmp_path / "out", Wish(dtype="bf16"))
+    assert caught.value.hint == "leave --dtype out; what is quantised travels as it is"
+
+
+def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_mesh(tmp_path):
+    state = plain_state(LLAMA)
+    state["model.layers.0.mlp.up_proj.W_q"] = state.pop("model.layers.0.mlp.up_proj.weight")
+    source = write(tmp_path / "source", {**LLAMA, "quantization_config": {"quant_method": "hqq"}}, state)
+    reshard(source, tmp_path / "hf", Wish(to="hf"))
+    assert_same(read(tmp_path / "hf"), read(source))
+    with pytest.raises(UnsupportedError, match="quantised weights by 'hqq' are not known") as caught:
+        reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+    assert "--rules FILE" in caught.value.hint
+
+
+def test_a_mesh_to_another_mesh_directly(quantised, tmp_path):
+    source = quantised("gptq-4")
+    reshard(source, tmp_path / "tp2", Wish(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "tp2", tmp_path / "tp4", Wish(mesh=Mesh.of(tp=4)))
+    reshard(source, tmp_path / "direct", Wish(mesh=Mesh.of(tp=4)))
+    for rank in range(4):
+        assert_same(read(tmp_path / "tp4", rank), read(tmp_path / "direct", rank))
+
+
+def test_experts_are_placed_with_their_scales(tmp_path):
+    config = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+    codec = CODECS["fp8-blocks"]
+    plain = {t.name: torch.randn(t.shape).bfloat16() for t in describe(config).own()}
+    routers = {name: tensor for name, tensor in plain.items() if name.endswith("block_sparse_moe.gate.weight")}
+    state = encoded(codec, {n: t for n, t in plain.items() if n not in routers}) | routers
+    source = write(tmp_path / "source", {**config, "quantization_config": codec.settings}, state)
+    mesh = Mesh.of(tp=2, ep=2)
+    reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(read(tmp_path / "back"), read(source))
+    assert digest(tmp_path / "ranks").digest == digest(source).digest
+    mine = read(tmp_path / "ranks", 1)
+    held = {name.split(".experts.")[1].split(".")[0] for name in mine if ".experts." in name}
+    assert held == {"2", "3"}
+    arrays = {n: mine[f"model.layers.0.block_sparse_moe.experts.2.w1.{n}"] for n in ("weight", "weight_scale_inv")}
+    assert [tuple(t.shape) for t in arrays.values()] == [(256, 128), (16, 4)]

@@ -33,7 +33,7 @@ def _read(config: Config) -> Scheme:
         )
     )
 
-    return Scheme(lambda _module: storage, parts(words(config, "modules_to_not_convert") or ()))
+    return Scheme(lambda _names: storage, parts(words(config, "modules_to_not_convert") or ()))
 
 
 AWQ: Final = Method(("awq",), _read)

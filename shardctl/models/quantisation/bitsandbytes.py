@@ -57,7 +57,7 @@ def _read(config: Config) -> Scheme:
         storage = _EIGHT
     else:
         raise UnsupportedError("config.json says bitsandbytes, but neither load_in_4bit nor load_in_8bit")
-    return Scheme(lambda _module: storage, parts(listed or ()), heads=listed is not None)
+    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
 
 
 BITSANDBYTES: Final = Method(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"), _read)

@@ -34,6 +34,8 @@ from shardctl.models.quantisation.storage import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardctl.models.quantisation.storage import Names
+
 _LINEAR: Final = ("Linear", "LinearBase")
 """Names of classes that mean every linear layer."""
 _BYTES: Final = 8
@@ -133,7 +135,7 @@ class _Weights:
 class _Group:
     """Some modules, and how their weights are stored."""
 
-    named: Callable[[str], bool]
+    named: Callable[[Names], bool]
     """Whether the group names a module."""
     every: bool
     """Whether it is for every linear layer that no other group names."""
@@ -146,15 +148,15 @@ def _read(config: Config) -> Scheme:
         raise UnsupportedError(f"the sparse compressed-tensors format {sparse['format']!r} is not known")
     groups = _groups(config)
 
-    def group_of(module: str) -> _Group | None:
-        return next((g for g in groups if g.named(module)), next((g for g in groups if g.every), None))
+    def group_of(names: Names) -> _Group | None:
+        return next((g for g in groups if g.named(names)), next((g for g in groups if g.every), None))
 
-    def storage(module: str) -> Storage:
+    def storage(names: Names) -> Storage:
         # A weight in quantised form that no group names can only be of the kind that the others are.
-        return (group_of(module) or groups[0]).storage
+        return (group_of(names) or groups[0]).storage
 
     ignored = exact(words(config, "ignore") or ())
-    return Scheme(storage, lambda module: ignored(module) or group_of(module) is None, heads=True)
+    return Scheme(storage, lambda names: ignored(names) or group_of(names) is None, heads=True)
 
 
 def _groups(config: Config) -> tuple[_Group, ...]:

@@ -43,7 +43,7 @@ def _read(config: Config) -> Scheme:
     else:
         scale = Array("weight_scale_inv weight_scale", SCALE, ((Along(OUT, block[0]), Along(IN, block[1])),))
     storage = Storage((_CODES, scale, _INPUT))
-    return Scheme(lambda _module: storage, parts(listed or ()), heads=listed is not None)
+    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
 
 
 def block_size(config: Config, key: str) -> tuple[int, int] | None:
@@ -64,7 +64,7 @@ def _read_fbgemm(config: Config) -> Scheme:
     listed = words(config, "modules_to_not_convert")
     bound = Array("input_scale_ub", SCALE, PER_TENSOR, optional=True)
     storage = Storage((_CODES, Array("weight_scale", SCALE, PER_ROW), bound))
-    return Scheme(lambda _module: storage, parts(listed or ()), heads=listed is not None)
+    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
 
 
 FINE_GRAINED: Final = Method(("fp8",), _read)

@@ -56,7 +56,7 @@ def _read(config: Config) -> Scheme:
     inner = _inner(config)
     chosen = parts(inner)
     heads = config.switch("lm_head", default=False)
-    return Scheme(lambda _module: storage, lambda module: bool(inner) and not chosen(module), heads=heads)
+    return Scheme(lambda _names: storage, lambda names: bool(inner) and not chosen(names), heads=heads)
 
 
 def _inner(config: Config) -> list[str]:

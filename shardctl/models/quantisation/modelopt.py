@@ -43,7 +43,7 @@ def _read(config: Config) -> Scheme:
     else:
         raise UnsupportedError(f"ModelOpt's {kind or 'quantisation without quant_algo'} is not known")
     listed = wildcards(words(config, "ignore", "exclude_modules") or ())
-    return Scheme(lambda _module: storage, listed)
+    return Scheme(lambda _names: storage, listed)
 
 
 MODELOPT: Final = Method(("modelopt", "modelopt_fp8", "modelopt_fp4"), _read)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardctl.models.config import Config
+    from shardctl.models.quantisation.storage import Names
 
 _PLAIN: Final = re.compile(r"[\w.\-]+")
 _MARK: Final = "re:"
@@ -32,50 +33,51 @@ def words(config: Config, *keys: str) -> tuple[str, ...] | None:
     return None
 
 
-def parts(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a module's name has one of `entries` as a run of whole parts.
+def parts(entries: Sequence[str]) -> Callable[[Names], bool]:
+    """Whether a name of a module has one of `entries` as a run of whole parts.
 
     An entry that is no plain name is a regular expression for the beginning of the name, up to the end of a part, as in
     transformers (`quantizers/quantizers_utils.py`, `should_convert_module`), which demands a whole part of plain names
     only at their end.
 
     >>> skipped = parts(["lm_head", "mlp.gate", "model.layers.1[0-9]"])
-    >>> [skipped(n) for n in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj")]
+    >>> [skipped((n,)) for n in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj")]
     [True, True, False]
-    >>> [skipped(n) for n in ("model.layers.12.mlp.up_proj", "model.layers.1.mlp.up_proj")]
+    >>> [skipped((n,)) for n in ("model.layers.12.mlp.up_proj", "model.layers.1.mlp.up_proj")]
     [True, False]
     """
     plain = [f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _PLAIN.fullmatch(entry)]
     others = [_compiled(rf"(?:{entry})(?=\.|$)", entry) for entry in entries if not _PLAIN.fullmatch(entry)]
-    return lambda module: (
-        any(run in f".{module}." for run in plain) or any(expression.match(module) for expression in others)
+    return lambda names: any(
+        any(run in f".{name}." for run in plain) or any(expression.match(name) for expression in others)
+        for name in names
     )
 
 
-def exact(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a module's name is one of `entries`, or one that begins with `re:` matches its beginning.
+def exact(entries: Sequence[str]) -> Callable[[Names], bool]:
+    """Whether a name of a module is one of `entries`, or one that begins with `re:` matches its beginning.
 
     As in compressed-tensors (`utils/match.py`, `match_name`).
 
     >>> ignored = exact(["lm_head", "re:.*self_attn"])
-    >>> [ignored(n) for n in ("lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj")]
+    >>> [ignored((n,)) for n in ("lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj")]
     [True, False, True]
     """
     plain = {entry for entry in entries if not entry.startswith(_MARK)}
     others = [_compiled(entry.removeprefix(_MARK), entry) for entry in entries if entry.startswith(_MARK)]
-    return lambda module: module in plain or any(expression.match(module) for expression in others)
+    return lambda names: any(name in plain or any(expression.match(name) for expression in others) for name in names)
 
 
-def wildcards(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Whether one of `entries`, in which `*` stands for any text, is a module's name or a module around it.
+def wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
+    """Whether one of `entries`, in which `*` stands for any text, is a name of a module or of one around it.
 
     >>> left = wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
-    >>> [left(n) for n in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj")]
+    >>> [left((f"model.layers.{n}",)) for n in ("0.mlp.up_proj", "1.mlp.gate", "1.mlp.gate_proj")]
     [True, True, False]
     """
     texts = (".*".join(re.escape(text) for text in entry.split("*")) for entry in entries)
     expressions = [re.compile(rf"{text}(?:\..*)?") for text in texts]
-    return lambda module: any(expression.fullmatch(module) for expression in expressions)
+    return lambda names: any(expression.fullmatch(name) for name in names for expression in expressions)
 
 
 def _compiled(expression: str, entry: str) -> re.Pattern[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models.family import Row
     from shardctl.models.model import Model
-    from shardctl.models.quantisation.storage import Array, Form, Scheme, Storage
+    from shardctl.models.quantisation.storage import Array, Form, Names, Scheme, Storage
 
 METHODS: Final[tuple[Method, ...]] = (
     AWQ,
@@ -138,7 +138,7 @@ class _Quantiser:
         if unfit or not tensor.name.endswith(_WEIGHT):
             return None
         module = tensor.name.removesuffix(_WEIGHT)
-        return _Weight(tensor, module, self.scheme.storage(module))
+        return _Weight(tensor, module, self.scheme.storage(self.names(module)))
 
     def read(self, stored: Manifest, weights: Mapping[str, _Weight]) -> None:
         """Find out what is stored of each weight."""
@@ -175,10 +175,13 @@ class _Quantiser:
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)
 
     def listed(self, module: str) -> bool:
-        """Whether the config names the module, with the base model's prefix or without, as not quantised."""
+        """Whether the config expressly leaves the module as it is."""
+        return self.scheme.spares(self.names(module))
+
+    def names(self, module: str) -> Names:
+        """The module's name with the base model's prefix, and without."""
         prefix = f"{self.plain.prefix}."
-        bare = module.removeprefix(prefix) if self.plain.prefix else module
-        return self.scheme.spares(module) and self.scheme.spares(bare)
+        return (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
 
     def arrays(self, weight: _Weight, known: bool) -> Iterator[ModelTensor]:  # noqa: FBT001 - one caller
         """What is stored instead of the weight; optional arrays only if they are there, where that is `known`."""

@@ -86,13 +86,17 @@ class Storage:
     """Set if no axis at all may cut the weight, fsdp included: what it is, in words that follow "1"."""
 
 
+Names = tuple[str, ...]
+"""What a config may call one module: its name with the base model's prefix, and without."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """What a `quantization_config` says."""
 
-    storage: Callable[[str], Storage]
+    storage: Callable[[Names], Storage]
     """How the weight of a module is stored if it is quantised."""
-    spares: Callable[[str], bool]
+    spares: Callable[[Names], bool]
     """Whether the config expressly leaves a module as it is."""
     heads: bool = False
     """Whether an output head is quantised unless the config says otherwise."""

@@ -1,0 +1,209 @@
+"""What compressed-tensors and bitsandbytes write is understood, and they read each rank's part with its own scales."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from codes import LLAMA, plain_state, write
+from reading import assert_same, of, read
+from safetensors.torch import load_file
+
+from shardctl.errors import CutError
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.placement import boxes
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+WEIGHTS = {
+    "W4A16": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "W4A16-asymmetric": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+    "W4A16-channel": {"num_bits": 4, "strategy": "channel"},
+    "W4A16-channel-asymmetric": {"num_bits": 4, "strategy": "channel", "symmetric": False},
+    "W8A16": {"num_bits": 8, "strategy": "group", "group_size": 32},
+    "W3A16": {"num_bits": 3, "strategy": "group", "group_size": 32},
+    "W8A8-int": {"num_bits": 8, "strategy": "channel"},
+    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "FP8-channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "FP8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+}
+ACTIVATIONS = {
+    "W8A8-int": {"num_bits": 8, "strategy": "token", "dynamic": True},
+    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "FP8-channel": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    "FP8-block": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
+}
+
+
+def fill(model):
+    """Scales that fit the weights, instead of those a calibration would find."""
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    for module in model.modules():
+        args = getattr(getattr(module, "quantization_scheme", None), "weights", None)
+        if args is None:
+            continue
+        weight = module.weight.detach().float()
+        rows, columns = weight.shape
+        if args.block_structure:
+            high, wide = args.block_structure
+        else:
+            high = rows if args.strategy == "tensor" else 1
+            wide = args.group_size or columns
+        cut = weight.reshape(rows // high, high, columns // wide, wide)
+        low, top, more = cut.amin((1, 3)), cut.amax((1, 3)), {}
+        if hasattr(module, "weight_global_scale"):
+            module.weight_global_scale.data = generate_gparam(weight.min(), weight.max()).reshape(1)
+            more["global_scale"] = module.weight_global_scale
+        scale, zero = calculate_qparams(low, top, args, **more)
+        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
+        if hasattr(module, "weight_zero_point"):
+            zeros = module.weight_zero_point
+            zeros.data = zero.reshape(zeros.shape).to(zeros.dtype)
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.startswith("input_"):
+                parameter.data.fill_(1)
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    """Gives the directory that compressed-tensors and transformers wrote, and the scheme."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    made = {}
+
+    def give(name):
+        if name not in made:
+            torch.manual_seed(0)
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).bfloat16()
+            model.load_state_dict(plain_state(LLAMA))
+            group = {"targets": ["Linear"], "weights": WEIGHTS[name], "input_activations": ACTIVATIONS.get(name)}
+            config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
+            apply_quantization_config(model, config)
+            fill(model)
+            compressor = ModelCompressor.from_pretrained_model(model)
+            compressor.compress_model(model)
+            path = tmp_path_factory.mktemp(name) / "source"
+            model.save_pretrained(path)
+            compressor.update_config(path)
+            scheme = model.model.layers[0].mlp.up_proj.quantization_scheme
+            made[name] = path, scheme
+        return made[name]
+
+    return give
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_compressed_tensors_wrote_comes_back(compressed, tmp_path, name):
+    source, _ = compressed(name)
+    found = inspect(source)
+    assert (found.family, found.warnings) == ("llama", ())
+    for number, mesh in enumerate((Mesh.of(tp=2, pp=2), Mesh.of(fsdp=3))):
+        there, back = tmp_path / f"ranks{number}", tmp_path / f"back{number}"
+        reshard(source, there, Wish(mesh=mesh))
+        reshard(there, back, Wish(to="hf"))
+        assert_same(read(back), read(source))
+        assert digest(source).digest == digest(there).digest
+        assert verify(there, level="full", against=source).ok
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_compressed_tensors_reads_a_ranks_part_with_the_ranks_own_scales(compressed, tmp_path, name):
+    from compressed_tensors.compressors import BaseCompressor
+
+    source, scheme = compressed(name)
+    reader, mesh = BaseCompressor.get_value_from_registry(scheme.format), Mesh.of(tp=4)
+    reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
+    whole, plain = read(source), describe(LLAMA)
+    for rank in range(4):
+        mine, compared = read(tmp_path / "ranks", rank), 0
+        for tensor in plain.own():
+            if ".layers." not in tensor.name or "norm" in tensor.name:
+                continue
+            module = tensor.name.removesuffix(".weight")
+            (box,) = boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
+            part = of(module, mine)
+            if "weight_shape" in part:
+                assert part["weight_shape"].tolist() == list(tensor.shape)  # the whole's, on every rank
+                part["weight_shape"] = torch.tensor(box.shape)
+            expected = reader.decompress(of(module, whole), scheme)["weight"]
+            assert torch.equal(reader.decompress(part, scheme)["weight"], expected[box.slices()]), module
+            compared += 1
+        assert compared == 14
+
+
+def four_bits(kind, *, nested):
+    """Llama in 4-bit bitsandbytes, written by the library's own packer."""
+    library = pytest.importorskip("bitsandbytes").functional
+    state = {}
+    for name, tensor in plain_state(LLAMA).items():
+        if ".layers." not in name or tensor.ndim == 1:
+            state[name] = tensor
+            continue
+        codes, quant_state = library.quantize_4bit(tensor, quant_type=kind, compress_statistics=nested, blocksize=64)
+        state[name] = codes
+        state |= {f"{name}.{part}": t for part, t in quant_state.as_dict(packed=True).items()}
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return state, {"quant_method": "bitsandbytes", **settings}
+
+
+def eight_bits():
+    """Llama in 8-bit bitsandbytes, as `Int8Params` keeps it."""
+    state = {}
+    for name, tensor in plain_state(LLAMA).items():
+        if ".layers." not in name or tensor.ndim == 1:
+            state[name] = tensor
+            continue
+        peak = tensor.float().abs().amax(1)
+        state[name] = (tensor.float() * 127 / peak[:, None]).round().to(torch.int8)
+        module = name.removesuffix(".weight")
+        state |= {f"{module}.SCB": peak, f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return state, {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize("form", ["nf4", "fp4-nested", "int8"])
+class TestBitsandbytes:
+    @pytest.fixture
+    def source(self, form, tmp_path):
+        kind = form.partition("-")[0]
+        state, settings = eight_bits() if form == "int8" else four_bits(kind, nested=form.endswith("nested"))
+        return write(tmp_path / "source", {**LLAMA, "quantization_config": settings}, state)
+
+    @pytest.mark.parametrize("mesh", [Mesh.of(pp=2), Mesh.of(dp=2), Mesh.of(pp=2, cp=2)], ids=str)
+    def test_pp_places_whole_layers(self, source, tmp_path, mesh):
+        reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
+        reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+        assert_same(read(tmp_path / "back"), read(source))
+        assert verify(tmp_path / "ranks", level="full", against=source).ok
+        assert not inspect(source).warnings
+
+    @pytest.mark.parametrize("axis", ["tp", "fsdp"])
+    def test_any_other_cut_is_refused_and_the_reason_said(self, source, tmp_path, axis):
+        with pytest.raises(CutError, match=f"over {axis}=2: 1 .* which only pp or ep can place") as caught:
+            reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(**{axis: 2})))
+        assert caught.value.hint == f"use --{axis} 1"
+
+
+def test_the_checkpoints_are_what_the_libraries_make_of_a_whole_model(compressed):
+    """The fixture wrote scales, codes and a config, and not a plain model."""
+    source, _ = compressed("W4A16-asymmetric")
+    config = json.loads((source / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
+    arrays = of("model.layers.0.mlp.up_proj", load_file(source / "model.safetensors"))
+    assert {name: (str(t.dtype), tuple(t.shape)) for name, t in arrays.items()} == {
+        "weight_packed": ("torch.int32", (256, 16)),
+        "weight_scale": ("torch.bfloat16", (256, 4)),
+        "weight_shape": ("torch.int64", (2,)),
+        "weight_zero_point": ("torch.int32", (32, 4)),
+    }
