@@ -85,6 +85,7 @@ def _noun(names: Sequence[str]) -> str:
 
 
 def _readings(model: Model, name: str) -> Iterator[str]:
+    yield name
     bare = [name, *(name.removeprefix(f"{p}.") for p in model.prefixes if name.startswith(f"{p}."))]
     for reading in (*bare, *(_modern(model.legacy, each) for each in bare)):
         yield reading

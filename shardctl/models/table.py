@@ -200,15 +200,16 @@ class _Builder:
 
     def fusions(self, fused: Fused) -> Iterator[Fusion]:
         """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
-        counted = INDEX.findall(fused.name)
-        stack = self.facts.indices[fused.stacked].values if fused.stacked else (None,)
+        counted, index = INDEX.findall(fused.name), fused.stacked
+        stack = self.facts.indices[index].values if index else (None,)
+        full = [self.full(part) for part in fused.parts]
         for at in product(*(self.facts.indices[name].values for name in counted)):
             values = dict(zip(counted, at, strict=True))
-            groups = [[self.full(p).format(**values, **{fused.stacked: n}) for p in fused.parts] for n in stack]
+            groups = [[part.format(**values, **{index: n}) for part in full] for n in stack]
             if groups[0][0] not in self.tensors:
                 continue  # a layer without experts
             shapes = tuple(self.tensors[name].shape for name in groups[0])
-            places = stacked(shapes, len(groups)) if fused.stacked else joined(shapes)
+            places = stacked(shapes, len(groups)) if index else joined(shapes)
             names = tuple(name for group in groups for name in group)
             yield Fusion(self.full(fused.name).format(**values), names, places)
 
