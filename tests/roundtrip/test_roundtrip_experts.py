@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -189,3 +191,54 @@ def test_experts_of_several_types_are_not_fused(tiny, tmp_path):
     reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2), experts="split"))
     reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
+
+
+def stored_with(source, folder, more):
+    """A copy of a checkpoint that also stores `more`."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file({**stored(source), **more}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_layers_that_predict_further_tokens_travel_along_and_transformers_passes_them_by(tiny, tmp_path, name):
+    further = {t.name: torch.randn(t.shape).bfloat16() for t in MODELS[name].tensors.values() if t.row.optional}
+    assert any(".experts.3." in n for n in further)
+    source = stored_with(tiny(name).path, tmp_path / "source", further)
+    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(pp=2, tp=2, ep=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source))
+    assert verify(tmp_path / "ranks", level="full", against=source).ok
+    assert_loaded(loaded(tmp_path / "ranks", tiny(name).kind), tiny(name))
+
+
+@pytest.mark.parametrize("mesh", ["ep2", "tp2-ep2", "fsdp2-tp2-ep4", "tp2-fsdp3"])
+def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
+    config = {**config_of("gpt_oss"), "quantization_config": {"quant_method": "mxfp4"}}
+    made = {
+        t.name: torch.randint(0, 256, t.shape, dtype=torch.uint8)
+        for t in describe(config).own()
+        if t.name.endswith(("_blocks", "_scales"))
+    }
+    others = {n: t for n, t in stored(tiny("gpt_oss").path).items() if not n.endswith(("gate_up_proj", "down_proj"))}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({**others, **made}, source / "model.safetensors", {"format": "pt"})
+    reshard(source, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source))
+    assert verify(tmp_path / "ranks", level="full", against=source).ok
+
+
+def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_path):
+    config = {**config_of("gpt_oss"), "quantization_config": {"quant_method": "mxfp4"}}
+    tensors = {t.name: torch.zeros(t.shape, dtype=torch.uint8) for t in describe(config).own()}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
+        reshard(source, tmp_path / "out", Wish(mesh=Mesh.of(tp=4)))
+    assert caught.value.hint == "use --etp 1 or 2"
