@@ -399,7 +399,7 @@ class TestMistakes:
     def test_codes_that_were_cast_are_named(self):
         state = encoded(CODECS["fp8-blocks"], plain_state(LLAMA))
         state[f"{UP}.weight"] = state[f"{UP}.weight"].bfloat16()
-        with pytest.raises(SourceError, match=f"{UP}.weight is BF16, but fp8 weights have F8_E4M3 there"):
+        with pytest.raises(SourceError, match=f"{UP}.weight is BF16, but its quantization_config has F8_E4M3 there"):
             bound(of(CODECS["fp8-blocks"].settings), state)
 
     def test_arrays_that_nothing_needs_are_named(self):
@@ -469,6 +469,58 @@ class TestMistakes:
             return
         with pytest.raises(SourceError, match=message):
             describe(of(settings))
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 8,  # of 256
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 4,  # of 61
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "first_k_dense_replace": 3,
+    "quantization_config": FP8,
+}
+
+
+def test_deepseek_v3_is_cut_where_its_blocks_end():
+    """A head of q has 192 rows, so that two heads are three blocks; kv_a's last block is half a block."""
+    model = checked(DEEPSEEK, {"tp": 16})
+    attention = "model.layers.3.self_attn"
+    assert shapes(model, f"{attention}.kv_a_proj_with_mqa")["weight_scale_inv"] == ("F32", (5, 56))
+    (exact, _), _ = model.tensors[f"{attention}.q_b_proj.weight_scale_inv"].spec.cuts
+    assert (exact.sections[0].size, exact.sections[0].unit) == (192, 3)
+    assert shapes(model, "model.layers.3.mlp.gate")["weight"] == ("F32", (8, 7168))
+    with pytest.raises(CutError, match="144 blocks of 128"):
+        checked(DEEPSEEK, {"tp": 64})
+
+
+def test_deepseeks_layer_that_predicts_is_understood_as_it_is_stored():
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "kv_lora_rank": 32, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48, "v_head_dim": 16}
+    more = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "vocab_size": 96, "num_hidden_layers": 1}
+    codec = fp8_blocks(16, 16)
+    config = {**DEEPSEEK, **sizes, **heads, **more, "first_k_dense_replace": 0, "quantization_config": codec.settings}
+    plain = describe({key: value for key, value in config.items() if key != "quantization_config"})
+    spared = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.layers.1.eh_proj")
+    spared += ("model.layers.1.embed_tokens", "model.layers.1.shared_head.head")
+    state = {t.name: torch.randn(t.shape).bfloat16() for t in plain.tensors.values() if not t.row.buffer and not t.free}
+    assert "model.layers.1.eh_proj.weight" in state
+    found = bound(config, encoded(codec.__class__(codec.settings, codec.encode, codec.decode, spared), state))
+    assert found.tensors["model.layers.1.eh_proj.weight"].dtype.name == "BF16"
+    assert "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv" in found.tensors
+    assert found.warnings == ()
 
 
 def test_a_rule_file_can_say_how_unknown_quantised_weights_are_cut(tmp_path):

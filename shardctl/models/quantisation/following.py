@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.mesh import EXPERT_FSDP
 from shardctl.models.quantisation.storage import Along
-from shardctl.placement import Cut, Section, Spec
+from shardctl.placement import Cut, Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from shardctl.models.quantisation.storage import Form
 
+Cuts = tuple[tuple[Cut, ...], ...]
+"""For each dim, the cuts in the order they are made."""
 _SPREADING: Final = ("fsdp", EXPERT_FSDP)
 
 
@@ -35,31 +37,31 @@ def blocks(forms: Iterable[Form]) -> dict[int, int]:
 
 
 def following(
-    weight: Spec, shape: Sequence[int], form: Form, together: Mapping[int, int], uncut: Mapping[int, str]
-) -> Spec:
-    """The spec of an array of `form` whose weight, of `shape`, has the spec `weight`.
+    weight: Cuts, shape: Sequence[int], form: Form, together: Mapping[int, int], uncut: Mapping[int, str]
+) -> Cuts:
+    """The cuts of an array of `form`, where its weight, of `shape`, has the cuts `weight`.
 
     `together` is what `blocks` says of all arrays of the weight, `uncut` the dims that may not be cut, and why.
     """
-    cuts: list[tuple[Cut, ...]] = []
-    for extent in form:
-        mine = weight.cuts[extent.dim] if isinstance(extent, Along) else ()
-        exact = (
+    cuts: list[tuple[Cut, ...]] = [
+        tuple(
             _followed(cut, shape[extent.dim], extent, together[extent.dim], uncut.get(extent.dim, ""))
-            for cut in mine
-            if isinstance(extent, Along) and cut.axis not in _SPREADING
+            for cut in weight[extent.dim]
+            if cut.axis not in _SPREADING
         )
-        cuts.append(tuple(exact))
+        if isinstance(extent, Along)
+        else ()
+        for extent in form
+    ]
     if any(isinstance(extent, Along) for extent in form):
-        cuts[0] += tuple(cut for cut in weight.cuts[0] if cut.axis in _SPREADING)
-    return Spec(tuple(cuts), weight.where, weight.member)
+        cuts[0] += tuple(cut for cut in weight[0] if cut.axis in _SPREADING)
+    return tuple(cuts)
 
 
-def refusing(weight: Spec, shape: Sequence[int], noun: str) -> Spec:
-    """The spec of an array of `shape` that every cut of its weight is an error for; `noun` says what it is."""
-    axes = dict.fromkeys(cut.axis for cuts in weight.cuts for cut in cuts)
-    whole = tuple(Cut(axis, (Section(shape[0], max(shape[0], 1), noun=noun),)) for axis in axes)
-    return Spec((whole, *((),) * (len(shape) - 1)), weight.where, weight.member)
+def refusing(weight: Cuts, shape: Sequence[int], noun: str) -> Cuts:
+    """Cuts of an array of `shape` of which each is an error, for every axis that cuts its weight; `noun` is why."""
+    axes = dict.fromkeys(cut.axis for cuts in weight for cut in cuts)
+    return (tuple(Cut(axis, (_whole(shape[0], noun),)) for axis in axes), *((),) * (len(shape) - 1))
 
 
 def _followed(cut: Cut, size: int, along: Along, together: int, why: str) -> Cut:

@@ -6,27 +6,28 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import UnsupportedError
 from shardctl.models.binding import listed, meaning
 from shardctl.models.config import Config
+from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
+from shardctl.models.quantisation.arrays import parts
 from shardctl.models.quantisation.awq import AWQ
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
-from shardctl.models.quantisation.following import blocks, following, refusing
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
-from shardctl.models.quantisation.storage import FLOAT, SCALE, Along, Method
+from shardctl.models.quantisation.storage import FLOAT, SCALE, Method
 from shardctl.placement import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.models.family import Row
     from shardctl.models.model import Model
-    from shardctl.models.quantisation.storage import Array, Form, Names, Scheme, Storage
+    from shardctl.models.quantisation.arrays import Part
+    from shardctl.models.quantisation.storage import Names, Scheme, Storage
 
 METHODS: Final[tuple[Method, ...]] = (
     AWQ,
@@ -82,7 +83,7 @@ def quantise(model: Model, config: Mapping[str, object], stored: Manifest | None
         return model
     if model.family in _TRANSPOSED:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
-    return _Quantiser(model, scheme, name).model_of(stored)
+    return _Quantiser(model, scheme, known=stored is not None).model_of(stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,6 @@ class _Weight:
     module: str
     storage: Storage
 
-    def names(self, array: Array) -> Iterator[str]:
-        """The names that an array of this weight may have."""
-        return (f"{self.module}.{name}" for name in array.name.split())
-
 
 @dataclass(slots=True)
 class _Quantiser:
@@ -104,11 +101,14 @@ class _Quantiser:
 
     plain: Model
     scheme: Scheme
-    method: str
+    known: bool
+    """Whether what is stored is known."""
     present: dict[str, Tensor] = field(default_factory=dict)
     """What is stored, by canonical name."""
-    specs: dict[tuple[object, ...], Spec] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], tuple[Part, ...]] = field(default_factory=dict)
+    """The arrays of each kind of weight, of which a model has few."""
     contrary: list[str] = field(default_factory=list)
+    """Modules that are quantised though the config says that they are not."""
 
     def model_of(self, stored: Manifest | None) -> Model:
         """The quantised model."""
@@ -119,13 +119,15 @@ class _Quantiser:
         replaced: set[str] = set()
         for tensor in self.plain.tensors.values():
             weight = weights.get(tensor.name)
-            if weight is None or not self.quantised(weight):
-                tensors.setdefault(tensor.name, tensor)
-            else:
+            if weight is None:
+                tensors[tensor.name] = tensor
+                continue
+            if self.quantised(weight):
                 replaced.add(tensor.name)
-                tensors |= {array.name: array for array in self.arrays(weight, stored is not None)}
-            if weight is not None:
-                tensors |= {scale.name: scale for scale in self.cache_scales(weight)}
+                tensors.update((array.name, array) for array in self.arrays(weight))
+            else:
+                tensors[tensor.name] = tensor
+            tensors.update((scale.name, scale) for scale in self.cache_scales(weight))
         fusions = {n: f for n, f in self.plain.fusions.items() if replaced.isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
@@ -142,36 +144,33 @@ class _Quantiser:
 
     def read(self, stored: Manifest, weights: Mapping[str, _Weight]) -> None:
         """Find out what is stored of each weight."""
-        known = {name: t for w in weights.values() for name, t in self.possible(w)}
-        reader = replace(self.plain, tensors={**self.plain.tensors, **known})
+        known = dict(self.plain.tensors)
+        for weight in weights.values():
+            known.update((f"{weight.module}.{name}", weight.tensor) for name in weight.storage.names)
+            known.update((name, weight.tensor) for name in _cache_names(weight.module))
+        reader = replace(self.plain, tensors=known)
         for name, tensor in stored.tensors.items():
             meant = meaning(reader, name)
             if meant is not None:
                 self.present[meant] = tensor
 
-    def possible(self, weight: _Weight) -> Iterator[tuple[str, ModelTensor]]:
-        """Every name that an array of the weight may have."""
-        for array in weight.storage.arrays:
-            yield from ((name, weight.tensor) for name in weight.names(array))
-        yield from ((name, weight.tensor) for name in _cache_names(weight.module))
-
     def quantised(self, weight: _Weight) -> bool:
         """Whether the weight is quantised: by what is stored, else by the config."""
-        said = not self.spared(weight)
         plain = self.present.get(weight.tensor.name)
-        own = (name for array in weight.storage.arrays for name in weight.names(array))
-        companions = any(name in self.present for name in own if name.rpartition(".")[2] not in ("weight", "bias"))
-        if companions or (plain is not None and plain.dtype.name not in FLOAT):
-            if not said and self.listed(weight.module):
+        companions = (name for name in weight.storage.names if name not in ("weight", "bias"))
+        if any(f"{weight.module}.{name}" in self.present for name in companions) or (
+            plain is not None and plain.dtype.name not in FLOAT
+        ):
+            if self.listed(weight.module):
                 self.contrary.append(weight.module)
             return True
-        return said and plain is None
+        return plain is None and not self.spared(weight)
 
     def spared(self, weight: _Weight) -> bool:
         """Whether the config leaves the weight as it is, or nobody quantises such weights."""
-        row, where = weight.tensor.row, {kind for kind, _ in weight.tensor.spec.where}
-        if self.listed(weight.module) or row.dims.startswith("experts "):
+        if weight.tensor.row.dims.startswith("experts ") or self.listed(weight.module):
             return True
+        where = {kind for kind, _ in weight.tensor.spec.where}
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)
 
     def listed(self, module: str) -> bool:
@@ -183,66 +182,46 @@ class _Quantiser:
         prefix = f"{self.plain.prefix}."
         return (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
 
-    def arrays(self, weight: _Weight, known: bool) -> Iterator[ModelTensor]:  # noqa: FBT001 - one caller
-        """What is stored instead of the weight; optional arrays only if they are there, where that is `known`."""
-        chosen: list[tuple[Array, str, Form]] = []
-        for array in weight.storage.arrays:
-            names = list(weight.names(array))
-            name = next((n for n in names if n in self.present), names[0])
-            table = name in self.plain.tensors and name != weight.tensor.name  # a bias that the table has
-            if array.optional and (table or (known and name not in self.present)):
-                continue
-            chosen.append((array, name, self.form(weight, array, name)))
-        together = blocks(form for _, _, form in chosen)
-        for array, name, form in chosen:
-            yield self.array(weight, array, name, form, together)
+    def arrays(self, weight: _Weight) -> Iterator[ModelTensor]:
+        """What is stored instead of the weight."""
+        tensor, spec = weight.tensor, weight.tensor.spec
+        for part in self.parts(weight):
+            yield ModelTensor(
+                name=f"{weight.module}.{part.suffix}",
+                shape=part.shape,
+                dtype=part.dtype,
+                spec=Spec(part.cuts, spec.where, spec.member),
+                row=part.row,
+                optional=tensor.optional or part.optional,
+                spare=tensor.spare,
+                free=part.free,
+            )
 
-    def form(self, weight: _Weight, array: Array, name: str) -> Form:
-        """The form of an array: the one that is stored, else the usual one."""
-        stored = self.present.get(name)
-        if stored is not None:
-            if array.dtypes and stored.dtype.name not in array.dtypes:
-                raise SourceError(
-                    f"{stored.name} is {stored.dtype}, but {self.method} weights have {array.dtypes[0]} there",
-                    hint="quantization_config may belong to another checkpoint, or a writer cast what is no number",
-                )
-            for form in array.forms:
-                if len(form) == len(stored.shape) and _shape(form, weight.tensor.shape, stored) == stored.shape:
-                    return form
-        return array.forms[0]
-
-    def array(self, weight: _Weight, array: Array, name: str, form: Form, together: Mapping[int, int]) -> ModelTensor:
-        """One array of a weight."""
-        tensor = weight.tensor
-        shape = _shape(form, tensor.shape, self.present.get(name))
-        key = (id(tensor.spec), tensor.shape, form, shape, tuple(together.items()), id(weight.storage))
-        spec = self.specs.get(key)
-        if spec is None:
-            codes = array is weight.storage.arrays[0]
-            if weight.storage.whole:
-                spec = Spec(((),) * len(shape), tensor.spec.where, tensor.spec.member)
-                spec = refusing(tensor.spec, shape, weight.storage.whole) if codes else spec
-            else:
-                spec = following(tensor.spec, tensor.shape, form, together, weight.storage.uncut)
-            self.specs[key] = spec
-        return replace(
-            tensor,
-            name=name,
-            shape=shape,
-            dtype=BY_NAME[array.dtypes[0]] if array.dtypes else tensor.dtype,
-            spec=spec,
-            row=_row(tensor.row, name.removeprefix(f"{weight.module}."), form),
-            optional=tensor.optional or (array.optional and name not in self.present),
-            free=tuple(dim for dim, extent in enumerate(form) if extent is None),
-        )
+    def parts(self, weight: _Weight) -> tuple[Part, ...]:
+        """The arrays of the weight, worked out once for all that are alike."""
+        tensor, there, tabled = weight.tensor, {}, []
+        for name in weight.storage.names:
+            full = f"{weight.module}.{name}"
+            if full in self.present:
+                there[name] = self.present[full]
+            if full in self.plain.tensors and full != tensor.name:
+                tabled.append(name)
+        alike = tuple((name, t.shape, t.dtype.name) for name, t in there.items())
+        # These objects outlive this one, and are the same for weights of one kind.
+        key = (id(weight.storage), id(tensor.row), id(tensor.spec.cuts), tensor.shape, alike, *tabled)
+        if key not in self.kinds:
+            self.kinds[key] = parts(tensor, weight.storage, there if self.known else None, tabled)
+        return self.kinds[key]
 
     def cache_scales(self, weight: _Weight) -> Iterator[ModelTensor]:
         """The scales of the key/value cache that are stored beside or in this projection."""
-        for name in _cache_names(weight.module):
+        rows = _cache_names(weight.tensor.row.name.removesuffix(_WEIGHT))
+        for name, row in zip(_cache_names(weight.module), rows, strict=True):
             stored = self.present.get(name)
             if stored is not None and stored.shape in ((), (1,)):
                 spec = Spec(((),) * len(stored.shape), weight.tensor.spec.where)
-                yield ModelTensor(name, stored.shape, BY_NAME[SCALE[0]], spec, replace(weight.tensor.row, name=name))
+                dims = " ".join("1" for _ in stored.shape)
+                yield ModelTensor(name, stored.shape, BY_NAME[SCALE[0]], spec, Row(row, dims))
 
 
 def _cache_names(module: str) -> tuple[str, ...]:
@@ -250,26 +229,3 @@ def _cache_names(module: str) -> tuple[str, ...]:
     if own not in ("k_proj", "v_proj", "qkv_proj", "kv_b_proj"):
         return ()
     return tuple(f"{where}.{scale}" for where in (parent, module) for scale in _CACHE_SCALES)
-
-
-def _shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
-    """The extents of a form; what it leaves open is as stored, or 1."""
-    known = stored.shape if stored is not None and len(stored.shape) == len(form) else (1,) * len(form)
-    return tuple(
-        extent.extent(weight[extent.dim]) if isinstance(extent, Along) else known[dim] if extent is None else extent
-        for dim, extent in enumerate(form)
-    )
-
-
-def _row(row: Row, name: str, form: Form) -> Row:
-    """The row of an array, for the table of rules: its dims are those of the weight, divided."""
-    words = row.dims.split()
-    dims = (
-        f"{words[extent.dim]}{f'/{extent.block}' if extent.block > 1 else ''}"
-        if isinstance(extent, Along) and words
-        else "*"
-        if extent is None
-        else str(extent)
-        for extent in form
-    )
-    return replace(row, name=f"{row.name.removesuffix('weight')}{name}", dims=" ".join(dims))

@@ -6,6 +6,7 @@ A weight is `[out, in]`, dim 0 and dim 1, whatever its arrays look like.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -55,13 +56,18 @@ class Array:
 
     name: str
     """What stands after the module's name, such as `qweight`; or several such names, separated by spaces, for what
-    writers call differently."""
+    writers call differently, the usual one first."""
     dtypes: tuple[str, ...]
     """The safetensors dtypes it may have, the usual one first."""
     forms: tuple[Form, ...]
     """The shapes it may have, the usual one first."""
     optional: bool = False
     """Whether a checkpoint may lack it."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names it may have."""
+        return self.name.split()
 
 
 def packed(dim: int, bits: int) -> Along:
@@ -75,7 +81,7 @@ def packed(dim: int, bits: int) -> Along:
     return Along(dim, WORD // bits) if WORD % bits == 0 else Along(dim, WORD, bits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Storage:
     """How one weight is stored."""
 
@@ -84,6 +90,11 @@ class Storage:
     """Dims of the weight that no axis may cut, each with what it is then, in words that follow "1"."""
     whole: str = ""
     """Set if no axis at all may cut the weight, fsdp included: what it is, in words that follow "1"."""
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name that an array may have, after the module's."""
+        return tuple(name for array in self.arrays for name in array.names)
 
 
 Names = tuple[str, ...]

@@ -1,0 +1,111 @@
+"""The arrays of one kind of weight: which there are, and their shapes, cuts and rows; all but names and stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import SourceError
+from shardctl.models.quantisation.following import blocks, following, refusing
+from shardctl.models.quantisation.storage import Along
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.manifest import Tensor
+    from shardctl.models.family import Row
+    from shardctl.models.model import ModelTensor
+    from shardctl.models.quantisation.storage import Array, Form, Storage
+    from shardctl.placement import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a kind of weight."""
+
+    suffix: str
+    """What stands after the module's name."""
+    shape: tuple[int, ...]
+    dtype: DType
+    cuts: tuple[tuple[Cut, ...], ...]
+    row: Row
+    optional: bool
+    """Whether a checkpoint may lack it."""
+    free: tuple[int, ...]
+    """Dims whose extent the config does not determine."""
+
+
+def parts(
+    weight: ModelTensor, storage: Storage, stored: Mapping[str, Tensor] | None, tabled: Collection[str]
+) -> tuple[Part, ...]:
+    """The arrays that are stored instead of `weight`.
+
+    `stored` is what there is of them, by the names that follow the module's; then optional arrays are only those that
+    are there. None if nothing is known. `tabled` are those names of which the family's table has a tensor (a bias).
+    Raises SourceError for an array of another type than its method has.
+    """
+    there = stored or {}
+    chosen: list[tuple[Array, str, Form]] = []
+    for array in storage.arrays:
+        name = next((n for n in array.names if n in there), array.names[0])
+        if array.optional and (name in tabled or (stored is not None and name not in there)):
+            continue
+        chosen.append((array, name, _form(array, weight.shape, there.get(name))))
+    together = blocks(form for _, _, form in chosen)
+    found = []
+    for array, name, form in chosen:
+        shape = _shape(form, weight.shape, there.get(name))
+        if not storage.whole:
+            cuts = following(weight.spec.cuts, weight.shape, form, together, storage.uncut)
+        elif array is storage.arrays[0]:
+            cuts = refusing(weight.spec.cuts, shape, storage.whole)
+        else:
+            cuts = ((),) * len(shape)
+        part = Part(
+            suffix=name,
+            shape=shape,
+            dtype=BY_NAME[array.dtypes[0]] if array.dtypes else weight.dtype,
+            cuts=cuts,
+            row=_row(weight.row, name, form),
+            optional=array.optional and name not in there,
+            free=tuple(dim for dim, extent in enumerate(form) if extent is None),
+        )
+        found.append(part)
+    return tuple(found)
+
+
+def _form(array: Array, weight: tuple[int, ...], stored: Tensor | None) -> Form:
+    """The form that is stored, else the usual one."""
+    if stored is not None:
+        if array.dtypes and stored.dtype.name not in array.dtypes:
+            raise SourceError(
+                f"{stored.name} is {stored.dtype}, but its quantization_config has {array.dtypes[0]} there",
+                hint="the config may belong to another checkpoint, or a writer has cast what is no number",
+            )
+        for form in array.forms:
+            if len(form) == len(stored.shape) and _shape(form, weight, stored) == stored.shape:
+                return form
+    return array.forms[0]
+
+
+def _shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
+    """The extents of a form; what it leaves open is as stored, or 1."""
+    known = stored.shape if stored is not None and len(stored.shape) == len(form) else (1,) * len(form)
+    return tuple(
+        extent.extent(weight[extent.dim]) if isinstance(extent, Along) else known[dim] if extent is None else extent
+        for dim, extent in enumerate(form)
+    )
+
+
+def _row(row: Row, name: str, form: Form) -> Row:
+    """The row of an array, for the table of rules: its dims are those of the weight, divided."""
+    words = row.dims.split() or ["*", "*"]
+
+    def word(extent: Along | int | None) -> str:
+        if isinstance(extent, Along):
+            return f"{words[extent.dim]}/{extent.block}" if extent.block > 1 else words[extent.dim]
+        return "*" if extent is None else str(extent)
+
+    return replace(row, name=f"{row.name.removesuffix('weight')}{name}", dims=" ".join(map(word, form)))
