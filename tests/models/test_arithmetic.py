@@ -9,7 +9,6 @@ import transformers
 from model_oracle import FIXTURES, fixture
 
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
@@ -20,13 +19,9 @@ IDS = [[3 + 7 * n % 90 for n in range(start, start + 12)] for start in (0, 12)]
 
 
 def cases():
-    """Every fixture without experts that speaks, and models whose ranks share what there are too few of."""
+    """Every fixture that speaks, and models whose ranks share what there are too few of."""
     found = {name: fixture(name) for name in FIXTURES}
-    found = {
-        name: config
-        for name, config in found.items()
-        if config["architectures"][0].endswith(SPEAKING) and not any(t.spec.of_expert for t in describe(config).own())
-    }
+    found = {name: config for name, config in found.items() if config["architectures"][0].endswith(SPEAKING)}
     few = {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": None}
     return found | {
         "llama, one key/value head": fixture("llama", num_key_value_heads=1),

@@ -105,11 +105,6 @@ def test_keys_may_have_the_other_names_that_transformers_takes(name, renamed):
     assert described(config) == state(on_meta(config))
 
 
-def test_a_jamba_with_experts_says_that_it_is_not_known_yet():
-    with pytest.raises(UnsupportedError, match="Jamba with 16 experts"):
-        describe(fixture("jamba", num_experts=16))
-
-
 @pytest.mark.parametrize("own", [None, True, False])
 @pytest.mark.parametrize("inner", [None, True, False])
 @pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3", "paligemma", "qwen2_vl"])
