@@ -21,6 +21,7 @@ def inspect(
     json: options.Json = False,
     config: options.Config = None,
     rules: options.Rules = None,
+    rules_from: options.RulesFrom = None,
     container: options.From = None,
     strict: options.Strict = False,
 ) -> None:
@@ -29,7 +30,7 @@ def inspect(
     from shardctl.report.inspection import inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found = verb(src, reading=options.reading(config, rules, container, strict=strict))
+    found = verb(src, reading=options.reading(config, rules, container, strict=strict, rules_from=rules_from))
     streams.warn(found.warnings)
     if json:
         streams.document(documents.inspected(found, tensors=tensors, rules=show_rules))

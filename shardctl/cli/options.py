@@ -40,6 +40,12 @@ Rules = Annotated[
     Path | None,
     typer.Option(metavar="FILE", rich_help_panel=_READING, help="A rule file: how tensors are named and cut."),
 ]
+RulesFrom = Annotated[
+    Literal["transformers"] | None,
+    typer.Option(
+        metavar="transformers", rich_help_panel=_READING, help="Borrow rules for a model that shardctl does not know."
+    ),
+]
 From = Annotated[
     str | None,
     typer.Option("--from", metavar="FORMAT", rich_help_panel=_READING, help="The format, instead of detecting it."),
@@ -125,11 +131,14 @@ def reading(
     *,
     strict: bool = False,
     kv_heads: Literal["error", "replicate"] = "error",
+    rules_from: Literal["transformers"] | None = None,
 ) -> "Reading":
     """How a source is to be understood."""
     from shardctl.verbs.opening import Reading
 
-    return Reading(config=config, rules=rules, container=container, kv_heads=kv_heads, strict=strict)
+    return Reading(
+        config=config, rules=rules, rules_from=rules_from, container=container, kv_heads=kv_heads, strict=strict
+    )
 
 
 def mesh(text: str | None, **degrees: int | None) -> Mesh | None:

@@ -39,6 +39,7 @@ def plan(
     threads: options.Threads = None,
     config: options.Config = None,
     rules: options.Rules = None,
+    rules_from: options.RulesFrom = None,
     container: options.From = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
@@ -62,7 +63,8 @@ def plan(
         memory=memory,
         threads=threads,
     )
-    planned = verb(src, wish, reading=options.reading(config, rules, container, strict=strict, kv_heads=kv_heads))
+    reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
+    planned = verb(src, wish, reading=reading)
     streams.warn(planned.warnings)
     if json:
         streams.document(documents.planned(planned))

@@ -58,6 +58,7 @@ def reshard(
     threads: options.Threads = None,
     config: options.Config = None,
     rules: options.Rules = None,
+    rules_from: options.RulesFrom = None,
     container: options.From = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
@@ -77,7 +78,7 @@ def reshard(
         memory=memory,
         threads=threads,
     )
-    reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads)
+    reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
     if dry_run:
         _rehearse(src, dst, wish, reading, overwrite=overwrite, json=json)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.errors import UnsupportedError
+from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.bart import BART, MBART, WHISPER
 from shardctl.models.bert import BERT
 from shardctl.models.bloom import BLOOM
@@ -40,6 +40,7 @@ from shardctl.models.stablelm import STABLELM
 from shardctl.models.starcoder2 import STARCODER2
 from shardctl.models.t5 import T5
 from shardctl.models.table import build
+from shardctl.models.transformers_rules import transformers_rules
 from shardctl.models.vision_language import GEMMA3, LLAVA, LLAVA_NEXT, MISTRAL3, PALIGEMMA, QWEN2_5_VL, QWEN2_VL
 from shardctl.models.vit import VIT
 
@@ -152,7 +153,8 @@ def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error", store
         what = named.architecture() or named.text("model_type", "")
         raise UnsupportedError(
             f"the architecture {what} is not known" if what else "config.json names no architecture",
-            hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
+            hint="say how its tensors are cut with --rules FILE, or borrow rules with --rules-from transformers; "
+            "on one device none are needed",
         )
     family, architecture = found
     model = build(family, architecture, Config(config), share_kv=kv_heads == "replicate")
@@ -165,13 +167,24 @@ def model_for(
     rules: RuleFile | None = None,
     *,
     kv_heads: KvHeads = "error",
+    borrow: bool = False,
 ) -> Model | None:
     """The model of a checkpoint: its family's, with what a rule file says instead, or a rule file's alone.
 
     None if there is neither a config nor a rule file: then names stay as stored, and only one device can hold it.
+    `borrow` takes the rules of an unknown architecture from an installed transformers, and says so in a warning.
     Raises UnsupportedError for an unknown architecture without a rule file, UsageError for a tensor that no rule
-    matches.
+    matches, or where there is nothing to borrow for.
     """
+    if borrow:
+        if config is None or find(config) is not None:
+            raise UsageError(
+                "--rules-from transformers is for a config whose architecture is not known, and "
+                + ("there is no config" if config is None else f"{Config(config).architecture()} is"),
+                hint="leave it out" if config is not None else "name a config with --config PATH",
+            )
+        borrowed = transformers_rules(config, stored)
+        return rules.over(borrowed, stored) if rules is not None else borrowed
     if rules is None:
         return None if config is None else describe(config, kv_heads=kv_heads, stored=stored)
     if config is not None and find(config) is not None:

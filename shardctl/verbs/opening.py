@@ -6,7 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl import formats, models
 from shardctl.errors import SourceError, UnsupportedError
@@ -33,6 +33,8 @@ class Reading:
     """The model's `config.json`, or a directory that holds it, when the checkpoint has none."""
     rules: Path | None = None
     """A rule file (`--rules`)."""
+    rules_from: Literal["transformers"] | None = None
+    """Where rules come from for an architecture that is not known (`--rules-from`)."""
     container: str | None = None
     """Overrides detection (`--from`)."""
     kv_heads: models.KvHeads = "error"
@@ -104,9 +106,10 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
     config = _config(source, reading.config)
     rules = models.load_rules(reading.rules) if reading.rules else None
     manifest, model, problem = stored, None, None
-    if config is not None or rules is not None:
+    if config is not None or rules is not None or reading.rules_from is not None:
         try:
-            model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads)
+            borrow = reading.rules_from is not None
+            model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
             manifest = model.bind(stored, partial=_partial(record)) if model else stored
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error

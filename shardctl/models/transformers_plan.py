@@ -1,0 +1,119 @@
+"""Reads what an installed transformers says about tensor and pipeline parallelism, from its source, without running it.
+
+`base_model_tp_plan` and `base_model_pp_plan` are literals in the config classes, `_tp_plan` in the model classes
+(transformers 5, `models/*/configuration_*.py` and `modeling_*.py`); importing them would import torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardctl.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What transformers says about one architecture."""
+
+    source: str
+    """The class and the version that say it."""
+    tp: dict[str, str]
+    """Styles by module, in names below the base model, `*` for an index."""
+    head: dict[str, str] = field(default_factory=dict)
+    """The same for modules outside the base model."""
+    pp: tuple[str, ...] = ()
+    """Children of the base model in the order of execution."""
+
+
+def installed() -> bool:
+    """Whether there is a transformers to read."""
+    return find_spec("transformers") is not None
+
+
+def read_plan(model_type: str, architecture: str) -> Plan:
+    """The plan for configs of `model_type`.
+
+    Raises UsageError if transformers is not installed, UnsupportedError if it has no plan.
+    """
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise UsageError(
+            "--rules-from transformers needs transformers, which is not installed here",
+            hint="install it beside shardctl, or write a rule file for --rules FILE",
+        )
+    models = Path(spec.origin).parent / "models"
+    for path in _candidates(models, model_type):
+        for node in _classes(path):
+            literals = _literals(node)
+            tp = literals.get("base_model_tp_plan")
+            if literals.get("model_type") == model_type and isinstance(tp, dict) and tp:
+                pp = literals.get("base_model_pp_plan")
+                return Plan(
+                    source=f"{node.name} of transformers {_version()}",
+                    tp={str(key): str(style) for key, style in tp.items()},
+                    head=_head(path.parent, architecture),
+                    pp=tuple(map(str, pp)) if isinstance(pp, dict) else (),
+                )
+    raise UnsupportedError(
+        f"transformers {_version()} has no tensor-parallel plan for {model_type or 'a config without model_type'}",
+        hint="write a rule file and give it with --rules FILE",
+    )
+
+
+def _candidates(models: Path, model_type: str) -> Iterator[Path]:
+    """Files that may define the config class: first the folder of that name, which most types have."""
+    usual = models / model_type.replace("-", "_")
+    if model_type.replace("-", "_").isidentifier():
+        yield from sorted(usual.glob("configuration_*.py"))
+    quoted = (f'"{model_type}"'.encode(), f"'{model_type}'".encode())
+    for path in sorted(models.glob("*/configuration_*.py")):
+        if path.parent != usual and any(text in path.read_bytes() for text in quoted):
+            yield path
+
+
+def _head(folder: Path, architecture: str) -> dict[str, str]:
+    """`_tp_plan` of the model class, which speaks of what comes after the base model."""
+    for path in sorted(folder.glob("modeling_*.py")):
+        for node in _classes(path):
+            plan = _literals(node).get("_tp_plan") if node.name == architecture else None
+            if isinstance(plan, dict):
+                return {str(key): str(style) for key, style in plan.items()}
+    return {}
+
+
+def _classes(path: Path) -> Iterator[ast.ClassDef]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # written for a newer Python
+        return
+    yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def _literals(node: ast.ClassDef) -> dict[str, object]:
+    """What the class assigns to plain names, as far as it is written out."""
+    found: dict[str, object] = {}
+    for statement in node.body:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        if isinstance(target, ast.Name) and isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value:
+            try:
+                found[target.id] = ast.literal_eval(statement.value)
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                continue  # computed, not written out
+    return found
+
+
+def _version() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,176 @@
+"""Rules for an architecture that no table knows, from the plan that transformers itself runs it with.
+
+The plan says less than a table: nothing of heads, of what replicas share, or of modules that it leaves whole. Columns
+of attention are kept in whole heads here all the same, and what must divide is never cut unevenly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.models.binding import listed
+from shardctl.models.config import Config
+from shardctl.models.family import Row
+from shardctl.models.model import Model, ModelTensor
+from shardctl.models.name_pattern import LayerPattern, PatternList, kinds
+from shardctl.models.quantisation import quantisation_config
+from shardctl.models.transformers_plan import read_plan
+from shardctl.placement import Cut, Section, Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models.transformers_plan import Plan
+    from shardctl.placement import Where
+
+_COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")
+_ROWS: Final = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_EMBEDDINGS: Final = {"embedding_rowwise": 0, "embedding_colwise": 1}
+_PACKED: Final = {"packed_colwise": -2, "packed_rowwise": -1}
+_WHOLE: Final = (
+    "all_reduce",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "sequence_parallel",
+)
+"""Styles that change a module's forward, and leave its weights whole (distributed/tensor_parallel.py)."""
+_MATRIX: Final = 2
+
+
+def transformers_rules(config: Mapping[str, object], stored: Manifest) -> Model:
+    """The model that the plan of an installed transformers describes; canonical names are the stored ones.
+
+    Raises UsageError if transformers is not installed, UnsupportedError if it has no plan for this architecture, or one
+    that cannot be followed.
+    """
+    named = Config(config)
+    architecture = named.architecture()
+    if quantisation_config(config) is not None:
+        raise UnsupportedError(
+            f"the plan that transformers has for {architecture} does not speak of quantised weights",
+            hint="write a rule file and give it with --rules FILE",
+        )
+    plan = read_plan(named.text("model_type", ""), architecture)
+    return _Rules(named, plan, stored).model(architecture)
+
+
+class _Rules:
+    """A plan, applied to the tensors of one checkpoint."""
+
+    def __init__(self, config: Config, plan: Plan, stored: Manifest) -> None:
+        self.config, self.plan, self.stored = config, plan, stored
+        self.prefix = _prefix(plan, stored)
+        modules = {f"{self.prefix}{name}": style for name, style in plan.tp.items()} | plan.head
+        self.styles = list(modules.values())
+        # A plan names modules, and the parameters that a module such as a stack of experts has of its own.
+        self.weights = PatternList([f"{name}.weight" for name in modules])
+        self.biases = PatternList([f"{name}.bias" for name in modules])
+        self.own = PatternList(list(modules))
+        self.attention = [".".join(name.split(".")[:-1]).endswith(("attn", "attention")) for name in modules]
+        self.layers = LayerPattern(f"{self.prefix}layers.*")
+        self.late = plan.pp[plan.pp.index("layers") + 1 :] if "layers" in plan.pp else ()
+        self.whole: list[str] = []
+
+    def model(self, architecture: str) -> Model:
+        """The model."""
+        tensors = {name: self.tensor(tensor) for name, tensor in self.stored.tensors.items()}
+        warnings = [f"how {architecture} is cut is what {self.plan.source} says; shardctl has no table for it"]
+        if self.whole:
+            warnings.append(f"that plan leaves {listed(kinds(self.whole))} whole on every tp rank")
+        numbers = {n for t in tensors.values() for where, n in t.spec.where if where == "layer"}
+        count = max(numbers, default=-1) + 1
+        return Model("", architecture, count, tensors, warnings=tuple(warnings))
+
+    def tensor(self, stored: Tensor) -> ModelTensor:
+        """One tensor, cut as its module's style says."""
+        cuts: list[tuple[Cut, ...]] = [() for _ in stored.shape]
+        pattern = "**"
+        for patterns, kind in ((self.weights, "weight"), (self.biases, "bias"), (self.own, "weight")):
+            found = patterns.first(stored.name)
+            if found is not None:
+                pattern = kinds([stored.name])[0]
+                cut = self.cut(stored, found, kind)
+                if cut is not None:
+                    cuts[cut[0]] = (cut[1],)
+                break
+        else:
+            if len(stored.shape) >= _MATRIX and self.layers.number(stored.name) is not None:
+                self.whole.append(stored.name)
+        if cuts:
+            cuts[0] += (Cut("fsdp"),)
+        spec = Spec(tuple(cuts), (self.where(stored.name),))
+        return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(pattern, ""))
+
+    def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, Cut] | None:
+        """The dim that tp cuts, and how; None if the tensor stays whole."""
+        style, dims = self.styles[place], len(stored.shape)
+        if style in _WHOLE or not dims:
+            return None
+        if style in _COLUMNS:
+            dim, even = max(dims - 2, 0), self.layers.number(stored.name) is not None
+            return dim, self.exact(stored.shape[dim], heads=self.attention[place], even=even)
+        if style in _ROWS:
+            return None if kind == "bias" else (dims - 1, self.exact(stored.shape[-1], heads=self.attention[place]))
+        if style in _EMBEDDINGS:
+            return _EMBEDDINGS[style], Cut("tp")
+        if style in _PACKED:
+            if dims < _MATRIX:
+                return (0, self.exact(stored.shape[0])) if style == "packed_colwise" else None
+            dim = dims + _PACKED[style]
+            half = Section(stored.shape[dim] // 2, noun="columns of each half")
+            return dim, Cut("tp", (half, half))
+        raise UnsupportedError(
+            f"{self.plan.source} cuts {stored.name} as {style!r}, which is not known",
+            hint="write a rule file and give it with --rules FILE",
+        )
+
+    def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> Cut:
+        """A cut into equal parts, of whole heads in attention; a vocabulary need not be cut into `even` parts."""
+        if not even:
+            return Cut("tp")
+        size = self.config.values.get("head_dim")
+        count = self.config.values.get("num_attention_heads")
+        if not isinstance(size, int) and isinstance(count, int) and count:
+            size = self.config.size("hidden_size", 0) // count
+        if heads and isinstance(size, int) and size > 0 and extent % size == 0:
+            return Cut("tp", (Section(extent, size, noun="heads"),))
+        return Cut("tp", (Section(extent),))
+
+    def where(self, name: str) -> tuple[Where, int]:
+        """The stage: a layer's, or the first or last for what comes before or after the layers."""
+        number = self.layers.number(name)
+        if not self.plan.pp:
+            return ("first", 0)  # no plan of stages, and so no layers that pp could place
+        if number is not None:
+            return ("layer", number)
+        inside = name.startswith(self.prefix) if self.prefix else not name.startswith(tuple(self.plan.head))
+        child = name.removeprefix(self.prefix).split(".")[0]
+        return ("last", 0) if child in self.late or not inside else ("first", 0)
+
+
+def _prefix(plan: Plan, stored: Manifest) -> str:
+    """What stands before the base model's names in the checkpoint, with its dot.
+
+    Raises UnsupportedError unless exactly one place in the names fits the plan.
+    """
+    first = next(iter(plan.tp)).split(".")
+    found: dict[str, None] = {}
+    for name in stored.tensors:
+        words = name.split(".")
+        for start in range(len(words) - len(first)):
+            run = words[start : start + len(first)]
+            if all(a == b or (b == "*" and a.isdecimal()) for a, b in zip(run, first, strict=True)):
+                found[".".join([*words[:start], ""])] = None
+    if len(found) != 1:
+        what = "nowhere" if not found else f"in several places ({', '.join(found)})"
+        raise UnsupportedError(
+            f"the plan of {plan.source} speaks of {next(iter(plan.tp))}, which the checkpoint has {what}",
+            hint="write a rule file and give it with --rules FILE",
+        )
+    return next(iter(found))
