@@ -89,3 +89,8 @@ def test_the_transcripts_of_the_readme_are_what_the_program_says(tmp_path):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert [masked(line) for line in done.stdout.splitlines()] == [masked(line) for line in expected], command
+
+
+def test_the_list_of_models_is_that_of_the_code():
+    done = subprocess.run([sys.executable, ROOT / "docs/models.py"], capture_output=True, text=True, check=True)
+    assert (ROOT / "docs/models.md").read_text() == done.stdout

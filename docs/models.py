@@ -1,0 +1,23 @@
+"""Writes docs/models.md from the families that shardctl knows: python docs/models.py > docs/models.md."""
+
+from shardctl.models import FAMILIES
+
+
+def page():
+    """The page, as text."""
+    lines = [
+        "# Models",
+        "",
+        f"{len(FAMILIES)} families, by the `model_type` of their config, each with the transformers classes it describes.",
+        "Written by `python docs/models.py` from the tables in `shardctl/models`; a test holds the two together.",
+        "",
+        "| model_type | classes |",
+        "|---|---|",
+    ]
+    families = sorted(FAMILIES, key=lambda f: f.name.lower())
+    rows = (f"| `{family.name}` | {', '.join(f'`{name}`' for name in family.classes)} |" for family in families)
+    return "\n".join([*lines, *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
