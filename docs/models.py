@@ -8,7 +8,7 @@ def page():
     lines = [
         "# Models",
         "",
-        f"{len(FAMILIES)} families, by the `model_type` of their config, each with the transformers classes it describes.",
+        f"{len(FAMILIES)} families, by the `model_type` of a config, with the transformers classes each describes.",
         "Written by `python docs/models.py` from the tables in `shardctl/models`; a test holds the two together.",
         "",
         "| model_type | classes |",
