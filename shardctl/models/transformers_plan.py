@@ -33,11 +33,6 @@ class Plan:
     """Children of the base model in the order of execution."""
 
 
-def installed() -> bool:
-    """Whether there is a transformers to read."""
-    return find_spec("transformers") is not None
-
-
 def read_plan(model_type: str, architecture: str) -> Plan:
     """The plan for configs of `model_type`.
 
