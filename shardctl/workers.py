@@ -38,8 +38,8 @@ class Nobody:
 
 
 def usual_threads() -> int:
-    """One thread a core, up to eight: beyond that disks, not cores, decide."""
-    return min(os.cpu_count() or 1, 8)
+    """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone."""
+    return min((os.cpu_count() or 1) + 1, 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ Memory = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, rich_help_panel=_EFFORT, help="Default: one a core, up to eight."),
+    typer.Option(metavar="N", min=1, rich_help_panel=_EFFORT, help="Default: cores and one more, up to eight."),
 ]
 
 
