@@ -26,11 +26,13 @@ class RuleRow:
     """The kinds of stage: `first`, `layer`, `last`."""
     tensors: int
     """How many tensors of the model it governs."""
+    divides: str = ""
+    """The axis that divides the tensors themselves among its ranks, whole: `ep` for experts; empty for none."""
 
 
 def rule_table(model: Model) -> tuple[RuleRow, ...]:
     """The rules in force for the class's own tensors, in model order."""
-    counts: dict[tuple[str, str, tuple[tuple[str, ...], ...], tuple[str, ...]], int] = {}
+    counts: dict[tuple[str, str, tuple[tuple[str, ...], ...], tuple[str, ...], str], int] = {}
     prefix = f"{model.prefix}." if model.prefix else ""
     for tensor in model.own():
         name = tensor.row.name
@@ -39,6 +41,10 @@ def rule_table(model: Model) -> tuple[RuleRow, ...]:
             tensor.row.dims,
             tuple(tuple(cut.axis for cut in cuts) for cuts in tensor.spec.cuts),
             tuple(where for where, _ in tensor.spec.where),
+            tensor.spec.member.axis if tensor.spec.member else "",
         )
         counts[key] = counts.get(key, 0) + 1
-    return tuple(RuleRow(*key, count) for key, count in counts.items())
+    return tuple(
+        RuleRow(pattern, dims, axes, stages, count, divides)
+        for (pattern, dims, axes, stages, divides), count in counts.items()
+    )

@@ -83,6 +83,7 @@ def _rules(rules: Iterable[RuleRow]) -> RenderableType:
 
 
 def _dims(rule: RuleRow) -> str:
-    """Each dim with the axes that cut it, such as ``out/tp in/fsdp``."""
+    """Each dim with the axes that cut it, such as ``out/tp in/fsdp``, and the axis that divides the tensors whole."""
     words = rule.dims.split() or [f"dim{number}" for number in range(len(rule.axes))]
-    return " ".join("/".join((word, *axes)) for word, axes in zip(words, rule.axes, strict=False))
+    cut = ["/".join((word, *axes)) for word, axes in zip(words, rule.axes, strict=False)]
+    return " ".join([*cut, f"whole/{rule.divides}"] if rule.divides else cut)
