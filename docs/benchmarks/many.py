@@ -3,6 +3,7 @@
 python docs/benchmarks/many.py WORKDIR
 """
 
+import json
 import shutil
 import sys
 import time
@@ -12,21 +13,18 @@ import generate
 
 from shardctl.api import Mesh, Wish, plan, reshard
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 128,
-    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
-    "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
+TINY = json.loads((Path(__file__).parents[2] / "fixtures/configs/deepseek_v3.json").read_text())
+"""The real model's names and experts, with shapes made up."""
 
 
 def main():
-    """Checkpoints of about 10,000, 30,000 and 100,000 tensors, for tp2."""
+    """DeepSeek-V3 with 256 experts and more and more layers: 10,000 to 94,000 tensors, for ep2."""
     root = Path(sys.argv[1])
-    wish = Wish(mesh=Mesh.of(tp=2), memory=4 << 30)
+    wish = Wish(mesh=Mesh.of(dp=2, ep=2), experts="split", memory=4 << 30)
     print("| tensors | plan, s | microseconds a tensor | reshard, s | microseconds a tensor |\n|---|---|---|---|---|")
-    for layers in (1100, 3300, 11000):
+    for layers in (14, 40, 121):
         shutil.rmtree(root, ignore_errors=True)
-        generate.config = lambda _, layers=layers: {**TINY, "num_hidden_layers": layers}
+        generate.config = lambda _, layers=layers: {**TINY, "num_hidden_layers": layers, "n_routed_experts": 256}
         generate.generate(root / "src")
         began = time.perf_counter()
         plan(root / "src", wish)
