@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
@@ -24,11 +23,6 @@ class TensorCopy:
     target: Tensor
     reads: tuple[Chunk, ...]
     """Parts of source chunks whose boxes are disjoint and together cover every wanted box exactly."""
-
-    @property
-    def source_size(self) -> int:
-        """Elements of the global tensor."""
-        return prod(self.source.shape)
 
     @property
     def read_bytes(self) -> int:
@@ -148,7 +142,7 @@ def prove_covered(tensor: Tensor, parts: list[Box], wanted: list[Box]) -> None:
 
 
 def _files(tensor: Tensor) -> str:
-    names = sorted({c.where.file for c in tensor.chunks if not isinstance(c.where, Fill)})
+    names = sorted(tensor.files)
     if not names:
         return "no file at all"
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} files)"

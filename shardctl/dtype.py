@@ -99,3 +99,5 @@ BY_NAME: Final = {d.name: d for d in DTYPES}
 BY_TORCH: Final = {d.torch: d for d in DTYPES if d.torch}
 FLOATS: Final = {"fp32": BY_NAME["F32"], "fp16": BY_NAME["F16"], "bf16": BY_NAME["BF16"]}
 """The dtypes that `--dtype` can cast to, by the name the command line uses."""
+CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
+"""The names of those that it changes; integers, booleans and scaled 8-bit floats mean something else."""

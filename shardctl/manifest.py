@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError
@@ -69,9 +70,19 @@ class Tensor:
     """The names the *original* checkpoint used, in order, where they differ from the canonical ones."""
 
     @property
+    def size(self) -> int:
+        """Elements of the global tensor."""
+        return prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one dense copy."""
         return self.dtype.nbytes(self.shape)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that hold some of it, each once, in the order of the chunks."""
+        return tuple(dict.fromkeys(c.where.file for c in self.chunks if isinstance(c.where, Region)))
 
 
 @dataclass(frozen=True, slots=True)

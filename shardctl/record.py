@@ -97,6 +97,11 @@ class Record:
     """Of every byte of those files that is not an element of a tensor; elements have digests."""
     tensors: Mapping[str, RecordedTensor] = field(default_factory=dict)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tensors were left out, so that it lacks what its config promises."""
+        return not {"include", "exclude"}.isdisjoint(self.options)
+
 
 def dump(record: Record) -> bytes:
     """The record as deterministic JSON, one tensor and one hash a line, sealed with a hash of itself."""

@@ -135,8 +135,7 @@ class _Run:
         """Every band of every tensor, in the order of the source's bytes."""
         for number, copy in enumerate(self._plan.copies):
             reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
-            tile = fastest_dim(copy.reads)
-            tile = fastest_dim(copy.target.chunks) if tile is None else tile
+            tile = fastest_dim([*copy.reads, *copy.target.chunks])
             bands = split(copy.source.shape, copy.source.dtype, self._budget.block, fastest=tile)
             for band, box in enumerate(bands):
                 yield _Task((number, band), copy, reads, writes, box)
@@ -220,7 +219,7 @@ class _Run:
             self.outcome.source_sums.setdefault(copy.source.name, sums)
             self.outcome.output_sums.setdefault(copy.source.name, Sums.zero(copy.target.dtype))
             seen = self._elements[copy.source.name]
-            assert seen == copy.source_size, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
+            assert seen == copy.source.size, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
 
 
 class _Hands:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import Interrupted
@@ -81,7 +80,7 @@ def diff(
         for d in differences:
             tensor = ours[d.tensor]
             text = _text(tensor)
-            changes.append(Change(d.tensor, "values", text, text, d.count, prod(tensor.shape), str(d.first)))
+            changes.append(Change(d.tensor, "values", text, text, d.count, tensor.size, str(d.first)))
         return Diffed(
             str(a),
             str(b),

@@ -6,10 +6,10 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardctl.copyplan import CopyPlan, join
-from shardctl.dtype import BY_NAME, FLOATS, DType
+from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
 from shardctl.layouts import LAYOUTS, hf, ranks
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Opaque, Tensor
     from shardctl.models.fusion import Fusion
     from shardctl.verbs.opening import Checkpoint
-
-_CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types that `--dtype` changes; integers, booleans and scaled 8-bit floats mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +208,7 @@ def _dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
 
     def chosen(tensor: Tensor) -> DType:
         kept = tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name)
-        return tensor.dtype if kept or tensor.dtype.name not in _CASTABLE else want
+        return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
 
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
 

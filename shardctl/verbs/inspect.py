@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.models import rule_table
@@ -95,7 +94,7 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         why_no_model=_why(checkpoint),
         mesh=record.mesh if record else None,
         stages=record.stages if record else (),
-        parameters=sum(prod(t.shape) for t in manifest.tensors.values()),
+        parameters=sum(t.size for t in manifest.tensors.values()),
         nbytes=manifest.nbytes,
         file_bytes=sum(file.size for file in manifest.files.values()),
         files=tuple(manifest.files),
@@ -120,7 +119,7 @@ def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:
     for tensor in checkpoint.manifest.tensors.values():
         share = shares[tensor.dtype.name]
         share[0] += 1
-        share[1] += prod(tensor.shape)
+        share[1] += tensor.size
         share[2] += tensor.nbytes
     rows = (DTypeShare(name, *share) for name, share in shares.items())
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
@@ -130,7 +129,6 @@ def _lines(checkpoint: Checkpoint) -> list[TensorLine]:
     lines = []
     for tensor in checkpoint.manifest.tensors.values():
         names = dict.fromkeys(chunk.name for chunk in tensor.chunks)
-        files = dict.fromkeys(chunk.where.file for chunk in tensor.chunks if hasattr(chunk.where, "file"))
         lines.append(
             TensorLine(
                 tensor.name,
@@ -140,7 +138,7 @@ def _lines(checkpoint: Checkpoint) -> list[TensorLine]:
                 tensor.ties,
                 tuple(n for n in names if n != tensor.name),
                 len(tensor.chunks),
-                tuple(files),
+                tensor.files,
             )
         )
     return lines

@@ -110,7 +110,7 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
         try:
             borrow = reading.rules_from is not None
             model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
-            manifest = model.bind(stored, partial=_partial(record)) if model else stored
+            manifest = model.bind(stored, partial=record is not None and record.filtered) if model else stored
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if record:
@@ -118,11 +118,6 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
     if reading.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
     return Checkpoint(source, stored, manifest, model, problem, config, record)
-
-
-def _partial(record: Record | None) -> bool:
-    """Whether the record is of a filtered checkpoint, which lacks what its config promises."""
-    return record is not None and not {"include", "exclude"}.isdisjoint(record.options)
 
 
 def _as_recorded(manifest: Manifest, record: Record) -> Manifest:

@@ -110,7 +110,7 @@ def describe(path: str, work: Draft, near: Path) -> Planned:
         path=path,
         layout=work.layout,
         architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
-        parameters=sum(copy.source_size for copy in work.plan.copies),
+        parameters=sum(copy.source.size for copy in work.plan.copies),
         weight_bytes=weights,
         mesh=work.mesh,
         stages=_stages(work, ranks),

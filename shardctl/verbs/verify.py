@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.digest import checkpoint_digest, tensor_digest
+from shardctl.dtype import CASTABLE
 from shardctl.errors import Interrupted, UsageError
 from shardctl.execute.interrupt import stopping
+from shardctl.manifest import Region
 from shardctl.record import RECORD, Record, load
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.opening import Checkpoint, Reading, opened
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 LEVELS: Final = ("quick", "full")
 """In order; each implies the former."""
-_CASTS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(slots=True)
@@ -177,7 +178,7 @@ def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
 
 
 def _oddities(tensor: Tensor, found: content.Content) -> Iterator[Finding]:
-    size = tensor.nbytes * 8 // tensor.dtype.bits
+    size = tensor.size
     if found.nans:
         yield Finding("warning", "values", f"{tensor.name} holds {found.nans:,} NaN of {size:,} elements", tensor.name)
     if found.infinities:
@@ -188,11 +189,10 @@ def _oddities(tensor: Tensor, found: content.Content) -> Iterator[Finding]:
 
 
 def _changed(tensor: Tensor, recorded: str, found: str) -> Finding:
-    places = [f"{c.where.file} {c.box}" for c in tensor.chunks if hasattr(c.where, "file")]
+    places = [f"{c.where.file} {c.box}" for c in tensor.chunks if isinstance(c.where, Region)]
     shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")  # noqa: PLR2004
     message = f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {shown}"
-    file = next((c.where.file for c in tensor.chunks if hasattr(c.where, "file")), "")
-    return Finding("error", "digest", message, tensor.name, file, str(tensor.chunks[0].box))
+    return Finding("error", "digest", message, tensor.name, next(iter(tensor.files), ""), str(tensor.chunks[0].box))
 
 
 def _identity(
@@ -204,7 +204,7 @@ def _identity(
     level, began = Level("identity", strict=bool(reading and reading.strict)), time.monotonic()
     with opened(against, reading) as other:
         mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
-        filtered = bool(checkpoint.record and {"include", "exclude"} & set(checkpoint.record.options))
+        filtered = checkpoint.record is not None and checkpoint.record.filtered
         pairs = []
         for name in [*mine, *(n for n in theirs if n not in mine)]:
             problem = _pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=_was_cast(checkpoint))
@@ -229,7 +229,7 @@ def _pair(name: str, mine: Tensor | None, theirs: Tensor | None, *, filtered: bo
         return Finding("error", "identity", f"{name} is not in the source", name)
     if mine.shape != theirs.shape:
         return Finding("error", "identity", f"{name} is {list(mine.shape)}; the source has {list(theirs.shape)}", name)
-    if mine.dtype != theirs.dtype and not (cast and {mine.dtype.name, theirs.dtype.name} <= _CASTS):
+    if mine.dtype != theirs.dtype and not (cast and {mine.dtype.name, theirs.dtype.name} <= CASTABLE):
         return Finding("error", "identity", f"{name} is {mine.dtype}; the source has {theirs.dtype}", name)
     return None
 

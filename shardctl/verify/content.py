@@ -168,8 +168,7 @@ def compare(
     def tasks() -> Iterator[_Task]:
         for mine, other in pairs:
             a, b = ChunkIndex(cover(mine)), ChunkIndex(cover(other))
-            tile = fastest_dim(a.chunks)
-            tile = fastest_dim(b.chunks) if tile is None else tile
+            tile = fastest_dim([*a.chunks, *b.chunks])
             wide = max(mine.dtype.bits, other.dtype.bits) / mine.dtype.bits
             for box in split(mine.shape, mine.dtype, int(effort.block / wide), fastest=tile):
                 yield _Task(mine, a, b, box)

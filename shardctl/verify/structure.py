@@ -73,7 +73,7 @@ def check_coverage(manifest: Manifest) -> Iterator[Finding]:
 def _holes(tensor: Tensor) -> Iterator[Finding]:
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
     for hole in subtract_known(Box.whole(tensor.shape), index)[:_SHOWN]:
-        files = sorted({c.where.file for c in tensor.chunks if not isinstance(c.where, Fill)})
+        files = sorted(tensor.files)
         yield Finding(
             "error",
             "coverage",
