@@ -19,7 +19,7 @@ LAYERS = (
     {"formats", "layouts"},
     {"copyplan", "digest", "cast"},
     {"bands"},
-    {"execute", "verify"},
+    {"execute", "verify", "memory"},
     {"verbs"},
     {"api", "report"},
     {"cli"},

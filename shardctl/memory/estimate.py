@@ -1,0 +1,64 @@
+"""What every rank needs, term by term, and whether it fits: the estimator's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.memory.term import total
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.memory.holding import Holding
+    from shardctl.memory.term import Sum, Term, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class RankEstimate:
+    """What each of a group of equal ranks needs."""
+
+    holding: Holding
+    terms: tuple[Term, ...]
+
+    def total(self, tier: Tier = "device") -> Sum:
+        """Bytes of one rank in one tier, with the interval to be expected."""
+        return total(self.terms, tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What all ranks need."""
+
+    ranks: tuple[RankEstimate, ...]
+    """The first of each group of ranks that hold the same weights."""
+    budget: int | None = None
+    """Bytes that each device has for it; None if nobody said."""
+
+    @property
+    def binding(self) -> RankEstimate:
+        """The rank that needs most, which decides whether it fits."""
+        return max(self.ranks, key=lambda rank: rank.total().nbytes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the heaviest rank fits the budget by the estimate itself; None without a budget."""
+        return None if self.budget is None else self.binding.total().nbytes <= self.budget
+
+    @property
+    def certain(self) -> bool | None:
+        """Whether `fits` holds at both ends of the interval; None without a budget."""
+        if self.budget is None:
+            return None
+        worst = max(rank.total().high for rank in self.ranks)
+        least = max(rank.total().low for rank in self.ranks)
+        return worst <= self.budget or least > self.budget
+
+    def within(self, budget: int | None) -> Estimate:
+        """The same needs, held against `budget`."""
+        return replace(self, budget=budget)
+
+
+def gather(holdings: Sequence[Holding], terms: Sequence[Sequence[Term]]) -> Estimate:
+    """An estimate of `terms`, one sequence for each of `holdings`."""
+    return Estimate(tuple(RankEstimate(h, tuple(t)) for h, t in zip(holdings, terms, strict=True)))

@@ -1,0 +1,164 @@
+"""What each rank of a mesh holds of an inventory: exact counts, for the first of each group of equal ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.mesh import EXPERT_FSDP, HOLDING
+from shardctl.placement import check, intervals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.memory.inventory import Inventory, Kind
+    from shardctl.mesh import Mesh
+
+SHARDING: Final = ("fsdp", EXPERT_FSDP)
+"""The axes that share what each rank computes with: before use, its parts are gathered from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of one kind of tensor."""
+
+    kind: Kind
+    count: int
+    """Tensors of the kind that this rank has a part of."""
+    gathered: int
+    """Elements of one of them that this rank computes with: its part by pp, tp and ep, before fsdp."""
+    elements: int
+    """Elements of one of them that this rank keeps: its part of those by fsdp."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, of all of them."""
+        return self.count * self.kind.dtype.nbytes((self.elements,))
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes computed with, of all of them."""
+        return self.count * self.kind.dtype.nbytes((self.gathered,))
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What ranks that hold the same weights hold."""
+
+    rank: int
+    """The first of them."""
+    label: str
+    """Its place in words, such as ``pp0 tp1``."""
+    coordinate: Mapping[str, int]
+    ranks: int
+    """How many there are: copies by dp and cp."""
+    stage: int
+    layers: range
+    """Of the pipeline stage."""
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as stored, ties counted once."""
+        return sum(part.nbytes for part in self.parts)
+
+    def elements(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
+        """Elements kept; of experts only, of all else only, or of both."""
+        return sum(part.count * part.elements for part in self._some(expert=expert, trainable=trainable))
+
+    def gathered(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
+        """Elements computed with, before fsdp shares them."""
+        return sum(part.count * part.gathered for part in self._some(expert=expert, trainable=trainable))
+
+    def units(self) -> Mapping[int | None, tuple[Part, ...]]:
+        """The parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
+        units: dict[int | None, list[Part]] = {}
+        for part in self.parts:
+            mine = [n for n in part.kind.layers if n in self.layers]
+            units.setdefault(mine[0] if mine else None, []).append(part)
+        return {unit: tuple(parts) for unit, parts in units.items()}
+
+    def _some(self, *, expert: bool | None, trainable: bool | None) -> Iterator[Part]:
+        for part in self.parts:
+            of_expert, learns = part.kind.spec.of_expert, part.kind.trainable
+            if expert in {None, of_expert} and trainable in {None, learns}:
+                yield part
+
+
+def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holding, ...]:
+    """What the distinct ranks of `mesh` hold; `stages` are the layers of each pipeline stage.
+
+    Raises CutError, naming a tensor, if the mesh cannot cut it.
+    """
+    for kind in inventory.kinds:
+        check(kind.example, kind.shape, kind.spec, mesh)
+    starts = [sum(stages[:n]) for n in range(len(stages) + 1)]
+    spans = [range(a, b) for a, b in pairwise(starts)]
+    by_stage = [[k for k in inventory.kinds if _on(k, n, spans)] for n in range(len(spans))]
+    places = [mesh.coordinate(rank) for rank in range(mesh.world)]
+    alike = Counter(_key(at) for at in places)
+    seen: set[tuple[int, ...]] = set()
+    parts: dict[tuple[object, ...], tuple[int, int]] = {}
+    found = []
+    for rank, at in enumerate(places):
+        if _key(at) in seen:
+            continue
+        seen.add(_key(at))
+        stage = at["pp"]
+        held = tuple(_parts(by_stage[stage], mesh, at, parts))
+        found.append(Holding(rank, mesh.label(rank), at, alike[_key(at)], stage, spans[stage], held))
+    return tuple(found)
+
+
+def _key(at: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(at[axis] for axis in HOLDING)
+
+
+def _on(kind: Kind, stage: int, spans: Sequence[range]) -> bool:
+    """Whether the stage has the kind; a model without layers is on one stage."""
+    last = len(spans) - 1
+    return any(
+        n in spans[stage] if where == "layer" else stage == (0 if where == "first" else last)
+        for where, n in kind.spec.where
+    )
+
+
+def _parts(
+    kinds: Sequence[Kind], mesh: Mesh, at: Mapping[str, int], known: dict[tuple[object, ...], tuple[int, int]]
+) -> Iterator[Part]:
+    for kind in kinds:
+        count = _members(kind, mesh, at)
+        if not count:
+            continue
+        spec = kind.spec
+        key = (kind.shape, spec.cuts, *(at[cut.axis] for dim in spec.cuts for cut in dim))
+        if key not in known:
+            known[key] = _sizes(kind, mesh, at)
+        gathered, elements = known[key]
+        if gathered or not all(kind.shape):
+            yield Part(kind, count, gathered, elements)
+
+
+def _members(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> int:
+    """How many tensors of the kind the rank at `at` has a part of: experts are shared out in equal runs."""
+    member = kind.spec.member
+    if member is None:
+        return kind.count
+    run = member.count // mesh.degree(member.axis)
+    first = at[member.axis] * run
+    return sum(kind.members[first : first + run])
+
+
+def _sizes(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
+    """Elements of one tensor that the rank at `at` computes with, and that it keeps."""
+    if not kind.spec.cuts:
+        return prod(kind.shape), prod(kind.shape)
+    gathered = elements = 1
+    for extent, cuts in zip(kind.shape, kind.spec.cuts, strict=True):
+        whole = [cut for cut in cuts if cut.axis not in SHARDING]
+        gathered *= sum(b - a for a, b in intervals(extent, whole, mesh, at))
+        elements *= sum(b - a for a, b in intervals(extent, cuts, mesh, at))
+    return gathered, elements

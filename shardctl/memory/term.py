@@ -1,0 +1,82 @@
+"""One addend of an estimate: how many bytes, for what, by which formula, from which source, and how sure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Category = Literal["weights", "gradients", "optimizer", "activations", "kv cache", "workspace", "runtime"]
+"""What memory is used for, in the order in which a bar shows it."""
+CATEGORIES: Final[tuple[Category, ...]] = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "kv cache",
+    "workspace",
+    "runtime",
+)
+Tier = Literal["device", "host", "nvme"]
+"""Where the bytes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """An addend of what one rank needs.
+
+    >>> Term("weights", "weights", 10).exact, Term("peak", "activations", 10, interval=(8, 12)).exact
+    (True, False)
+    """
+
+    name: str
+    """What it is, such as ``fp32 master weights``; unique within one estimate."""
+    category: Category
+    nbytes: int
+    formula: str = ""
+    """How it follows from `inputs`, such as ``12 * P / N``; empty for what headers say."""
+    inputs: Mapping[str, float | str] = field(default_factory=dict)
+    """The values of the formula's symbols."""
+    source: str = ""
+    """Where the formula is from: a paper and its section or table, a program and its version, or a measurement."""
+    interval: tuple[int, int] | None = None
+    """The least and the most bytes that are to be expected; None for what is exact."""
+    tier: Tier = "device"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is counted, not modelled."""
+        return self.interval is None
+
+    @property
+    def low(self) -> int:
+        """The least bytes to be expected."""
+        return self.nbytes if self.interval is None else self.interval[0]
+
+    @property
+    def high(self) -> int:
+        """The most bytes to be expected."""
+        return self.nbytes if self.interval is None else self.interval[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Terms together."""
+
+    nbytes: int
+    low: int
+    high: int
+    exact: bool
+
+
+def total(terms: Iterable[Term], tier: Tier = "device", category: Category | None = None) -> Sum:
+    """The sum of those terms that are in `tier`, of one category or of all."""
+    some = [t for t in terms if t.tier == tier and category in {None, t.category}]
+    return Sum(
+        sum(t.nbytes for t in some),
+        sum(t.low for t in some),
+        sum(t.high for t in some),
+        all(t.exact for t in some),
+    )

@@ -1,0 +1,62 @@
+"""What the devices will be used for: serving or training, with every choice that changes memory or traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Profile = Literal["megatron", "hf", "fsdp2", "deepspeed"]
+"""Whose runtime trains; runtimes differ in what they keep for the backward pass and in what they allocate."""
+PROFILES: Final[tuple[Profile, ...]] = ("megatron", "hf", "fsdp2", "deepspeed")
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Offload = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Generation with a key/value cache."""
+
+    context: int
+    """Tokens per sequence that the cache must hold, prompt and answer together."""
+    batch: int = 1
+    """Sequences held at once by one replica of the mesh (not per rank)."""
+    kv_dtype: str | None = None
+    """The safetensors dtype of the cache, such as ``BF16`` or ``F8_E4M3``; by default that of the activations."""
+    batched_tokens: int = 8192
+    """The most tokens of one forward pass, over all sequences (vLLM's `max_num_batched_tokens`)."""
+    page: int = 16
+    """Tokens per page of the cache (vLLM's `block_size`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Optimisation of all parameters."""
+
+    sequence: int
+    """Tokens per sequence, over all cp ranks."""
+    micro_batch: int = 1
+    """Sequences per forward pass of one data-parallel rank."""
+    microbatches: int | None = None
+    """Forward passes per optimizer step of one data-parallel rank; by default as many as there are stages."""
+    profile: Profile = "fsdp2"
+    optimizer: str = "adamw"
+    """A name of the table in `optimizers`."""
+    zero: int = 0
+    """Which states dp ranks share besides: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters
+    (Rajbhandari et al. 2020). With Megatron, 1 is the distributed optimizer. fsdp ranks always share all three."""
+    dtype: str = "BF16"
+    """Of the parameters that compute; safetensors' name."""
+    gradient_dtype: str | None = None
+    """Of gradients that are kept; by default the profile's."""
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    """Whether norms and dropouts are divided over tp too (Korthikanti et al. 2022); without tp it changes nothing."""
+    flash: bool = True
+    """Whether attention never holds its scores (FlashAttention, sdpa's fused kernels)."""
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    """Model chunks per stage, for `interleaved`."""
+    offload: Offload = "none"
+    """Where the optimizer states go; with ZeRO-3 also the parameters, if `offload_parameters`."""
+    offload_parameters: bool = False

@@ -1,0 +1,49 @@
+"""What an inventory says each rank holds is what the pieces of every tensor add up to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardctl.errors import CutError
+from shardctl.manifest import Tensor
+from shardctl.memory.holding import hold
+from shardctl.memory.inventory import take_stock
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.pieces import Placed
+
+CONFIGS = sorted((Path(__file__).parents[1] / "fixtures" / "configs").glob("*.json"))
+MESHES = ("tp=2", "pp=2,fsdp=2,tp=2", "dp=2,fsdp=3", "fsdp=2,tp=2,ep=2", "dp=2,cp=2,tp=1,ep=2,etp=1")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_counts_are_those_of_the_pieces(path):
+    model = describe(json.loads(path.read_text()), kv_heads="replicate")
+    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
+    specs = {t.name: model.tensors[t.name].spec for t in tensors}
+    inventory = take_stock(tensors, specs, model.layers)
+    assert inventory.nbytes == sum(t.nbytes for t in tensors)
+    assert inventory.parameters == model.parameters
+    tried = 0
+    for mesh in map(Mesh.parse, MESHES):
+        pp = mesh.degree("pp")
+        if pp > max(model.layers, 1):
+            continue
+        stages = (model.layers // 2, model.layers - model.layers // 2) if pp == 2 else (model.layers,)
+        try:
+            pieces = dict(Placed(tensors, specs, mesh, stages).ranks(replicas=True))
+        except CutError:
+            with pytest.raises(CutError):
+                hold(inventory, mesh, stages)
+            continue
+        holdings = hold(inventory, mesh, stages)
+        for holding in holdings:
+            assert holding.nbytes == sum(held.nbytes for held in pieces[holding.rank])
+            units = holding.units().values()
+            assert sum(part.nbytes for unit in units for part in unit) == holding.nbytes
+        assert sum(holding.ranks for holding in holdings) == mesh.world
+        tried += 1
+    assert tried
