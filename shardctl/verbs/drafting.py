@@ -114,8 +114,8 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(wish, mesh)
     _check_castable(checkpoint, wish)
-    have = _filtered(checkpoint.manifest, wish)
-    dtypes = _dtypes(have, wish)
+    have = filtered(checkpoint.manifest, wish)
+    dtypes = chosen_dtypes(have, wish)
     arrays = form(
         have,
         _fusions(checkpoint, wish),
@@ -189,7 +189,8 @@ def place(
     return Placed(tensors, specs, mesh, layers, names)
 
 
-def _filtered(manifest: Manifest, wish: Wish) -> Manifest:
+def filtered(manifest: Manifest, wish: Wish) -> Manifest:
+    """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
     if wish.include is None and wish.exclude is None:
         return manifest
     include, exclude = _pattern("--include", wish.include or ""), _pattern("--exclude", wish.exclude or r"(?!)")
@@ -199,7 +200,8 @@ def _filtered(manifest: Manifest, wish: Wish) -> Manifest:
     return replace(manifest, tensors=kept)
 
 
-def _dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
+def chosen_dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
+    """By name the type that each tensor will have."""
     if wish.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
     if wish.dtype not in FLOATS:
