@@ -1,5 +1,6 @@
 """Model families as data: what a checkpoint must contain, and how each tensor is cut."""
 
+from shardctl.models.config import Config
 from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import kinds
@@ -9,6 +10,7 @@ from shardctl.models.rule_table import RuleRow, rule_table
 
 __all__ = [
     "FAMILIES",
+    "Config",
     "KvHeads",
     "Model",
     "ModelTensor",
