@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.manifest import Manifest, Opaque, Tensor
+    from shardctl.models import Model
     from shardctl.models.fusion import Fusion
     from shardctl.verbs.opening import Checkpoint
 
@@ -181,12 +182,16 @@ def place(
     model = checkpoint.require_model(f"a mesh of {mesh}")
     tensors = tuple(have.tensors.values())
     specs = {tensor.name: model.tensors[tensor.name].spec for tensor in tensors}
+    return Placed(tensors, specs, mesh, divide(model, have, mesh, stages), names)
+
+
+def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
+    """The layers of each pipeline stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
     pp = mesh.degree("pp")
     if stages is not None:
-        layers = parse_stages(stages, model.layers, pp)
-    else:
-        layers = balance(*layer_costs(tensors, specs, model.layers), pp)
-    return Placed(tensors, specs, mesh, layers, names)
+        return parse_stages(stages, model.layers, pp)
+    specs = {name: model.tensors[name].spec for name in have.tensors}
+    return balance(*layer_costs(have.tensors.values(), specs, model.layers), pp)
 
 
 def filtered(manifest: Manifest, wish: Wish) -> Manifest:
