@@ -26,6 +26,7 @@ from shardctl.execute.note import Note, way_back
 from shardctl.record import RECORD
 from shardctl.storage import linux
 from shardctl.storage.durable import make_directories, sync_directory, told, write_file
+from shardctl.storage.room import free_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,10 +116,10 @@ class Staging:
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
         have = sum(f.stat().st_blocks * 512 for tree in self._trees() for f in tree.rglob("*") if f.is_file())
-        disk = shutil.disk_usage(self.root)
-        if disk.total and disk.free + have < nbytes:  # some file systems know nothing of their size
+        free = free_space(self.root)
+        if free is not None and free + have < nbytes:
             raise DestinationError(
-                f"{self.destination} needs {nbytes:,} bytes, but its file system has {disk.free + have:,} free",
+                f"{self.destination} needs {nbytes:,} bytes, but its file system has {free + have:,} free",
                 hint="free some space or choose another destination; nothing was written",
             )
 

@@ -91,7 +91,7 @@ def plan_fields(result: Planned) -> Document:
         "stages": [asdict(stage) for stage in result.stages],
         "ranks": [asdict(rank) for rank in result.ranks],
         "replication": result.replication,
-        "conversion": asdict(result.conversion),
+        "conversion": asdict(result.conversion) if result.conversion else None,
         "warnings": list(result.warnings),
     }
 

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
+from shardctl.memory.workload import Serving
 from shardctl.report.grid import line, table
+from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
 from shardctl.report.sizes import count, file_size, memory_size, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from shardctl.memory.workload import Training
     from shardctl.verbs.plan import Planned, RankPlan, StagePlan
 
-Detail = Literal["summary", "stage", "rank"]
+Detail = Literal["summary", "stage", "rank", "tensor"]
 
 GROUPED: Final = 64
 """Above this many distinct ranks, equal ones share a line."""
@@ -24,15 +27,43 @@ _BAR: Final = 24
 
 
 def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
-    """The checkpoint and its mesh in one line, then stages, ranks, and the cost of the conversion."""
+    """The checkpoint and its mesh in one line, then stages, ranks, what they need, and the cost of the conversion."""
     parts: list[RenderableType] = [line(_header(planned), "bold")]
-    if detail != "summary" and planned.stages:
+    if detail != "summary" and len(planned.stages) > 1:
         parts.append(table([_stage(stage, planned) for stage in planned.stages], right=frozenset({2}), indent=2))
-    if detail == "rank":
+    if detail in {"rank", "tensor"}:
         parts.append(_ranks(planned))
+    parts += _needs(planned, detail)
     parts += [line(text) for text in (_replication(planned), _conversion(planned)) if text]
-    parts.append(line("exact, from headers; the peak memory is a bound", "dim"))
     return Group(*parts)
+
+
+def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
+    """What the ranks need for the purpose, and whether it fits."""
+    seen = planned.forecast
+    if seen.work is None:
+        return [line(f"memory besides weights is not modelled: {seen.unmodelled}", "dim")]
+    parts: list[RenderableType] = [line(workload(seen.work))]
+    if detail != "summary":
+        parts += picture(planned.mesh, seen.estimate)
+    parts += bars(seen.estimate)
+    if detail == "tensor":
+        parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
+    parts.append(line(verdict(planned), "bold green" if seen.estimate.fits else "bold red" if seen.device else ""))
+    return parts
+
+
+def verdict(planned: Planned) -> str:
+    """Which rank needs most, and whether it fits."""
+    estimate, device = planned.forecast.estimate, planned.forecast.device
+    rank = estimate.binding
+    place = f" ({rank.holding.label})" if rank.holding.label != "only" else ""
+    needs = f"rank {rank.holding.rank}{place} needs {amount(rank.total())}"
+    if estimate.budget is None or device is None:
+        return f"binding: {needs}"
+    sure = "" if estimate.certain else ", though not for certain"
+    what = f"{memory_size(estimate.budget)} of {device.name}"
+    return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
 
 
 def _header(planned: Planned) -> str:
@@ -41,7 +72,8 @@ def _header(planned: Planned) -> str:
     world = planned.mesh.world
     mesh = f"{planned.mesh} = {plural(world, 'rank')}" if world > 1 else "one device"
     amounts = f"{count(planned.parameters)} parameters  {memory_size(planned.weight_bytes)}"
-    return f"{model}  {amounts} | {mesh} | layout {planned.layout}"
+    layout = f" | layout {planned.layout}" if planned.layout else " | a config without weights"
+    return f"{model}  {amounts} | {mesh}{layout}"
 
 
 def _stage(stage: StagePlan, planned: Planned) -> tuple[str, str, str]:
@@ -59,7 +91,9 @@ def _stage(stage: StagePlan, planned: Planned) -> tuple[str, str, str]:
 def _ranks(planned: Planned) -> RenderableType:
     heaviest = max((rank.weight_bytes for rank in planned.ranks), default=0)
     copies = planned.ranks[0].replicas > 1 if planned.ranks else False
-    rows = [("rank", "place", *(("copies",) if copies else ()), "tensors", "weights", "files", "")]
+    written = any(rank.files for rank in planned.ranks)
+    files = ("files",) if written else ()
+    rows = [("rank", "place", *(("copies",) if copies else ()), "tensors", "weights", *files, "")]
     groups: dict[tuple[int, ...], list[RankPlan]] = {}
     for rank in planned.ranks:
         groups.setdefault(_alike(rank) if len(planned.ranks) > GROUPED else (rank.rank,), []).append(rank)
@@ -73,12 +107,13 @@ def _ranks(planned: Planned) -> RenderableType:
                 *((f"x{first.replicas}",) if copies else ()),
                 f"{first.tensors:,}",
                 memory_size(first.weight_bytes),
-                file_size(first.file_bytes),
+                *((file_size(first.file_bytes),) if written else ()),
                 bar,
             )
         )
     shift = int(copies)
-    return table(rows, right=frozenset({0, 2 + shift, 3 + shift, 4 + shift} | ({2} if copies else set())), indent=2)
+    right = {0, 2 + shift, 3 + shift} | ({4 + shift} if written else set()) | ({2} if copies else set())
+    return table(rows, right=frozenset(right), indent=2)
 
 
 def _alike(rank: RankPlan) -> tuple[int, ...]:
@@ -97,8 +132,24 @@ def _replication(planned: Planned) -> str:
 
 def _conversion(planned: Planned) -> str:
     cost = planned.conversion
+    if cost is None:
+        return ""
     return (
         f"conversion: read {file_size(cost.read_bytes)}, write {file_size(cost.write_bytes)} "
-        f"in {plural(cost.files, 'file')}, peak host memory {memory_size(cost.peak_memory_bytes)}, "
-        f"free space {file_size(cost.free_bytes)}"
+        f"in {plural(cost.files, 'file')}, peak host memory {memory_size(cost.peak_memory_bytes)}"
+        + (f", free space {file_size(cost.free_bytes)}" if cost.free_bytes is not None else "")
     )
+
+
+def workload(work: Serving | Training) -> str:
+    """What the devices do, in one line."""
+    if isinstance(work, Serving):
+        kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
+        return f"serve: {plural(work.batch, 'sequence')} of {work.context:,} tokens{kv}"
+    schedule = f", {work.schedule}" if work.microbatches else ""
+    parts = [
+        f"train: {plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{schedule}",
+        f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
+        f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
+    ]
+    return ", ".join(parts) + (f", offload to {work.offload}" if work.offload != "none" else "")

@@ -1,23 +1,25 @@
-"""What every rank of a mesh will hold, and what converting will cost; from headers only."""
+"""What every rank of a mesh will hold and need, whether it fits, and what converting will cost; from headers only."""
 
 from __future__ import annotations
 
-import shutil
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardctl.errors import MemoryBudgetError
-from shardctl.mesh import HOLDING
-from shardctl.verbs.drafting import Wish, draft
+from shardctl.mesh import Mesh
+from shardctl.storage.room import existing, free_space
+from shardctl.verbs.drafting import Wish, divide, draft, filtered
+from shardctl.verbs.forecasting import Forecast, Purpose, foresee, subject
 from shardctl.verbs.opening import Reading, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from shardctl.mesh import Mesh
+    from shardctl.memory.holding import Holding
     from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.forecasting import Subject
+    from shardctl.verbs.opening import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class RankPlan:
     weight_bytes: int
     """Bytes of its parts of the weights, ties counted once."""
     file_bytes: int
-    """Bytes of the files that this rank writes, headers and both names of ties included."""
+    """Bytes of the files that this rank writes, headers and both names of ties included; 0 if none are written."""
     files: tuple[str, ...]
 
 
@@ -60,8 +62,10 @@ class Conversion:
     """Host memory that the conversion will not exceed."""
     threads: int
     block_bytes: int
-    free_bytes: int
-    """Free space where the result would go."""
+    free_bytes: int | None
+    """Free space where the result would go; None if the file system does not know."""
+    possible: bool = True
+    """Whether the limit on host memory can hold it; if not, the numbers are those of the least that can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +84,25 @@ class Planned:
     """The first of each group of ranks that hold the same."""
     replication: float
     """Bytes held by the distinct ranks together, over `weight_bytes`."""
-    conversion: Conversion
+    forecast: Forecast
+    """What the ranks need, in the order of `ranks`."""
+    conversion: Conversion | None
+    """None where there is nothing to convert: a model of which there is only a config."""
     warnings: tuple[str, ...]
-    fits: bool = True
-    """Whether the memory limit can hold the conversion; if not, `conversion` says what would."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the answer is yes: devices and host can hold it, as far as limits were given."""
+        return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
 
 
 def plan(
-    path: str | Path, wish: Wish, *, reading: Reading | None = None, destination: str | Path | None = None
+    path: str | Path,
+    wish: Wish,
+    *,
+    reading: Reading | None = None,
+    destination: str | Path | None = None,
+    purpose: Purpose | None = None,
 ) -> Planned:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
 
@@ -96,84 +111,91 @@ def plan(
     with opened(path, reading) as checkpoint:
         near = Path(destination or path)
         try:
-            return describe(str(path), draft(checkpoint, wish), near)
+            return describe(str(path), draft(checkpoint, wish), near, purpose)
         except MemoryBudgetError as error:
-            planned = describe(str(path), draft(checkpoint, replace(wish, memory=error.needed)), near)
-            return replace(planned, warnings=(*planned.warnings, error.message), fits=False)
+            planned = describe(str(path), draft(checkpoint, replace(wish, memory=error.needed)), near, purpose)
+            assert planned.conversion is not None  # noqa: S101 - there is a draft
+            impossible = replace(planned.conversion, possible=False)
+            return replace(planned, warnings=(*planned.warnings, error.message), conversion=impossible)
 
 
-def describe(path: str, work: Draft, near: Path) -> Planned:
+def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None) -> Planned:
     """A worked-out conversion, as numbers; `near` is where free space is looked up."""
-    ranks = _ranks(work)
-    weights = sum(copy.target.nbytes for copy in work.plan.copies)
-    return Planned(
-        path=path,
-        layout=work.layout,
-        architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
-        parameters=sum(copy.source.size for copy in work.plan.copies),
-        weight_bytes=weights,
-        mesh=work.mesh,
-        stages=_stages(work, ranks),
-        ranks=ranks,
-        replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
-        conversion=Conversion(
-            read_bytes=work.plan.read_bytes,
-            write_bytes=work.write_bytes,
-            files=len(work.plan.want.files) + len(work.carried) + 1,
-            peak_memory_bytes=work.budget.projected,
-            threads=work.budget.threads,
-            block_bytes=work.budget.block,
-            free_bytes=_free(near),
-        ),
-        warnings=work.have.warnings,
+    about = subject(work.checkpoint, work.wish)
+    stages = work.placed.stages if work.placed is not None else (about.inventory.layers,)
+    conversion = Conversion(
+        read_bytes=work.plan.read_bytes,
+        write_bytes=work.write_bytes,
+        files=len(work.plan.want.files) + len(work.carried) + 1,
+        peak_memory_bytes=work.budget.projected,
+        threads=work.budget.threads,
+        block_bytes=work.budget.block,
+        free_bytes=free_space(existing(near)),
+    )
+    sizes = {path: file.size for path, file in work.plan.want.files.items()}
+    return _planned(
+        path, work.checkpoint, about, work.mesh, stages, purpose or Purpose(), work.layout, sizes, conversion
     )
 
 
-def _ranks(work: Draft) -> tuple[RankPlan, ...]:
-    sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    if work.placed is None:
-        weights = sum(copy.target.nbytes for copy in work.plan.copies)
-        names = tuple(path for path in sizes if path.endswith(".safetensors"))
-        return (RankPlan(0, "only", {}, 1, len(work.plan.copies), weights, sum(sizes[n] for n in names), names),)
-    mesh, wanted = work.mesh, work.plan.want.tensors
-    alike = Counter(_holding(mesh, rank) for rank in range(mesh.world))
-    rows: dict[tuple[int, ...], RankPlan] = {}
-    for rank, held in work.placed.ranks(replicas=True):
-        key = _holding(mesh, rank)
-        if key not in rows:
-            files = tuple(path for path in sizes if path.startswith(f"shard-{rank + 1:05d}-"))
-            rows[key] = RankPlan(
-                rank=rank,
-                label=mesh.label(rank),
-                coordinate=mesh.coordinate(rank),
-                replicas=alike[key],
-                tensors=len(held),
-                weight_bytes=sum(wanted[h.tensor.name].dtype.nbytes(box.shape) for h in held for box in h.boxes),
-                file_bytes=sum(sizes[path] for path in files),
-                files=files,
-            )
-    return tuple(rows.values())
+def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
+    """What a model of which there is only a config would need."""
+    about = subject(checkpoint, wish)
+    mesh = wish.mesh or Mesh.of()
+    model = checkpoint.require_model("a plan")
+    stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)
+    return _planned(path, checkpoint, about, mesh, stages, purpose, "", {}, None)
 
 
-def _holding(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """What ranks that hold the same weights have in common."""
-    at = mesh.coordinate(rank)
-    return tuple(at[axis] for axis in HOLDING)
+def _planned(
+    path: str,
+    checkpoint: Checkpoint,
+    about: Subject,
+    mesh: Mesh,
+    stages: tuple[int, ...],
+    purpose: Purpose,
+    layout: str,
+    sizes: Mapping[str, int],
+    conversion: Conversion | None,
+) -> Planned:
+    forecast = foresee(about, mesh, stages, purpose)
+    ranks = tuple(_rank(rank.holding, layout, sizes) for rank in forecast.estimate.ranks)
+    weights = about.inventory.nbytes
+    return Planned(
+        path=path,
+        layout=layout,
+        architecture=checkpoint.model.architecture if checkpoint.model else "",
+        parameters=about.inventory.parameters,
+        weight_bytes=weights,
+        mesh=mesh,
+        stages=_stages(stages, ranks) if mesh.world > 1 else (),
+        ranks=ranks,
+        replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
+        forecast=forecast,
+        conversion=conversion,
+        warnings=checkpoint.manifest.warnings,
+    )
 
 
-def _stages(work: Draft, ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
-    if work.placed is None:
-        return ()
+def _rank(holding: Holding, layout: str, sizes: Mapping[str, int]) -> RankPlan:
+    prefix = f"shard-{holding.rank + 1:05d}-" if layout == "ranks" else ""
+    files = tuple(path for path in sizes if path.startswith(prefix) and path.endswith(".safetensors"))
+    return RankPlan(
+        rank=holding.rank,
+        label=holding.label,
+        coordinate=holding.coordinate,
+        replicas=holding.ranks,
+        tensors=sum(part.count for part in holding.parts),
+        weight_bytes=holding.nbytes,
+        file_bytes=sum(sizes[path] for path in files),
+        files=files,
+    )
+
+
+def _stages(stages: Sequence[int], ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
     rows, first = [], 0
-    for stage, layers in enumerate(work.placed.stages):
+    for stage, layers in enumerate(stages):
         nbytes = sum(rank.weight_bytes for rank in ranks if rank.coordinate["pp"] == stage)
         rows.append(StagePlan(stage, first, layers, nbytes))
         first += layers
     return tuple(rows)
-
-
-def _free(near: Path) -> int:
-    place = near.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free

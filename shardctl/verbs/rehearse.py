@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import AccessError, DestinationError
 from shardctl.execute.staging import Staging
+from shardctl.storage.room import existing, free_space
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
-from shardctl.verbs.plan import Planned, describe
+from shardctl.verbs.plan import describe
 from shardctl.verbs.reshard import check_apart
 
 if TYPE_CHECKING:
     from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.plan import Planned
 
 
 def rehearse(
@@ -32,22 +34,20 @@ def rehearse(
         work = draft(checkpoint, wish or Wish())
         staging = Staging(destination, overwrite=overwrite)
         planned = describe(str(path), work, destination)
-        _check_room(staging, work, planned)
+        _check_room(staging, work)
         return planned
 
 
-def _check_room(staging: Staging, work: Draft, planned: Planned) -> None:
+def _check_room(staging: Staging, work: Draft) -> None:
     if staging.root.exists():
         staging.require_space(work.write_bytes)
         return
-    place = staging.root.parent
-    while not place.exists():
-        place = place.parent
+    place = existing(staging.root.parent)
     if not os.access(place, os.W_OK | os.X_OK):
         raise AccessError(f"{place} cannot be written", hint="choose another destination")
-    if planned.conversion.free_bytes < work.write_bytes:
+    free = free_space(place)
+    if free is not None and free < work.write_bytes:
         raise DestinationError(
-            f"{staging.destination} needs {work.write_bytes:,} bytes, "
-            f"but its file system has {planned.conversion.free_bytes:,} free",
+            f"{staging.destination} needs {work.write_bytes:,} bytes, but its file system has {free:,} free",
             hint="free some space or choose another destination",
         )

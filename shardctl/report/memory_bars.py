@@ -1,0 +1,132 @@
+"""What an estimate says, as text: the mesh as a picture, a bar for the heaviest rank of each stage, and its terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.text import Text
+
+from shardctl.memory.term import CATEGORIES, Category, total
+from shardctl.mesh import HOLDING
+from shardctl.report.grid import line, table
+from shardctl.report.sizes import memory_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from shardctl.memory.estimate import Estimate, RankEstimate
+    from shardctl.memory.term import Sum
+    from shardctl.mesh import Mesh
+
+FILLS: Final[dict[Category, tuple[str, str]]] = {
+    "weights": ("█", "blue"),
+    "gradients": ("▓", "cyan"),
+    "optimizer": ("▒", "magenta"),
+    "activations": ("░", "yellow"),
+    "kv cache": ("▚", "green"),
+    "workspace": ("+", "red"),
+    "runtime": ("-", "bright_black"),
+}
+"""A character and a colour for each category; it must read without the colour."""
+PICTURED: Final = 64
+"""Up to this many ranks the mesh is drawn."""
+_BAR: Final = 40
+"""Characters of a bar as long as the budget, or as the heaviest rank needs."""
+
+
+def amount(sum_: Sum) -> str:
+    """A number of bytes, with the interval to be expected if it is modelled."""
+    if sum_.exact:
+        return f"{memory_size(sum_.nbytes)} (exact)"
+    return f"{memory_size(sum_.nbytes)} ({memory_size(sum_.low)} to {memory_size(sum_.high)})"
+
+
+def bars(estimate: Estimate) -> list[RenderableType]:
+    """A bar for the heaviest rank of each stage, and the legend."""
+    full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.ranks)], default=0)
+    rows = []
+    for rank in heaviest(estimate):
+        whole = rank.total()
+        share = f"{100 * whole.nbytes / estimate.budget:.0f} %" if estimate.budget else ""
+        limit = f"/ {memory_size(estimate.budget)}" if estimate.budget else ""
+        name = f"rank {rank.holding.rank}" + (f" ({rank.holding.label})" if rank.holding.label != "only" else "")
+        rows.append((name, _bar(rank, full, estimate.budget), memory_size(whole.nbytes), limit, share))
+    shown = {term.category for rank in estimate.ranks for term in rank.terms if term.nbytes and term.tier == "device"}
+    legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in shown)
+    return [table(rows, right=frozenset({2}), indent=2), line(f"  {legend}", "dim")]
+
+
+def heaviest(estimate: Estimate) -> list[RankEstimate]:
+    """Of each stage the rank that needs most."""
+    stages: dict[int, RankEstimate] = {}
+    for rank in estimate.ranks:
+        known = stages.get(rank.holding.stage)
+        if known is None or rank.total().nbytes > known.total().nbytes:
+            stages[rank.holding.stage] = rank
+    return [stages[stage] for stage in sorted(stages)]
+
+
+def _bar(rank: RankEstimate, full: int, budget: int | None) -> Text:
+    """One character a share of `full`; each category is rounded where it ends, so that the whole is right."""
+    bar, ends = Text(), 0
+    place = 0
+    for category in CATEGORIES:
+        ends += total(rank.terms, category=category).nbytes
+        until = round(_BAR * ends / full) if full else 0
+        fill, colour = FILLS[category]
+        bar.append(fill * (until - place), style=colour)
+        place = max(place, until)
+    limit = round(_BAR * budget / full) if budget and full else _BAR
+    bar.append("·" * max(limit - place, 0), style="dim")
+    return bar
+
+
+def picture(mesh: Mesh, estimate: Estimate) -> list[RenderableType]:
+    """The mesh, one line of ranks for each outer coordinate, with what each rank needs."""
+    if not 1 < mesh.world <= PICTURED:
+        return []
+    needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total().nbytes for r in estimate.ranks}
+    inner = next((name for name, degree in reversed(mesh.axes) if degree > 1), "tp")
+    width = mesh.degree(inner)
+    rows = []
+    for first in range(0, mesh.world, width):
+        cells = []
+        for rank in range(first, first + width):
+            at = mesh.coordinate(rank)
+            cells.append(f"[{rank:>3} {memory_size(needs[tuple(at[a] for a in HOLDING)]):>9}]")
+        at = mesh.coordinate(first)
+        outer = " ".join(f"{name}{at[name]}" for name, degree in mesh.axes if degree > 1 and name != inner)
+        rows.append((outer, *cells))
+    return [table(rows, indent=2)]
+
+
+def terms(rank: RankEstimate) -> RenderableType:
+    """Every addend of one rank, with its formula, its inputs and its source."""
+    rows: list[Sequence[object]] = [("term", "bytes", "", "formula, with inputs and source")]
+    for term in rank.terms:
+        sure = "exact" if term.exact else f"{memory_size(term.low)} to {memory_size(term.high)}"
+        where = f" on {term.tier}" if term.tier != "device" else ""
+        rows.append((term.name + where, memory_size(term.nbytes), sure, _explained(term.formula, term.inputs.items())))
+        if term.source:
+            rows.append(("", "", "", line(term.source, "dim")))
+    return table(rows, right=frozenset({1}), indent=2)
+
+
+def _explained(formula: str, inputs: Iterable[tuple[str, float | str]]) -> str:
+    given = ", ".join(
+        f"{name} = {value:,}" if isinstance(value, int) else f"{name} = {value}" for name, value in inputs
+    )
+    return f"{formula}; {given}" if formula and given else formula or given or "from headers"
+
+
+def kinds(rank: RankEstimate) -> RenderableType:
+    """Every kind of tensor that one rank holds a part of: exact, from headers."""
+    rows: list[Sequence[object]] = [("tensors", "first of them", "dtype", "whole", "held", "bytes")]
+    for part in rank.holding.parts:
+        kind = part.kind
+        shape = " x ".join(map(str, kind.shape)) or "scalar"
+        held = f"{part.elements:,} elements"
+        rows.append((part.count, kind.example, kind.dtype.name, shape, held, memory_size(part.nbytes)))
+    return table(rows, right=frozenset({0, 4, 5}), indent=2)

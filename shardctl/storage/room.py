@@ -1,0 +1,23 @@
+"""How much room there is where something will be written, which need not exist yet."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def free_space(place: Path) -> int | None:
+    """Free bytes of the file system of an existing path; None if it does not know its own size."""
+    disk = shutil.disk_usage(place)
+    return disk.free if disk.total else None

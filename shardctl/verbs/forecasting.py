@@ -1,0 +1,158 @@
+"""From an opened checkpoint and a purpose to an estimate of what every device needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from shardctl.errors import UnsupportedError, UsageError
+from shardctl.memory.forecast import forecast
+from shardctl.memory.inventory import Inventory, take_stock
+from shardctl.memory.workload import Serving, Training
+from shardctl.models import Config
+from shardctl.placement import Spec
+from shardctl.verbs.drafting import chosen_dtypes, filtered
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.devices import Device
+    from shardctl.memory.estimate import Estimate
+    from shardctl.memory.workload import Offload, Profile, Recompute, Schedule
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import Anatomy
+    from shardctl.verbs.drafting import Wish
+    from shardctl.verbs.opening import Checkpoint
+
+Use = Literal["serve", "train"]
+USUAL_CONTEXT: Final = 8192
+"""Tokens per sequence if nobody says, unless the model was made for fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What the devices are for; every field is an option of the command line, and None is its default."""
+
+    use: Use | None = None
+    """By default `train` where something is asked that only training has, such as an optimizer or fsdp ranks."""
+    device: Device | None = None
+    """What each rank runs on; without one, needs are stated and nothing is said to fit."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+    batch: int | None = None
+    """Sequences: in serving those held at once, in training those of one forward pass of a data-parallel rank."""
+    kv_dtype: str | None = None
+    """Of the key/value cache, as `--kv-dtype` spells it."""
+    microbatches: int | None = None
+    profile: Profile | None = None
+    optimizer: str | None = None
+    zero: int | None = None
+    recompute: Recompute | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    offload: Offload | None = None
+
+    def training(self, mesh: Mesh) -> bool:
+        """Whether it is about training."""
+        if self.use is not None:
+            return self.use == "train"
+        asked = (self.microbatches, self.profile, self.optimizer, self.zero, self.recompute, self.schedule)
+        more = (self.virtual_stages, self.offload)
+        return mesh.degree("fsdp") > 1 or any(option is not None for option in (*asked, *more))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What every device needs for a purpose."""
+
+    estimate: Estimate
+    work: Serving | Training | None
+    """None if only the weights are stated."""
+    dtype: str
+    """Of activations; safetensors' name."""
+    device: Device | None = None
+    unmodelled: str = ""
+    """Why only the weights are stated, if so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an estimate is about, whatever the mesh."""
+
+    inventory: Inventory
+    anatomy: Anatomy | None
+    unmodelled: str
+    dtype: str
+
+
+def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
+    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of."""
+    have = filtered(checkpoint.manifest, wish)
+    model = checkpoint.model
+    if model is None:
+        specs: Mapping[str, Spec] = {n: Spec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
+        inventory = take_stock(have.tensors.values(), specs, 0, dtypes=chosen_dtypes(have, wish))
+    else:
+        specs = {name: model.tensors[name].spec for name in have.tensors}
+        buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
+        inventory = take_stock(
+            have.tensors.values(), specs, model.layers, dtypes=chosen_dtypes(have, wish), buffers=buffers
+        )
+    found, why = _anatomy(checkpoint)
+    dtype = Config(checkpoint.config).dtype().name if checkpoint.config is not None else ""
+    return Subject(inventory, found, why, dtype)
+
+
+def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose) -> Forecast:
+    """What every rank of `mesh` needs.
+
+    Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other.
+    """
+    work = _work(about, mesh, purpose)
+    estimate = forecast(about.inventory, about.anatomy, mesh, stages, work, dtype=about.dtype)
+    if purpose.device is not None:
+        estimate = estimate.within(purpose.device.usable_bytes)
+    return Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled)
+
+
+def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:
+    if checkpoint.config is None:
+        return None, "there is no config.json"
+    if checkpoint.model is None or not checkpoint.model.family:
+        return None, "the architecture is not known"
+    from shardctl.models import anatomy as module
+
+    if not hasattr(module, "anatomy"):
+        return None, "not written yet"
+    try:
+        return module.anatomy(checkpoint.config), ""
+    except UnsupportedError as error:
+        return None, error.message
+
+
+def _work(about: Subject, mesh: Mesh, purpose: Purpose) -> Serving | Training | None:
+    if about.anatomy is None:
+        return None
+    limit = about.anatomy.positions or USUAL_CONTEXT
+    tokens = purpose.seq_len or min(limit, USUAL_CONTEXT)
+    if not purpose.training(mesh):
+        return Serving(context=tokens, batch=purpose.batch or 1, kv_dtype=purpose.kv_dtype)
+    if purpose.kv_dtype is not None:
+        raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")
+    usual = Training(sequence=tokens, micro_batch=purpose.batch or 1, dtype=_compute(about.dtype))
+    given: dict[str, Any] = {
+        "microbatches": purpose.microbatches,
+        "profile": purpose.profile,
+        "optimizer": purpose.optimizer,
+        "zero": purpose.zero,
+        "recompute": purpose.recompute,
+        "schedule": purpose.schedule,
+        "virtual_stages": purpose.virtual_stages,
+        "offload": purpose.offload,
+    }
+    return replace(usual, **{key: value for key, value in given.items() if value is not None})
+
+
+def _compute(dtype: str) -> str:
+    """The type that training computes in: mixed precision, unless the model itself is half."""
+    return dtype if dtype in {"F16", "BF16"} else "BF16"
