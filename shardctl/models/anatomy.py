@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.config import Config
+from shardctl.models.describe import find
+from shardctl.models.family import INDEX
+from shardctl.models.table import MOST_TENSORS
+from shardctl.models.windows import windows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.models.family import Facts, Family, Row
+
+_CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
+"""What tables call a decoder's attention to the encoder."""
+_CHOSEN: Final[Mapping[str, int]] = {
+    "deepseek_v3": 8,
+    "glm4_moe": 8,
+    "gpt_oss": 4,
+    "granitemoe": 2,
+    "granitemoeshared": 2,
+    "jamba": 2,
+    "llama4_text": 1,
+    "mixtral": 2,
+    "olmoe": 8,
+    "phimoe": 2,
+    "qwen2_moe": 4,
+    "qwen3_moe": 8,
+    "qwen3_next": 10,
+}
+"""By `model_type`: the experts of a token where a config is silent (transformers 5's config classes)."""
+_TEXTS: Final[Mapping[str, str]] = {
+    "gemma3": "gemma3_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "mistral3": "mistral",
+    "paligemma": "gemma",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+}
+"""By `model_type` of what sees: that of its text model where a config is silent."""
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +73,24 @@ class Attention:
 class State:
     """The state of one layer that does not grow with the tokens (Mamba, gated delta net)."""
 
-    convolution: int
-    """Elements per sequence of the window of the convolution."""
+    channels: int
+    """Channels of the convolution that tp divides."""
+    grouped: int
+    """Channels of the convolution that are shared by the heads of a group (Mamba 2's B and C): tp divides them into no
+    more than `groups` parts, and ranks beyond hold copies."""
+    groups: int
+    """The groups of those; 1 where there are none."""
+    window: int
+    """Tokens that the convolution sees: transformers keeps as many, vLLM keeps one less."""
     recurrent: int
-    """Elements per sequence of the recurrent state."""
+    """Elements per sequence of the recurrent state, which tp divides."""
     recurrent_fp32: bool
-    """Whether the recurrent state is kept in fp32 whatever the model's type."""
-    divided: bool = True
-    """Whether tp divides it."""
+    """Whether transformers keeps the recurrent state in fp32 whatever the model's type."""
+
+    @property
+    def convolution(self) -> int:
+        """Elements per sequence of the convolution's window."""
+        return (self.channels + self.grouped) * self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +110,8 @@ class Experts:
 class Layer:
     """One pipeline layer."""
 
+    hidden: int
+    """Elements of one token between layers; the towers of CLIP differ in it."""
     attention: Attention | None
     """None where there is no attention (Mamba)."""
     state: State | None
@@ -75,13 +129,235 @@ class Anatomy:
     """A transformer, or a model with layers of its kind."""
 
     hidden: int
+    """Elements of one token after the last layer."""
     vocabulary: int
     """Outputs of the head and rows of the embedding, as the config says; 0 for a model without."""
     layers: tuple[Layer, ...]
-    """In pipeline order: of an encoder-decoder first those of the encoder."""
+    """In pipeline order: of an encoder-decoder first those of the encoder. Of a model that sees only those of its
+    text model: the vision model is on the first stage, and is no part of the pipeline."""
     tied: bool
     """Whether the head is the embedding."""
     generates: bool
     """Whether the class has a language-modelling head and a cache to generate with."""
     positions: int | None
     """The most tokens that the model was made for, where the config says so."""
+    source_positions: int | None = None
+    """The same of the encoder, where the config says so and it differs (Whisper)."""
+
+
+def anatomy(config: Mapping[str, object]) -> Anatomy:
+    """What the model that a decoded `config.json` describes is made of; of one that sees, its text model.
+
+    It is read from the table and the facts of its family, with what tensors do not show from the config.
+    Raises UnsupportedError if no family knows it, or a layer has neither attention nor a state that is known;
+    SourceError if the config is not sound.
+    """
+    whole = Config(config)
+    found = find(config)
+    if found is None:
+        what = whole.architecture() or whole.text("model_type", "")
+        raise UnsupportedError(
+            f"the layers of {what or 'this model'} are not known",
+            hint="its weights are counted exactly; cache, activations and traffic cannot be estimated",
+        )
+    family, architecture = found
+    parts = frozenset(part.removesuffix("?") for part in family.classes[architecture].parts.split())
+    texts = whole.part("text_config") if family.name in _TEXTS and "text_config" in whole.values else whole
+    kind = texts.text("model_type", "") if texts is not whole else ""
+    facts = family.facts(whole)
+    reader = _Reader(family, facts, parts, texts, kind or _TEXTS.get(family.name, family.name))
+    layers = reader.layers()
+    generates = "lm" in parts
+    positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
+    source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
+    return Anatomy(
+        hidden=layers[-1].hidden if layers else 0,
+        vocabulary=next((facts.size(name) for name in ("vocab", "text_vocab") if name in facts.dims), 0),
+        layers=layers,
+        tied=bool(facts.flags.get("tied", False)) and any(row.tie for row in family.rows),
+        generates=generates,
+        positions=positions,
+        source_positions=source,
+    )
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one class of a family."""
+
+    family: Family
+    facts: Facts
+    parts: frozenset[str]
+    """The conditions of the table that hold for the class."""
+    config: Config
+    """Of the text model, where there are two."""
+    kind: str
+    """Its `model_type`."""
+    rows: Mapping[str, list[Row]] = field(init=False)
+    """What the class has of each index's pipeline layers."""
+    known: dict[tuple[object, ...], Layer | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows: dict[str, list[Row]] = {}
+        classes = self.family.classes.values()
+        every = {part.removesuffix("?") for one in classes for part in one.parts.split()}
+        # Blocks of codes are the same matrices in other shapes.
+        self.facts = self.facts.also(flags={**dict.fromkeys(every, False), **dict.fromkeys(self.parts, True)})
+        if "mxfp4" in self.facts.flags:
+            self.facts = self.facts.also(flags={"mxfp4": False})
+        for row in self.family.rows:
+            first = next(iter(INDEX.findall(row.name)), "")
+            if not first or row.optional or row.buffer or self.facts.indices[first].layer is None:
+                continue
+            rows.setdefault(first, []).append(row)
+        self.rows = rows
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers that the class has a tensor of, in pipeline order."""
+        found: dict[int, Layer] = {}
+        for index in self.rows:
+            counted = self.facts.indices[index]
+            if len(counted.values) > MOST_TENSORS:
+                raise SourceError(f"config.json describes {len(counted.values)} layers")
+            seen = self.windows(index, len(counted.values))
+            for number, window in zip(counted.values, seen, strict=True):
+                layer = self.layer(index, number, window)
+                if layer is not None:
+                    found[(counted.layer or 0) + number] = layer
+        return tuple(found[n] for n in sorted(found))
+
+    def windows(self, index: str, count: int) -> tuple[int | None, ...]:
+        """The window of each layer of an index; only decoders of texts have any."""
+        return windows(self.kind, self.config, count) if index == "layer" else (None,) * count
+
+    def layer(self, index: str, number: int, window: int | None) -> Layer | None:
+        """A layer, or None if the class has none of its tensors; alike ones are made once."""
+        kinds = tuple(number in flag for flag in self.facts.flags.values() if not isinstance(flag, bool))
+        key = (index, window, *kinds)
+        if key not in self.known:
+            rows = [row for row in self.rows[index] if all(self.holds(word, number) for word in row.when.split())]
+            self.known[key] = self.described(index, rows, window) if rows else None
+        return self.known[key]
+
+    def holds(self, word: str, number: int) -> bool:
+        """Whether a condition of the table holds for a layer."""
+        flag = self.facts.flags[word.removeprefix("!")]
+        return (flag if isinstance(flag, bool) else number in flag) != word.startswith("!")
+
+    def described(self, index: str, rows: list[Row], window: int | None) -> Layer:
+        """The layer that has `rows`."""
+        named = _Dims(self.facts, index, rows)
+        attention = self.attention(named, rows, window)
+        state = _state(named)
+        if attention is None and state is None:
+            raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
+        experts = None
+        if named.has("effn"):
+            config = self.config.called({"num_experts_per_tok": "experts_per_token"})
+            shared = named.size("sffn") if named.has("sffn") else 0
+            chosen = config.size("num_experts_per_tok", _CHOSEN.get(self.kind))
+            experts = Experts(named.size("experts"), chosen, named.size("effn"), shared)
+        mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
+        widest = mlp or ("effn" if experts else "")
+        return Layer(
+            hidden=named.size("hidden"),
+            attention=attention,
+            state=state,
+            mlp=named.size(mlp) if mlp else 0,
+            gated=bool(widest) and named.matrices(widest) == _WITH_GATE,
+            experts=experts,
+            # Towers and encoders by themselves have no class that generates.
+            encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
+        )
+
+    def attention(self, named: _Dims, rows: list[Row], window: int | None) -> Attention | None:
+        """The attention, if any of `rows` is a projection to queries."""
+        if named.has("qs"):
+            head, value = named.unit("qs"), named.unit("vs")
+            heads = named.size("qs") // head
+            return Attention("latent", heads, heads, head, value, None, named.size("kv_rank") + named.size("rope"))
+        if not named.has("q"):
+            return None
+        head = named.size("head") if named.known("head") else named.unit("q")
+        if self.family.name == "falcon":  # whose queries are cut by groups of heads
+            head = self.config.called({"hidden_size": "n_embed"}).divided("hidden_size", "num_attention_heads")
+        width = named.size("q")
+        keys = width
+        if named.has("kv"):
+            keys = named.size("kv")
+        elif named.has("qkv"):
+            keys = (named.size("qkv") - width) // 2
+        cross = any(name in row.name for row in rows for name in _CROSS)
+        kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
+        return Attention(kind, width // head, keys // head, head, head, window, cross=cross)
+
+
+_WITH_GATE: Final = 3
+"""Matrices of an MLP with a gate: the gate's, the one up and the one down."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dims:
+    """The logical dims of some rows, by the names that they have where nothing is nested in anything."""
+
+    facts: Facts
+    index: str
+    rows: list[Row]
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """What a dim may be called: by itself, with the word of a nested table, with the side of an encoder-decoder."""
+        return (f"{self.index.removesuffix('layer')}{name}", f"{self.index}_{name}", name)
+
+    def known(self, name: str) -> str:
+        """What the facts call it, or an empty string."""
+        return next((one for one in self.spellings(name) if one in self.facts.dims), "")
+
+    def has(self, name: str) -> bool:
+        """Whether a row has it."""
+        called = self.known(name)
+        return bool(called) and any(called in self.words(row) for row in self.rows)
+
+    def size(self, name: str) -> int:
+        """Its elements."""
+        return self.facts.size(self.known(name))
+
+    def unit(self, name: str) -> int:
+        """Its elements that stay together."""
+        dims = self.facts.dims[self.known(name)]
+        return (dims[0] if isinstance(dims, tuple) else dims).unit
+
+    def matrices(self, name: str) -> int:
+        """How many matrices between it and the hidden dim the rows hold, fused ones counted apart."""
+        hidden, size = self.known("hidden"), self.size(name)
+        called = [self.known(one) for one in (name, "pairs") if self.known(one)]
+        return sum(
+            self.facts.size(word) // size
+            for row in self.rows
+            if hidden in row.dims.split()
+            for word in self.words(row)
+            if word in called
+        )
+
+    @staticmethod
+    def words(row: Row) -> Iterator[str]:
+        """The names in a row's dims."""
+        return (part for word in row.dims.split() for part in word.split("+"))
+
+
+def _state(named: _Dims) -> State | None:
+    """The state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
+
+    Each has a convolution over the last tokens, and of each channel as many elements as the state is wide: in a gated
+    delta net, those of a key head for each channel of the values.
+    """
+    if named.has("groups"):
+        inner, groups, wide = named.size("inner"), named.size("groups"), named.unit("groups")
+        return State(inner, 2 * groups, groups // wide, named.size("window"), inner * wide, recurrent_fp32=True)
+    if named.has("inner"):
+        inner = named.size("inner")
+        return State(inner, 0, 1, named.size("window"), inner * named.size("state"), recurrent_fp32=True)
+    if named.has("keys"):
+        keys, values = named.size("keys"), named.size("values")
+        recurrent = values * named.unit("keys")
+        return State(2 * keys + values, 0, 1, named.size("window"), recurrent, recurrent_fp32=True)
+    return None

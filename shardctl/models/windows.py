@@ -1,0 +1,119 @@
+"""Which layers of a model attend to a window of tokens only, and how wide it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import SourceError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.config import Config
+
+_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+_WHOLE: Final = ("full_attention", "attention", "linear_attention", "mamba")
+"""What `layer_types` calls layers without a window: they see every token, or are none of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a config class assumes where a config is silent."""
+
+    size: int | None
+    """Tokens; None for no window."""
+    layers: Literal["all", "all but every nth", "even", "first even", "last", "rotary"] = "all"
+    """Which layers have it, if `layer_types` does not say so."""
+    period: int = 0
+    """The n of "all but every nth"; of "rotary" that of the layers without rotary positions."""
+    start: int = 0
+    """The layer at which "last" begins, and "first even" ends, if `max_window_layers` does not say so."""
+    switched: bool = False
+    """Whether there is a window only where `use_sliding_window` is true."""
+    key: str = "sliding_window"
+    """What the config calls it."""
+
+
+_QWEN: Final = Window(4096, "last", start=28, switched=True)
+_QWEN_VL: Final = Window(4096, "last", start=80, switched=True)
+_WINDOWS: Final[Mapping[str, Window]] = {
+    "cohere2": Window(4096, "all but every nth", period=4),
+    "gemma2": Window(4096, "even"),
+    "gemma3_text": Window(4096, "all but every nth", period=6),
+    "gpt_oss": Window(128, "even"),
+    "llama4_text": Window(8192, "rotary", period=4, key="attention_chunk_size"),
+    "ministral": Window(4096),
+    "ministral3": Window(None),
+    "mistral": Window(4096),
+    "mixtral": Window(None),
+    "olmo3": Window(4096, "all but every nth", period=4),
+    "phi3": Window(None),
+    "phimoe": Window(None),
+    "qwen2": _QWEN,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen2_moe": Window(4096, "first even", start=28, switched=True),
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen3": _QWEN,
+    "qwen3_moe": Window(4096, switched=True),
+    "starcoder2": Window(None),
+}
+"""By `model_type`: the defaults and the `__post_init__` of transformers 5's config classes. Others have no window."""
+
+
+def windows(kind: str, config: Config, layers: int) -> tuple[int | None, ...]:
+    """The tokens that a query of each layer sees, None for all; `kind` is the `model_type` of `config`.
+
+    Raises UnsupportedError for a kind of attention that is not known, SourceError if `layer_types` does not speak of
+    all layers.
+    """
+    rule, kinds = _WINDOWS.get(kind), config.values.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
+        raise SourceError(f"config.json has layer_types = {kinds!r} where a list of {layers} kinds is expected")
+    if isinstance(kinds, list):
+        odd = [one for one in kinds if one not in _WHOLE and (rule is None or one not in _WINDOWED)]
+        if odd:
+            raise UnsupportedError(f"config.json has layers of type {odd[0]!r}, which is not known of {kind or 'it'}")
+    size = _size(rule, config) if rule is not None else None
+    if rule is None or size is None:
+        return (None,) * layers
+    chosen = [one in _WINDOWED for one in kinds] if isinstance(kinds, list) else _chosen(rule, config, layers)
+    return tuple(size if one else None for one in chosen)
+
+
+def _size(rule: Window, config: Config) -> int | None:
+    """The window; a config that says null has none."""
+    if rule.switched and not config.switch("use_sliding_window", default=False):
+        return None
+    if rule.size is None:
+        return config.size(rule.key) if config.values.get(rule.key) is not None else None
+    return None if rule.key in config.values and config.values[rule.key] is None else config.size(rule.key, rule.size)
+
+
+def _chosen(rule: Window, config: Config, layers: int) -> list[bool]:
+    """Whether each layer has the window."""
+    match rule.layers:
+        case "all":
+            return [True] * layers
+        case "even":
+            return [n % 2 == 0 for n in range(layers)]
+        case "all but every nth":
+            period = config.size("sliding_window_pattern", rule.period)
+            return [(n + 1) % period != 0 for n in range(layers)]
+        case "last":
+            start = config.count("max_window_layers", rule.start)
+            return [n >= start for n in range(layers)]
+        case "first even":
+            end = config.count("max_window_layers", rule.start)
+            return [n % 2 == 0 and n < end for n in range(layers)]
+        case "rotary":
+            return _rotary(rule, config, layers)
+
+
+def _rotary(rule: Window, config: Config, layers: int) -> list[bool]:
+    """Llama 4's: the layers with rotary positions, which `no_rope_layers` marks with a one."""
+    marks = config.values.get("no_rope_layers") or []
+    if not isinstance(marks, list) or (marks and len(marks) != layers):
+        raise SourceError(f"config.json has no_rope_layers = {marks!r} where a list of {layers} marks is expected")
+    period = config.size("no_rope_layer_interval", rule.period)
+    return [bool(mark) for mark in marks] or [(n + 1) % period != 0 for n in range(layers)]
