@@ -140,15 +140,15 @@ DEVICES: Final = (
     Device(
         name="A10G",
         memory_bytes=24 * GIB,
-        usable_bytes=round(22.49 * GIB),
+        usable_bytes=round(22.06 * GIB),
         flops_bf16=70 * TERA,
         memory_bandwidth=600 * GB,
         link_bandwidth=PCIE4,
         network_bandwidth=1.5625 * GB,
         pcie=PCIE4,
         measured=True,
-        source="NVIDIA A10G datasheet (without sparsity); usable, with ECC: github.com/AUTOMATIC1111/"
-        "stable-diffusion-webui/issues/1259; network: Amazon EC2 g5.48xlarge, 100 Gb/s for eight",
+        source="NVIDIA A10G datasheet (without sparsity); usable, with ECC: torch's total_memory on "
+        "Amazon EC2 g5; network: Amazon EC2 g5.48xlarge, 100 Gb/s for eight",
         spellings=("a10g",),
     ),
     Device(
