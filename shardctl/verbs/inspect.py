@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardctl.models import rule_table
@@ -75,11 +75,13 @@ class Inspected:
     rules: tuple[RuleRow, ...]
     """The effective rule table."""
     warnings: tuple[str, ...]
+    hypothetical: bool = False
+    """Whether there are no weights: all this is what the config describes."""
 
 
 def inspect(path: str | Path, *, reading: Reading | None = None) -> Inspected:
-    """Describe the checkpoint at `path` from its headers."""
-    with opened(path, reading) as checkpoint:
+    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
+    with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
         return _describe(str(path), checkpoint)
 
 
@@ -105,6 +107,7 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         digest=record.digest if record else "",
         rules=rule_table(model) if model else (),
         warnings=manifest.warnings,
+        hypothetical=checkpoint.hypothetical,
     )
 
 

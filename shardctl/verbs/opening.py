@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl import formats, models
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.described import CONFIG, config_file, described, names_a_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
 
-CONFIG = "config.json"
 _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
 
@@ -41,6 +41,8 @@ class Reading:
     """`replicate` keeps each key/value head on several ranks when tp exceeds their number."""
     strict: bool = False
     """Makes every warning an error."""
+    described: bool = False
+    """Whether a config without weights will do, for verbs that need no bytes; no option, the verb says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Checkpoint:
     config: Mapping[str, Any] | None
     record: Record | None
     """What `shardctl.json` says, if shardctl wrote this."""
+    hypothetical: bool = False
+    """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
 
     def require_model(self, purpose: str) -> Model:
         """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
@@ -101,6 +105,9 @@ def opened(path: str | Path, reading: Reading | None = None) -> Iterator[Checkpo
 
 
 def _open(source: LocalSource, reading: Reading) -> Checkpoint:
+    only = _only_config(source, reading)
+    if only is not None:
+        return _described(source, only, reading)
     stored = formats.scan(source, override=reading.container)
     record = load(read(source, RECORD)) if RECORD in source.files() else None
     config = _config(source, reading.config)
@@ -115,9 +122,50 @@ def _open(source: LocalSource, reading: Reading) -> Checkpoint:
             model, problem = None, error
     if record:
         manifest = _as_recorded(manifest, record)
+    _heed(manifest, reading)
+    return Checkpoint(source, stored, manifest, model, problem, config, record)
+
+
+def _heed(manifest: Manifest, reading: Reading) -> None:
     if reading.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
-    return Checkpoint(source, stored, manifest, model, problem, config, record)
+
+
+def _only_config(source: LocalSource, reading: Reading) -> Mapping[str, Any] | None:
+    """The config of a source that has no weights; None if it has some, or is no model at all.
+
+    Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
+    """
+    path = config_file(source) if reading.container is None else None
+    if path is None:
+        return None
+    try:
+        config = _parse(read(source, path), path)
+    except SourceError:
+        if path == CONFIG:
+            raise
+        return None  # the formats know what it is
+    if not names_a_model(config):
+        return None
+    if not reading.described:
+        raise SourceError(
+            f"{source.name} has no weights, only a config",
+            hint=f"shardctl plan {source.name} says what such a model would need",
+        )
+    if reading.config is not None and source.path.is_file():
+        raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
+    if reading.rules_from is not None:
+        raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
+    return _config(source, reading.config) if reading.config is not None else config
+
+
+def _described(source: LocalSource, config: Mapping[str, Any], reading: Reading) -> Checkpoint:
+    """A checkpoint without bytes."""
+    rules = models.load_rules(reading.rules) if reading.rules else None
+    model, manifest = described(source, config, rules, kv_heads=reading.kv_heads)
+    _heed(manifest, reading)
+    stored = replace(manifest, tensors={})
+    return Checkpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
 
 
 def _as_recorded(manifest: Manifest, record: Record) -> Manifest:

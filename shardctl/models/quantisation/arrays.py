@@ -66,7 +66,7 @@ def parts(
         part = Part(
             suffix=name,
             shape=shape,
-            dtype=BY_NAME[array.dtypes[0]] if array.dtypes else weight.dtype,
+            dtype=BY_NAME[array.dtypes[0]] if array.dtypes and not array.plain else weight.dtype,
             cuts=cuts,
             row=_row(weight.row, name, form),
             optional=array.optional and name not in there,

@@ -28,7 +28,7 @@ def _read(config: Config) -> Scheme:
         (
             Array("qweight", ("I32",), ((Along(IN), packed(OUT, bits)),)),
             Array("qzeros", ("I32",), ((by_group, packed(OUT, bits)),)),
-            Array("scales", FLOAT, ((by_group, Along(OUT)),)),
+            Array("scales", FLOAT, ((by_group, Along(OUT)),), plain=True),
             Array("bias", FLOAT, ((Along(OUT),),), optional=True),
         )
     )

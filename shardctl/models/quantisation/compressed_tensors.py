@@ -109,7 +109,7 @@ class _Weights:
 
     def storage(self) -> Storage:
         """The arrays of the format; raises UnsupportedError for one that is not known."""
-        scale = Array("weight_scale", SCALE, self.scales())
+        scale = Array("weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized"))
         uncut = {IN: _MIXED} if self.mixed else {}
         if self.form == "pack-quantized":
             codes = Array("weight_packed", ("I32",), ((Along(OUT), packed(IN, self.bits)),))

@@ -45,7 +45,7 @@ def _read(config: Config) -> Scheme:
         (
             Array("qweight", ("I32",), ((packed(IN, bits), Along(OUT)),)),
             Array("qzeros", ("I32",), ((by_group, packed(OUT, bits)),)),
-            Array("scales", FLOAT, ((by_group, Along(OUT)),)),
+            Array("scales", FLOAT, ((by_group, Along(OUT)),), plain=True),
             # Without act-order it says nothing new, and some writers leave it out.
             Array("g_idx", ("I32", "I64"), ((Along(IN),),), optional=not mixed),
             Array("bias", FLOAT, ((Along(OUT),),), optional=True),

@@ -63,6 +63,8 @@ class Array:
     """The shapes it may have, the usual one first."""
     optional: bool = False
     """Whether a checkpoint may lack it."""
+    plain: bool = False
+    """Whether its usual type is that of the model, not the first of `dtypes`."""
 
     @property
     def names(self) -> list[str]:

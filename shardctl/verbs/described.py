@@ -1,0 +1,89 @@
+"""A model whose weights are not here: its tensors as its `config.json` alone describes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl import models
+from shardctl.errors import UnsupportedError
+from shardctl.formats.format import given_file
+from shardctl.formats.impostors import FOREIGN, unfinished_downloads
+from shardctl.manifest import Manifest, Tensor
+from shardctl.record import RECORD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models import KvHeads, Model, RuleFile
+    from shardctl.storage import Source
+
+CONFIG: Final = "config.json"
+FORMAT: Final = "config"
+"""What a manifest without weights has as its format."""
+_INDEX: Final = ".index.json"
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", *FOREIGN)
+"""Suffixes of files that hold weights, in formats that are read and in others."""
+_LARGEST: Final = 10_000_000
+"""Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
+
+
+def config_file(source: Source) -> str | None:
+    """The file that could be the config of a model without weights: the source itself, or that of a bare directory.
+
+    Whether it *is* a config is for the reader to say. None where weights are, were, or are being fetched: a directory
+    that shardctl wrote and that lost its files is damaged, and no description of a model.
+    """
+    given = given_file(source)
+    files = source.files()
+    if given is not None:
+        fits = given.endswith(".json") and not given.endswith(_INDEX) and given != RECORD
+        return given if fits and files[given].size <= _LARGEST else None
+    if CONFIG not in files or RECORD in files:
+        return None
+    weights = any("/" not in path and path.endswith(_WEIGHTS) for path in files)
+    return None if weights or any(unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
+
+
+def names_a_model(config: Mapping[str, object]) -> bool:
+    """Whether a JSON object is a model's config, as far as its keys tell."""
+    return bool(config.get("architectures") or config.get("model_type"))
+
+
+def described(
+    source: Source, config: Mapping[str, object], rules: RuleFile | None = None, *, kv_heads: KvHeads = "error"
+) -> tuple[Model, Manifest]:
+    """The model of a config, and a manifest of its tensors that are stored nowhere.
+
+    `rules` say instead how tensors are cut. Tensors have the types that the config declares, and the arrays of
+    quantised weights those that their method usually has. What only some checkpoints hold (buffers, layers that predict
+    further tokens) is not counted; of such layers a warning says so, because they are large.
+    Raises UnsupportedError for an architecture that is not known.
+    """
+    try:
+        model = models.describe(config, kv_heads=kv_heads)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error.message}, and {source.name} has no weights to learn its tensors from",
+            hint="without weights, only a model that shardctl knows can be planned; docs/models.md lists them",
+        ) from error
+    manifest = Manifest(FORMAT, {t.name: Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()}, {})
+    if rules is not None:
+        model = rules.over(model, manifest)
+    return model, replace(manifest, warnings=(*model.warnings, *_absent(source), *_uncounted(model)))
+
+
+def _absent(source: Source) -> list[str]:
+    indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(_INDEX))
+    return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
+
+
+def _uncounted(model: Model) -> list[str]:
+    """A warning about layers that predict further tokens, which no state dict of transformers has."""
+    extra = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.tensors.values() if t.row.optional]
+    if not extra:
+        return []
+    size = sum(t.size for t in extra)
+    return [
+        f"{len(extra):,} tensors that predict further tokens, {size:,} elements, are not counted: not all have them"
+    ]

@@ -1,0 +1,224 @@
+"""A config alone gives a model's tensors: as many as its publisher counts, and as its checkpoint has them."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+PUBLIC = Path(__file__).parents[1] / "fixtures" / "configs_public"
+DESCRIBED = Reading(described=True)
+PUBLISHED = {
+    # What the Hub's page of the model says under "Safetensors", which is what `num_parameters()` gives.
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "bert-base": 109_482_240,
+    # T5ForConditionalGeneration, which Raffel et al. 2020 (section 3.7) round to 60 M, 220 M, 770 M, 3 B and 11 B.
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+}
+VOCABULARY, HIDDEN, LAYERS, POSITIONS = 50257, 12288, 96, 2048
+
+
+def count(name):
+    """The parameters that a public config describes."""
+    with opened(PUBLIC / f"{name}.json", DESCRIBED) as checkpoint:
+        assert checkpoint.hypothetical
+        return sum(tensor.size for tensor in checkpoint.manifest.tensors.values())
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A directory with the config of Llama-3.1-8B and a tokenizer, as a download without weights leaves it."""
+    place = tmp_path / "llama"
+    place.mkdir()
+    (place / "config.json").write_bytes((PUBLIC / "llama-3.1-8b.json").read_bytes())
+    (place / "tokenizer.json").write_text("{}")
+    return place
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(name):
+    assert count(name) == PUBLISHED[name]
+
+
+def test_gpt3_has_the_175_billion_of_its_paper():
+    """Brown et al. 2020, table 2.1; the layer of GPT-2: four matrices of 12 h^2 in all, their biases, two norms."""
+    layer = 12 * HIDDEN**2 + 13 * HIDDEN
+    assert count("gpt-3-175b") == LAYERS * layer + (VOCABULARY + POSITIONS + 2) * HIDDEN == 174_604_259_328
+
+
+def test_deepseek_v3_has_the_671_billion_of_its_paper(tmp_path):
+    """DeepSeek-V3 technical report, section 4.2: 671 B without the layer that predicts a second token."""
+    config = json.loads((PUBLIC / "deepseek-v3.json").read_text())
+    hidden, latent, rank, ffn, heads = 7168, 512 + 64, 1536, 2048, 128
+    attention = hidden * (rank + latent) + rank * heads * 192 + 512 * heads * 256 + heads * 128 * hidden + rank + 512
+    expert = 3 * hidden * ffn
+    sparse = 257 * expert + 256 * hidden + 256  # with the shared one, the router, and its bias
+    dense = 3 * hidden * 18432
+    expected = 61 * (attention + 2 * hidden) + 58 * sparse + 3 * dense + 2 * 129280 * hidden + hidden
+    assert expected == 671_026_419_200
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with opened(tmp_path, DESCRIBED) as checkpoint:
+        assert sum(t.size for t in checkpoint.manifest.tensors.values()) == expected
+        (warning,) = checkpoint.manifest.warnings
+    assert "tensors that predict further tokens" in warning
+    assert "not counted" in warning
+
+
+def test_deepseek_v3_in_fp8_has_as_many_codes_and_a_scale_for_each_block():
+    with opened(PUBLIC / "deepseek-v3.json", DESCRIBED) as checkpoint:
+        tensors = checkpoint.manifest.tensors
+    scales = [t for t in tensors.values() if t.name.endswith("weight_scale_inv")]
+    assert sum(t.size for t in tensors.values()) - sum(t.size for t in scales) == 671_026_419_200
+    for scale in scales:
+        codes = tensors[scale.name.removesuffix("_scale_inv")]
+        assert codes.dtype.name == "F8_E4M3"
+        assert scale.shape == tuple(-(-extent // 128) for extent in codes.shape)
+
+
+def test_the_type_is_the_configs():
+    with opened(PUBLIC / "llama-3.1-405b.json", DESCRIBED) as checkpoint:
+        assert checkpoint.manifest.nbytes == 2 * PUBLISHED["llama-3.1-405b"]
+        assert {t.dtype.name for t in checkpoint.manifest.tensors.values()} == {"BF16"}
+
+
+def test_ties_are_one_tensor():
+    with opened(PUBLIC / "gpt-3-175b.json", DESCRIBED) as checkpoint:
+        assert checkpoint.manifest.tensors["transformer.wte.weight"].ties == ("lm_head.weight",)
+        assert "lm_head.weight" not in checkpoint.manifest.tensors
+
+
+def test_it_is_what_the_checkpoint_would_be(tmp_path):
+    """The same tensors in the same order, of the same types and with the same ties."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    config = {**json.loads((PUBLIC / "llama-3.1-8b.json").read_text()), "num_hidden_layers": 2, "vocab_size": 100}
+    config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "tie_word_embeddings": True}
+    config["torch_dtype"] = "float16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with opened(tmp_path, DESCRIBED) as checkpoint:
+        described, model = checkpoint.manifest.tensors, checkpoint.model
+    save_file({n: np.zeros(t.shape, np.float16) for n, t in described.items()}, tmp_path / "model.safetensors")
+    with opened(tmp_path, DESCRIBED) as checkpoint:
+        assert not checkpoint.hypothetical
+        real = checkpoint.manifest.tensors
+        assert checkpoint.model == model
+
+    def facts(tensors):
+        return [(t.name, t.dtype, t.shape, t.ties) for t in tensors.values()]
+
+    assert facts(described) == facts(real)
+    assert all(t.chunks for t in real.values())
+    assert not any(t.chunks for t in described.values())
+
+
+def test_inspect_says_what_would_be(alone):
+    found = inspect(alone)
+    assert found.hypothetical
+    assert found.parameters == PUBLISHED["llama-3.1-8b"]
+    assert found.files == ()
+    assert found.architecture == "LlamaForCausalLM"
+    assert inspect(alone / "config.json").tensors == found.tensors
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda path: reshard(path, path.parent / "out", Wish()),
+        digest,
+        verify,
+        lambda path: diff(path, path),
+    ],
+    ids=["reshard", "digest", "verify", "diff"],
+)
+@pytest.mark.parametrize("what", [".", "config.json"])
+def test_verbs_that_need_bytes_say_that_there_are_none(alone, verb, what):
+    with pytest.raises(SourceError, match="has no weights, only a config") as error:
+        verb(alone / what)
+    assert error.value.exit_code == 4
+    assert not (alone.parent / "out").exists()
+
+
+def test_an_index_without_its_files_is_warned_of(alone):
+    (alone / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    with opened(alone, DESCRIBED) as checkpoint:
+        assert checkpoint.hypothetical
+        assert checkpoint.manifest.warnings == (
+            "none of the files that model.safetensors.index.json names is here; config.json alone describes the model",
+        )
+    with pytest.raises(SourceError, match=r"none of the files that model.safetensors.index.json names"):
+        inspect(alone, reading=Reading(strict=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.incomplete", "model.gguf", "pytorch_model.bin", "shardctl.json"],
+)
+def test_weights_that_are_damaged_or_of_another_kind_are_not_passed_over(alone, name):
+    (alone / name).write_bytes(b"")
+    with pytest.raises(SourceError):
+        inspect(alone)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"a": 1}', '"text"', "no JSON"])
+def test_a_json_file_that_is_no_config_is_no_checkpoint(tmp_path, content):
+    path = tmp_path / "model.json"
+    path.write_text(content)
+    with pytest.raises(SourceError, match=r"model.json is not a checkpoint"):
+        inspect(path)
+
+
+def test_a_config_may_have_any_name(alone):
+    (alone / "config.json").rename(alone / "llama.json")
+    assert inspect(alone / "llama.json").parameters == PUBLISHED["llama-3.1-8b"]
+
+
+def test_an_unknown_architecture_needs_weights(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"architectures": ["NewForCausalLM"]}')
+    with pytest.raises(UnsupportedError, match=r"NewForCausalLM is not known, and .* has no weights") as error:
+        inspect(path)
+    assert "--rules" not in error.value.hint
+
+
+def test_options_that_need_stored_tensors_are_refused(alone):
+    with pytest.raises(UsageError, match="--config names another"):
+        inspect(alone / "config.json", reading=Reading(config=PUBLIC / "bert-base.json"))
+    with pytest.raises(UsageError, match="--rules-from needs the names of stored tensors"):
+        inspect(alone, reading=Reading(rules_from="transformers"))
+    with pytest.raises(SourceError):
+        inspect(alone, reading=Reading(container="safetensors"))
+
+
+def test_another_config_can_describe_a_directory(alone):
+    assert inspect(alone, reading=Reading(config=PUBLIC / "bert-base.json")).parameters == PUBLISHED["bert-base"]
+
+
+def test_rules_say_how_it_would_be_cut(alone, tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[rules]\n"**.mlp.down_proj.weight" = ["tp"]\n')
+    with opened(alone, Reading(described=True, rules=rules)) as checkpoint:
+        assert checkpoint.model is not None
+        spec = checkpoint.model.tensors["model.layers.0.mlp.down_proj.weight"].spec
+        assert [[cut.axis for cut in cuts] for cuts in spec.cuts] == [["tp"], []]
+        assert prod(checkpoint.manifest.tensors["model.layers.0.mlp.down_proj.weight"].shape) == 4096 * 14336
