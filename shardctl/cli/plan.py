@@ -1,22 +1,26 @@
 """`shardctl plan`."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from shardctl.cli import options, streams
+from shardctl.cli import options, purpose, streams
 
 EXAMPLES = """
 Examples:
-  shardctl plan ./llama --tp 8
-  shardctl plan ./llama --mesh pp=2,fsdp=2,tp=4 --detail stage
+  shardctl plan ./llama --tp 8 --gpu h100-80g --seq-len 32768
+  shardctl plan ./llama/config.json --mesh pp=2,fsdp=2,tp=4 --for train --recompute full --detail tensor
 """
 
 
 def plan(
     src: options.Source,
     *,
-    detail: Annotated[Literal["summary", "stage", "rank"], typer.Option(help="How much to show.")] = "rank",
+    detail: Annotated[Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much to show.")] = "rank",
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Write a self-contained page, too.")
+    ] = None,
     json: options.Json = False,
     tp: options.Tp = None,
     pp: options.Pp = None,
@@ -26,6 +30,19 @@ def plan(
     ep: options.Ep = None,
     etp: options.Etp = None,
     mesh: options.MeshText = None,
+    use: purpose.For = None,
+    seq_len: purpose.SeqLen = None,
+    batch: purpose.Batch = None,
+    kv_dtype: purpose.KvDtype = None,
+    gpu: purpose.Gpu = None,
+    optimizer: purpose.Optimizer = None,
+    zero: purpose.Zero = None,
+    profile: purpose.ProfileName = None,
+    recompute: purpose.Recompute = None,
+    microbatches: purpose.Microbatches = None,
+    schedule: purpose.Schedule = None,
+    vp: purpose.Vp = None,
+    offload: purpose.Offload = None,
     stages: options.Stages = None,
     to: options.To = None,
     names: options.Names = "transformers",
@@ -44,8 +61,8 @@ def plan(
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
 ) -> int:
-    """Say what each rank will hold, and what the conversion will cost; moves nothing."""
-    from shardctl.report import documents
+    """Say what each device will hold, whether it fits, and what the conversion will cost; moves nothing."""
+    from shardctl.report import plan_document
     from shardctl.report.planning import planning
     from shardctl.verbs.plan import plan as verb
 
@@ -64,10 +81,29 @@ def plan(
         threads=threads,
     )
     reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
-    planned = verb(src, wish, reading=reading)
+    asked = purpose.purpose(
+        gpu=gpu,
+        kv_dtype=kv_dtype,
+        use=use,
+        seq_len=seq_len,
+        batch=batch,
+        microbatches=microbatches,
+        profile=profile,
+        optimizer=optimizer,
+        zero=zero,
+        recompute=recompute,
+        schedule=schedule,
+        virtual_stages=vp,
+        offload=offload,
+    )
+    planned = verb(src, wish, reading=reading, purpose=asked)
     streams.warn(planned.warnings)
+    if report is not None:
+        from shardctl.report.html import page
+
+        streams.save(report, page(planned).encode())
     if json:
-        streams.document(documents.planned(planned))
+        streams.document(plan_document.planned(planned))
     else:
         streams.show(planning(planned, detail))
     return 0 if planned.fits else 3

@@ -86,14 +86,14 @@ def reshard(
 
 
 def _rehearse(src: str, dst: str, wish: "Wish", reading: "Reading", *, overwrite: bool, json: bool) -> None:
-    from shardctl.report import documents
+    from shardctl.report import plan_document
     from shardctl.report.planning import planning
     from shardctl.verbs.rehearse import rehearse
 
     planned = rehearse(src, dst, wish, reading=reading, overwrite=overwrite)
     streams.warn(planned.warnings)
     if json:
-        streams.record(documents.rehearsed(planned, dst))
+        streams.record(plan_document.rehearsed(planned, dst))
     else:
         streams.show(planning(planned))
         streams.talk("dry run: nothing was written\n")

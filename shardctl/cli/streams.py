@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: a terminal wraps long lines itself, a pipe must not."""
-_PLAIN: Final = str.maketrans({"█": "#"})
+_PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
 """For terminals and locales without the block characters."""
 
 

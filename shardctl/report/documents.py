@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardctl.verbs.diff import Diffed
     from shardctl.verbs.digest import Digested
     from shardctl.verbs.inspect import Inspected
-    from shardctl.verbs.plan import Planned
     from shardctl.verbs.reshard import Resharded
     from shardctl.verbs.verify import Verified
 
@@ -27,14 +26,14 @@ def schema(verb: str) -> str:
 
 def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -> Document:
     """What `inspect` says."""
-    document = _head("inspect") | {
+    document = head("inspect") | {
         "path": found.path,
         "format": found.format,
         "layout": found.layout,
         "family": found.family,
         "architecture": found.architecture,
         "why_no_model": found.why_no_model,
-        "mesh": _mesh(found.mesh),
+        "mesh": mesh_fields(found.mesh),
         "stages": list(found.stages),
         "parameters": found.parameters,
         "tensor_bytes": found.nbytes,
@@ -74,33 +73,6 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
     return document
 
 
-def planned(result: Planned) -> Document:
-    """What `plan` says."""
-    return _head("plan", answer=result.fits) | plan_fields(result)
-
-
-def plan_fields(result: Planned) -> Document:
-    """The plan itself, for `plan` and for `reshard --dry-run`."""
-    return {
-        "path": result.path,
-        "layout": result.layout,
-        "architecture": result.architecture,
-        "parameters": result.parameters,
-        "weight_bytes": result.weight_bytes,
-        "mesh": _mesh(result.mesh),
-        "stages": [asdict(stage) for stage in result.stages],
-        "ranks": [asdict(rank) for rank in result.ranks],
-        "replication": result.replication,
-        "conversion": asdict(result.conversion) if result.conversion else None,
-        "warnings": list(result.warnings),
-    }
-
-
-def rehearsed(result: Planned, destination: str) -> Document:
-    """What `reshard --dry-run` says."""
-    return _head("reshard") | {"dry_run": True, "destination": destination, "plan": plan_fields(result)}
-
-
 def progressed(meter: Meter) -> Document:
     """How far `reshard` is; every record but the last."""
     return {
@@ -119,12 +91,12 @@ def progressed(meter: Meter) -> Document:
 def resharded(done: Resharded, seconds: float) -> Document:
     """What `reshard` did."""
     record = done.record
-    return _head("reshard") | {
+    return head("reshard") | {
         "dry_run": False,
         "destination": str(done.destination),
         "layout": record.layout,
         "architecture": record.architecture,
-        "mesh": _mesh(record.mesh),
+        "mesh": mesh_fields(record.mesh),
         "stages": list(record.stages),
         "tensors": len(record.tensors),
         "files": len(record.files) + 1,
@@ -142,7 +114,7 @@ def resharded(done: Resharded, seconds: float) -> Document:
 
 def verified(result: Verified) -> Document:
     """What `verify` found."""
-    return _head("verify", answer=result.ok) | {
+    return head("verify", answer=result.ok) | {
         "path": result.path,
         "against": result.against,
         "ok": result.ok,
@@ -164,7 +136,7 @@ def verified(result: Verified) -> Document:
 
 def diffed(result: Diffed) -> Document:
     """How two checkpoints differ."""
-    return _head("diff", answer=not result.changes) | {
+    return head("diff", answer=not result.changes) | {
         "a": result.a,
         "b": result.b,
         "equal": not result.changes,
@@ -176,7 +148,7 @@ def diffed(result: Diffed) -> Document:
 
 def digested(result: Digested, *, tensors: bool = False) -> Document:
     """The digest of a checkpoint."""
-    document = _head("digest") | {
+    document = head("digest") | {
         "path": result.path,
         "digest": result.digest,
         "tensor_bytes": result.nbytes,
@@ -187,11 +159,13 @@ def digested(result: Digested, *, tensors: bool = False) -> Document:
     return document
 
 
-def _head(verb: str, *, answer: bool = True) -> Document:
+def head(verb: str, *, answer: bool = True) -> Document:
+    """What every document begins with."""
     return {"schema": schema(verb), "status": "ok" if answer else "no", "exit_code": 0 if answer else 3}
 
 
-def _mesh(mesh: Mesh | None) -> Document | None:
+def mesh_fields(mesh: Mesh | None) -> Document | None:
+    """The degrees of a mesh and its number of ranks."""
     if mesh is None:
         return None
     degrees = dict(mesh.axes) | {axis: mesh.degree(axis) for axis in EXPERT_AXES}

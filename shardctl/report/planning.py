@@ -42,7 +42,7 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
     """What the ranks need for the purpose, and whether it fits."""
     seen = planned.forecast
     if seen.work is None:
-        return [line(f"memory besides weights is not modelled: {seen.unmodelled}", "dim")]
+        return [line(f"memory besides weights is not modelled: {seen.unmodelled}", "dim")] if seen.unmodelled else []
     parts: list[RenderableType] = [line(workload(seen.work))]
     if detail != "summary":
         parts += picture(planned.mesh, seen.estimate)

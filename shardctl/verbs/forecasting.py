@@ -103,13 +103,15 @@ def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
     return Subject(inventory, found, why, dtype)
 
 
-def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose) -> Forecast:
-    """What every rank of `mesh` needs.
+def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose | None) -> Forecast:
+    """What every rank of `mesh` needs; without a purpose, the weights alone.
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other.
     """
-    work = _work(about, mesh, purpose)
+    work = _work(about, mesh, purpose) if purpose is not None else None
     estimate = forecast(about.inventory, about.anatomy, mesh, stages, work, dtype=about.dtype)
+    if purpose is None:
+        return Forecast(estimate, None, about.dtype)
     if purpose.device is not None:
         estimate = estimate.within(purpose.device.usable_bytes)
     return Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled)

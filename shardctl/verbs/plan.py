@@ -108,6 +108,7 @@ def plan(
 
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
+    purpose = purpose or Purpose()
     with opened(path, reading) as checkpoint:
         near = Path(destination or path)
         try:
@@ -120,7 +121,7 @@ def plan(
 
 
 def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None) -> Planned:
-    """A worked-out conversion, as numbers; `near` is where free space is looked up."""
+    """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast."""
     about = subject(work.checkpoint, work.wish)
     stages = work.placed.stages if work.placed is not None else (about.inventory.layers,)
     conversion = Conversion(
@@ -133,9 +134,7 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None)
         free_bytes=free_space(existing(near)),
     )
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    return _planned(
-        path, work.checkpoint, about, work.mesh, stages, purpose or Purpose(), work.layout, sizes, conversion
-    )
+    return _planned(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
@@ -153,7 +152,7 @@ def _planned(
     about: Subject,
     mesh: Mesh,
     stages: tuple[int, ...],
-    purpose: Purpose,
+    purpose: Purpose | None,
     layout: str,
     sizes: Mapping[str, int],
     conversion: Conversion | None,

@@ -1,0 +1,151 @@
+"""The options that say what the devices are for, and what they are."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shardctl.cli.sizes import parse_size
+
+if TYPE_CHECKING:
+    from shardctl.memory.devices import Device
+    from shardctl.verbs.forecasting import Purpose
+
+_PURPOSE = "What the devices are for"
+_TRAINING = "Training"
+_DEVICES = "Devices"
+
+For = Annotated[
+    Literal["serve", "train"] | None,
+    typer.Option(
+        "--for",
+        rich_help_panel=_PURPOSE,
+        show_default=False,
+        help="Default: train if fsdp ranks or anything of training is asked for, else serve.",
+    ),
+]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        min=1,
+        rich_help_panel=_PURPOSE,
+        show_default=False,
+        help="Tokens per sequence. Default: 8192, or the model's own limit if that is less.",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        rich_help_panel=_PURPOSE,
+        show_default=False,
+        help="Sequences served at once, or per forward pass of a data-parallel rank. Default: 1.",
+    ),
+]
+KvDtype = Annotated[
+    Literal["bf16", "fp16", "fp8", "fp32"] | None,
+    typer.Option(rich_help_panel=_PURPOSE, show_default=False, help="Of the key/value cache. Default: the model's."),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|SIZE|auto",
+        rich_help_panel=_DEVICES,
+        show_default=False,
+        help="h100-80g, a100-40g, ..., 80GiB, or auto for what this machine has. Exit code 3 if it does not fit.",
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        rich_help_panel=_DEVICES,
+        show_default=False,
+        help="Devices for --search and for the comparison. Default: the mesh's ranks.",
+    ),
+]
+Search = Annotated[
+    bool, typer.Option("--search", metavar="", rich_help_panel=_DEVICES, help="Rank all meshes of --gpus devices.")
+]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", rich_help_panel=_TRAINING, show_default=False, help="Default: adamw."),
+]
+Zero = Annotated[
+    int | None,
+    typer.Option(
+        metavar="0..3",
+        min=0,
+        max=3,
+        rich_help_panel=_TRAINING,
+        show_default=False,
+        help="What dp ranks share: 1 optimizer states, 2 and gradients, 3 and parameters. Default: 0.",
+    ),
+]
+ProfileName = Annotated[
+    Literal["megatron", "hf", "fsdp2", "deepspeed"] | None,
+    typer.Option("--profile", rich_help_panel=_TRAINING, show_default=False, help="Whose runtime. Default: fsdp2."),
+]
+Recompute = Annotated[
+    Literal["none", "selective", "full"] | None,
+    typer.Option(rich_help_panel=_TRAINING, show_default=False, help="Activations that are not kept. Default: none."),
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        rich_help_panel=_TRAINING,
+        show_default=False,
+        help="Forward passes per optimizer step. Default: as many as there are stages.",
+    ),
+]
+Schedule = Annotated[
+    Literal["gpipe", "1f1b", "interleaved"] | None,
+    typer.Option(rich_help_panel=_TRAINING, show_default=False, help="Of the pipeline. Default: 1f1b."),
+]
+Vp = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, rich_help_panel=_TRAINING, show_default=False, help="Model chunks per stage. Default: 1."
+    ),
+]
+Offload = Annotated[
+    Literal["none", "cpu", "nvme"] | None,
+    typer.Option(
+        rich_help_panel=_TRAINING, show_default=False, help="Where optimizer states go; with ZeRO 3 all states."
+    ),
+]
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="LOG", rich_help_panel=_TRAINING, show_default=False, help="Fit the profile to measured peaks."
+    ),
+]
+
+_SIZE = re.compile(r"[\d.]+\s*[A-Za-z]*$")
+_CACHES = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
+
+
+def device(text: str | None) -> "Device | None":
+    """What `--gpu` names: a device of the table, a size, or what this machine has."""
+    if text is None:
+        return None
+    if text == "auto":
+        from shardctl.memory.local_device import local_device
+
+        return local_device()[0]
+    from shardctl.memory.devices import device as named
+
+    return named(parse_size(text) if _SIZE.match(text) else text)
+
+
+def purpose(*, gpu: str | None, kv_dtype: str | None, **fields: Any) -> "Purpose":  # noqa: ANN401 - Purpose checks them
+    """What the devices are for; options that were not given keep the defaults."""
+    from shardctl.verbs.forecasting import Purpose
+
+    return Purpose(device=device(gpu), kv_dtype=_CACHES[kv_dtype] if kv_dtype else None, **fields)
