@@ -75,22 +75,22 @@ class TestArraysOfAWeight:
             ({"quant_method": "fbgemm_fp8"}, {"weight": ("F8_E4M3", (128, 256)), "weight_scale": ("F32", (128, 1))}),
             (
                 GPTQ,
-                {"qweight": ("I32", (32, 128)), "qzeros": ("I32", (8, 16)), "scales": ("F16", (8, 128))},
+                {"qweight": ("I32", (32, 128)), "qzeros": ("I32", (8, 16)), "scales": ("BF16", (8, 128))},
             ),
             (
                 {**GPTQ, "bits": 3, "desc_act": True},
                 {
                     "qweight": ("I32", (24, 128)),
                     "qzeros": ("I32", (8, 12)),
-                    "scales": ("F16", (8, 128)),
+                    "scales": ("BF16", (8, 128)),
                     "g_idx": ("I32", (256,)),
                 },
             ),
             (
                 {**GPTQ, "bits": 8, "group_size": -1},
-                {"qweight": ("I32", (64, 128)), "qzeros": ("I32", (1, 32)), "scales": ("F16", (1, 128))},
+                {"qweight": ("I32", (64, 128)), "qzeros": ("I32", (1, 32)), "scales": ("BF16", (1, 128))},
             ),
-            (AWQ, {"qweight": ("I32", (256, 16)), "qzeros": ("I32", (8, 16)), "scales": ("F16", (8, 128))}),
+            (AWQ, {"qweight": ("I32", (256, 16)), "qzeros": ("I32", (8, 16)), "scales": ("BF16", (8, 128))}),
             (
                 {"quant_method": "modelopt", "quant_algo": "NVFP4"},
                 {"weight": ("U8", (128, 128)), "weight_scale": ("U8", (128, 16)), "weight_scale_2": ("F32", ())},
