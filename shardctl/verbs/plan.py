@@ -109,7 +109,9 @@ def plan(
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     purpose = purpose or Purpose()
-    with opened(path, reading) as checkpoint:
+    with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
+        if checkpoint.hypothetical:
+            return imagine(str(path), checkpoint, wish, purpose)
         near = Path(destination or path)
         try:
             return describe(str(path), draft(checkpoint, wish), near, purpose)
