@@ -1,0 +1,351 @@
+"""Runs one process per rank, and ends them all as soon as one of them dies, raises or hangs, saying which and why.
+
+A peer that dies wakes the others of a gloo or NCCL group at once; one that raises, or waits for what never comes,
+leaves them waiting for as long as the group's own time limit, half an hour by default. So a worker that raises exits at
+once, and the parent watches: it sees an exit within a tenth of a second, and within `idle` seconds that nobody works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from shardctl.errors import Interrupted, ShardctlError
+from shardctl.workers import Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from ctypes import Array, c_int64
+    from multiprocessing.process import BaseProcess
+
+Start = Literal["forkserver", "spawn"]
+"""How a rank's process begins: as a copy of a small one that has imported `PRELOAD`, or all afresh.
+
+Copies take a tenth of a second each, where a fresh process takes seconds to import torch. They are not copies of this
+process, whose threads, and torch's, a copy would not have; but CUDA works in fresh processes only."""
+PRELOAD: Final = ("torch", "transformers")
+"""What is imported once, if it is installed; the first run of a process decides for all that follow."""
+_POLL: Final = 0.1
+"""Seconds between looks at all ranks."""
+_GRACE: Final = 0.3
+"""Seconds in which others may fail of the same cause, and in which stacks are written."""
+_STILL: Final = 0.05
+"""Seconds of processor time, of all ranks together, that count as none: background threads wake now and then."""
+_TOLD: Final = 4
+"""Lines of a failed rank's output that are shown."""
+_KILL_WITH_PARENT: Final = 1
+"""PR_SET_PDEATHSIG of `prctl(2)`."""
+
+
+class RankError(ShardctlError):
+    """A rank's process died, raised or hung, and all were ended."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int], output: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.ranks = tuple(ranks)
+        """Who failed first, as far as can be told."""
+        self.output = output
+        """What the first of them printed, with its traceback or stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a worker is told of itself."""
+
+    number: int
+    world: int
+    beats: Array[c_int64]
+    """One count a rank."""
+
+    def beat(self) -> None:
+        """Say that work goes on; not needed by work that uses the processor or the disk."""
+        self.beats[self.number] += 1
+
+
+def usual_environment(world: int) -> dict[str, str]:
+    """What ranks that share this machine should find in their environment: a share of the cores, and no network."""
+    threads = str(max((os.cpu_count() or 1) // world, 1))
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # a loader's threads must not enter collectives in an order of their own
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def run_ranks(
+    work: Callable[[Rank], object],
+    world: int,
+    *,
+    start: Start = "forkserver",
+    preload: Sequence[str] = PRELOAD,
+    environment: Mapping[str, str] | None = None,
+    deadline: float | None = None,
+    idle: float = 8.0,
+    stop: Stop | None = None,
+) -> list[Any]:
+    """Call `work` in a process for each of `world` ranks; returns what each returned, which must be JSON.
+
+    `work` is pickled: a function of a module, or a `functools.partial` of one. `deadline` is in seconds, for all of it;
+    `idle` are seconds without processor time, disk or `Rank.beat` of any rank, after which they are taken to hang
+    (Linux only). Output of the processes is kept from the terminal and told when they fail.
+
+    Raises RankError, naming the rank; Interrupted if `stop` is set. No process outlives the call.
+    """
+    context: Any = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload([*preload])
+    pickled = pickle.dumps(work)
+    variables = usual_environment(world) if environment is None else dict(environment)
+    beats = context.RawArray("q", world)
+    with TemporaryDirectory(prefix="shardctl-ranks-", ignore_cleanup_errors=True) as folder:
+        processes = [
+            context.Process(
+                target=_work,
+                args=(pickled, Rank(number, world, beats), folder, variables),
+                name=f"rank {number}",
+                daemon=True,
+            )
+            for number in range(world)
+        ]
+        run = _Run(processes, Path(folder), beats, stop if stop is not None else Stop())
+        try:
+            for process in processes:
+                process.start()
+            run.watch(deadline, idle)
+            return [json.loads(run.result(number).read_bytes())["result"] for number in range(world)]
+        finally:
+            run.kill()
+
+
+@dataclass(slots=True)
+class _Run:
+    """The processes of one run, seen from outside."""
+
+    processes: list[BaseProcess]
+    folder: Path
+    beats: Array[c_int64]
+    stop: Stop
+
+    def result(self, number: int) -> Path:
+        return self.folder / f"{number}.json"
+
+    def watch(self, deadline: float | None, idle: float) -> None:
+        """Return when every rank has given its result; raise RankError as soon as one cannot."""
+        began = mark = time.monotonic()
+        seen = self._activity()
+        while alive := [process for process in self.processes if process.exitcode is None]:
+            connection.wait([process.sentinel for process in alive], _POLL)
+            self._check()
+            now, activity = time.monotonic(), self._activity()
+            if self.stop:
+                raise Interrupted("interrupted before the end; nothing is proved", signal=self.stop.signal)
+            if deadline is not None and now - began > deadline:
+                raise self._stuck(f"did not end within {deadline:g} s")
+            if activity is None or seen is None or activity[0] - seen[0] > _STILL or activity[1:] != seen[1:]:
+                mark, seen = now, activity
+            elif now - mark > idle:
+                raise self._stuck(f"hung: no rank has done anything for {idle:g} s")
+        self._check()
+
+    def _check(self) -> None:
+        if any(self._failed(number) for number in range(len(self.processes))):
+            time.sleep(_GRACE)
+            raise self._failure()
+
+    def _failed(self, number: int) -> bool:
+        code = self.processes[number].exitcode
+        return code is not None and (code != 0 or not self.result(number).exists())
+
+    def _failure(self) -> RankError:
+        """The error of the rank that failed first: others fail because it is gone."""
+        failed = [number for number in range(len(self.processes)) if self._failed(number)]
+        gone = [number for number in failed if not self.result(number).exists()]
+        if gone:
+            number, output = gone[0], self._output(gone[0])
+            told = _lines(output)
+            message = f"rank {number} {_ending(self.processes[number].exitcode)}"
+            return RankError(message + _quoted(told), ranks=gone, output=output, hint=_death_hint(self, number))
+        raised = {number: json.loads(self.result(number).read_bytes()) for number in failed}
+        number = min(raised, key=lambda n: raised[n]["time"])
+        error = raised[number]
+        message = f"rank {number} raised {error['error']}: {error['message']}"
+        return RankError(message, ranks=[number], output=self._output(number), hint=error["hint"])
+
+    def _stuck(self, what: str) -> RankError:
+        """The error where nothing happens any more; who waits in a collective waits for another."""
+        alive = [number for number, process in enumerate(self.processes) if process.exitcode is None]
+        for number in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
+        time.sleep(_GRACE)
+        stacks = {number: _innermost(self._output(number)) for number in alive}
+        waiting = [number for number in alive if _collective(self._output(number))]
+        guilty = [number for number in alive if number not in waiting] or alive
+        fewest = min(self.beats[number] for number in guilty)
+        guilty = [number for number in guilty if self.beats[number] == fewest]
+        where = "; ".join(f"rank {number} is in {stacks[number]}" for number in guilty[:_TOLD] if stacks[number])
+        names = ", ".join(map(str, guilty))
+        message = f"rank{'s' * (len(guilty) > 1)} {names} {what}" + (f"; {where}" if where else "")
+        return RankError(message, ranks=guilty, output=self._output(guilty[0]))
+
+    def _output(self, number: int) -> str:
+        with contextlib.suppress(OSError):
+            return (self.folder / f"{number}.log").read_text(errors="replace")
+        return ""
+
+    def _activity(self) -> tuple[float, int, int, int] | None:
+        """Processor seconds of all ranks, and what else shows that work goes on; None where the system does not say."""
+        seconds, waits, beats = 0.0, 0, sum(list(self.beats))
+        for process in self.processes:
+            if process.pid is None or process.exitcode is not None:
+                continue
+            found = _used(process.pid)
+            if found is None:
+                return None
+            seconds, waits = seconds + found[0], waits + found[1]
+        ended = sum(process.exitcode is not None for process in self.processes)
+        return seconds, waits, beats, ended
+
+    def kill(self) -> None:
+        """End every process and all that it started."""
+        for process in self.processes:
+            if process.pid is None:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                if process.exitcode is None:
+                    process.kill()
+        for process in self.processes:
+            if process.pid is not None:
+                process.join()
+                process.close()
+
+
+def _work(pickled: bytes, rank: Rank, folder: str, environment: Mapping[str, str]) -> None:
+    """The life of a rank's process; it never returns."""
+    _isolate(Path(folder, f"{rank.number}.log"))
+    os.environ.update(environment)
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in environment:  # imported before it could be told
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    said: dict[str, object]
+    code = 0
+    try:
+        said = {"result": pickle.loads(pickled)(rank)}  # noqa: S301 - what the parent made a moment ago
+        text = json.dumps(said)
+    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+        traceback.print_exc()
+        message = error.message if isinstance(error, ShardctlError) else str(error)
+        hint = error.hint if isinstance(error, ShardctlError) else None
+        said = {"error": type(error).__name__, "message": message, "hint": hint, "time": time.time()}
+        text, code = json.dumps(said), 1
+    partial = Path(folder, f"{rank.number}.partial")
+    partial.write_text(text)
+    partial.rename(Path(folder, f"{rank.number}.json"))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # not to wait for threads of a communication library that wait for others
+
+
+def _isolate(log: Path) -> None:
+    """A process group of its own, output to a file, stacks on demand, and death with the parent."""
+    import ctypes
+    import faulthandler
+
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, name="shardctl-parent", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, place in ((nothing, 0), (sink, 1), (sink, 2)):
+        os.dup2(descriptor, place)
+    sys.stdout = os.fdopen(1, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+
+
+def _end_with_parent() -> None:
+    """End this process and all that it started when the one that asked for it is gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.killpg(0, signal.SIGKILL)
+
+
+def _used(pid: int) -> tuple[float, int] | None:
+    """Processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
+
+    `proc(5)`: state is the third field of `stat`, after a name in parentheses; utime and stime are the 14th and 15th.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        reads = Path(f"/proc/{pid}/io").read_text()
+    except OSError:
+        return (0.0, 0) if Path("/proc/self/stat").exists() else None
+    ticks = int(fields[11]) + int(fields[12])
+    counted = re.findall(r"^(?:read_bytes|write_bytes): (\d+)$", reads, re.MULTILINE)
+    waiting = int(fields[0] == "D")
+    return ticks / os.sysconf("SC_CLK_TCK"), sum(map(int, counted)) + waiting
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+    return f"exited with code {code} before it had a result"
+
+
+def _death_hint(run: _Run, number: int) -> str | None:
+    if run.processes[number].exitcode != -signal.SIGKILL:
+        return None
+    return "the system may have run out of memory; fewer processes need less"
+
+
+def _lines(output: str) -> list[str]:
+    return [line.strip() for line in output.splitlines() if line.strip()][-_TOLD:]
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    return f"; the last it said: {' | '.join(lines)}" if lines else ""
+
+
+def _innermost(output: str) -> str:
+    """Where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
+    frames = _main_stack(output)
+    found = re.search(r'File "([^"]*)", line (\d+) in (.+)', frames[0]) if frames else None
+    return f"{found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
+
+
+def _collective(output: str) -> bool:
+    """Whether the main thread waits in torch's communication."""
+    return any("torch/distributed" in frame for frame in _main_stack(output))
+
+
+def _main_stack(output: str) -> list[str]:
+    """The frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
+    dump = output.rpartition("(most recent call first):")[2]
+    return [line for line in dump.splitlines() if line.lstrip().startswith("File ")]

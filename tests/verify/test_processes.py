@@ -1,0 +1,258 @@
+"""Whatever becomes of a rank's process, the run ends soon, and says which rank it was and why."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardctl.errors import Interrupted, UnsupportedError
+from shardctl.verify.processes import Rank, RankError, run_ranks, usual_environment
+from shardctl.workers import Stop
+
+
+def square(rank: Rank) -> dict[str, int]:
+    print("hello from", rank.number)
+    return {"rank": rank.number, "square": rank.number**2, "world": rank.world}
+
+
+def seen(rank: Rank, name: str) -> object:
+    assert rank.world == 1
+    return os.environ.get(name), os.getpgrp() == os.getpid(), sys.stdin.read()
+
+
+def fail(rank: Rank, who: int, how: str) -> None:
+    """What one rank does while the others wait for it."""
+    print(f"rank {rank.number} is about to {how}")
+    if rank.number != who:
+        time.sleep(60)
+    if how == "exit":
+        os._exit(7)
+    elif how == "exit quietly":
+        os._exit(0)
+    elif how == "be killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "raise":
+        raise ValueError("the weights are upside down")
+    elif how == "refuse":
+        raise UnsupportedError("no kernel for this", hint="use another")
+    elif how == "leave":
+        sys.exit("gone")
+    elif how == "return what is no JSON":
+        return object()
+    return None
+
+
+def run(work, world=3, **options):
+    """The error, and how long it took."""
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(work, world, **options)
+    return caught.value, time.monotonic() - began
+
+
+def test_each_rank_gives_its_result_and_prints_nothing_here(capfd):
+    assert run_ranks(square, 3) == [{"rank": n, "square": n * n, "world": 3} for n in range(3)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_afresh_as_well_as_copied():
+    assert run_ranks(square, 2, start="spawn") == [{"rank": n, "square": n * n, "world": 2} for n in range(2)]
+
+
+def test_the_environment_is_that_of_a_rank():
+    (found,) = run_ranks(functools.partial(seen, name="HF_HUB_OFFLINE"), 1)
+    assert found == ["1", True, ""]
+    (found,) = run_ranks(functools.partial(seen, name="HOME"), 1, environment={"HOME": "/nowhere"})
+    assert found[0] == "/nowhere"
+    assert int(usual_environment(1000)["OMP_NUM_THREADS"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "rank 1 exited with code 7 before it had a result; the last it said: rank 1 is about to exit"),
+        ("exit quietly", "rank 1 exited with code 0 before it had a result"),
+        ("be killed", "rank 1 was killed by SIGKILL"),
+        ("crash", "rank 1 was killed by SIGSEGV"),
+        ("raise", "rank 1 raised ValueError: the weights are upside down"),
+        ("refuse", "rank 1 raised UnsupportedError: no kernel for this"),
+        ("leave", "rank 1 raised SystemExit: gone"),
+        ("return what is no JSON", "rank 1 raised TypeError: Object of type object is not JSON serializable"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_at_once_and_is_named(how, said):
+    error, seconds = run(functools.partial(fail, who=1, how=how))
+    assert error.message.startswith(said)
+    assert error.ranks == (1,)
+    assert f"about to {how}" in error.output
+    assert seconds < 5
+    if how == "refuse":
+        assert error.hint == "use another"
+    if how == "be killed":
+        assert "memory" in error.hint
+
+
+def cascade(rank: Rank) -> None:
+    """A rank fails, and then the others because of it."""
+    rank.beat()
+    while not all(rank.beats):
+        time.sleep(0.001)
+    time.sleep(0.05 * rank.number)
+    raise ValueError(f"number {rank.number}")
+
+
+def test_of_several_that_raise_the_first_is_named():
+    error, _ = run(cascade)
+    assert error.message == "rank 0 raised ValueError: number 0"
+
+
+def hang(rank: Rank, who: int) -> None:
+    rank.beat()
+    if rank.number == who:
+        threading.Event().wait()
+    rank.beat()
+    time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what processes do")
+def test_ranks_that_do_nothing_hang_and_the_one_that_came_least_far_is_named():
+    error, seconds = run(functools.partial(hang, who=2), idle=2.0)
+    assert error.message.startswith("rank 2 hung: no rank has done anything for 2 s; rank 2 is in wait (threading.py:")
+    assert "in hang" in error.output
+    assert seconds < 8
+
+
+def spin(rank: Rank) -> None:
+    while rank.number == 0:
+        pass
+
+
+def test_a_rank_that_is_busy_forever_is_ended_by_the_deadline():
+    error, seconds = run(spin, 2, deadline=2.0)
+    assert error.message.startswith("rank 0 did not end within 2 s; rank 0 is in spin (test_processes.py:")
+    assert seconds < 6
+
+
+def slow(rank: Rank, beat: bool) -> str:  # noqa: FBT001 - pickled as it is
+    for _ in range(15):
+        time.sleep(0.1)
+        if beat:
+            rank.beat()
+    return "done"
+
+
+def test_a_beat_shows_that_work_goes_on():
+    assert run_ranks(functools.partial(slow, beat=True), 1, idle=0.6) == ["done"]
+
+
+def test_a_request_to_stop_ends_all():
+    stop = Stop()
+    threading.Timer(0.5, lambda: setattr(stop, "signal", signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(Interrupted) as caught:
+        run_ranks(functools.partial(fail, who=-1, how="wait"), 2, stop=stop)
+    assert caught.value.exit_code == 130
+    assert time.monotonic() - began < 5
+
+
+def parent(rank: Rank, note: str) -> None:
+    """Start a process of its own, and wait."""
+    child = subprocess.Popen(["sleep", "600"])
+    Path(note).write_text(str(child.pid))
+    if rank.number == 0:
+        raise ValueError("enough")
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def gone(pid, seconds=5.0):
+    end = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    run(functools.partial(parent, note=str(tmp_path / "pid")), 1)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, start):
+    (tmp_path / "ranks.py").write_text(
+        textwrap.dedent("""
+            import functools, os, sys, time
+            from shardctl.verify.processes import run_ranks
+            def wait(rank, folder):
+                with open(f"{folder}/{rank.number}.pid", "w") as note:
+                    note.write(str(os.getpid()))
+                while True:
+                    time.sleep(0.05); rank.beat()
+            if __name__ == "__main__":
+                run_ranks(functools.partial(wait, folder=sys.argv[1]), 2, start=sys.argv[2])
+        """)
+    )
+    with subprocess.Popen([sys.executable, tmp_path / "ranks.py", tmp_path, start]) as process:
+        notes = [tmp_path / f"{n}.pid" for n in range(2)]
+        end = time.monotonic() + 20
+        while not all(note.exists() and note.read_text() for note in notes) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.kill()
+    assert all(gone(int(note.read_text())) for note in notes)
+
+
+def collective(rank: Rank, place: str, how: str) -> float:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank.number, world_size=rank.world)
+    import torch
+
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    if rank.number == 1 and how == "die":
+        os._exit(3)
+    if rank.number == 1 and how == "hang":
+        time.sleep(600)
+    if rank.number == 1 and how == "raise":
+        raise ValueError("rank 1 has had enough")
+    dist.all_reduce(total)
+    return float(total[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("die", "rank 1 exited with code 3 before it had a result"),
+        ("raise", "rank 1 raised ValueError: rank 1 has had enough"),
+        ("hang", "rank 1 hung: no rank has done anything for 3 s; rank 1 is in collective (test_processes.py:"),
+    ],
+)
+def test_ranks_of_a_gloo_group(tmp_path, how, said):
+    work = functools.partial(collective, place=str(tmp_path / "store"), how=how)
+    error, seconds = run(work, 3, idle=3.0)
+    assert error.message.startswith(said)
+    assert seconds < 20, "of which most is importing torch"
+
+
+def test_ranks_of_a_gloo_group_that_all_goes_well_with(tmp_path):
+    work = functools.partial(collective, place=str(tmp_path / "store"), how="work")
+    assert run_ranks(work, 2) == [4.0, 4.0]
