@@ -1,0 +1,292 @@
+"""What training keeps for the backward pass on one rank, and the most that is alive besides while that pass runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.dtype import BY_NAME
+from shardctl.memory.profiles import GROUPS, RUNTIMES
+from shardctl.memory.schedule import in_flight
+from shardctl.memory.sizes import Share, head_sizes, layer_sizes
+from shardctl.memory.term import Term
+from shardctl.models.style import Style
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.memory.holding import Holding
+    from shardctl.memory.profiles import Flag, Group, Moment, Runtime, Saved
+    from shardctl.memory.sizes import Size
+    from shardctl.memory.workload import Training
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import Anatomy, Layer
+
+_NAMES: Final[Mapping[Group, str]] = {
+    "norms": "kept by norms",
+    "attention": "kept by attention",
+    "mlp": "kept by MLPs",
+    "experts": "kept by experts",
+    "dropout": "dropout masks",
+}
+_SKEW: Final = 1.3
+"""How much more than an even part of the tokens a rank's experts are expected to get at most; routers are trained to
+balance, and do so within some tens of percent."""
+
+
+def activations(
+    anatomy: Anatomy,
+    holding: Holding,
+    mesh: Mesh,
+    work: Training,
+    *,
+    stages: Sequence[int],
+    style: Style | None = None,
+) -> tuple[Term, ...]:
+    """What the ranks of `holding` keep for the backward pass, and what is alive besides when they need most.
+
+    Terms of the category ``activations`` are what microbatches in flight keep; the one of ``workspace`` is what comes
+    on top in the worst moment of the backward pass, which its name says. Together they are the peak, in bytes, without
+    parameters, their gradients and what is gathered of them. `stages` are the layers of each pipeline stage; `style`
+    is by default that of Llama for layers with a gate, that of GPT-3 for others.
+
+    Raises UnsupportedError for layers whose activations are not known.
+    """
+    sums = _Rank(anatomy, holding, mesh, work, stages, style or _usual(anatomy))
+    return tuple(sums.terms())
+
+
+def _usual(anatomy: Anatomy) -> Style:
+    gated = all(layer.gated for layer in anatomy.layers)
+    return Style() if gated else Style(norm="layer", dropout=True, attention_dropout=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Amount:
+    """Bytes, and how they came about."""
+
+    factors: tuple[tuple[str, float, float], ...] = ()
+    """`(what is counted, bytes for each, how many)`"""
+
+    @property
+    def nbytes(self) -> float:
+        return sum(width * count for _, width, count in self.factors)
+
+    def __add__(self, other: _Amount) -> _Amount:
+        """Both together; the same of several layers is added up."""
+        found: dict[tuple[str, float], float] = {}
+        for name, width, count in (*self.factors, *other.factors):
+            found[name, width] = found.get((name, width), 0) + count
+        return _Amount(tuple((name, width, count) for (name, width), count in found.items()))
+
+    def named(self) -> tuple[tuple[str, float, float], ...]:
+        """The factors with widths of the same things added up, and a number behind names of different things."""
+        widths: dict[tuple[str, float], float] = {}
+        for name, width, count in self.factors:
+            widths[name, count] = widths.get((name, count), 0) + width
+        seen: dict[str, int] = {}
+        found = []
+        for (name, count), width in widths.items():
+            seen[name] = seen.get(name, 0) + 1
+            found.append((name if seen[name] == 1 else f"{name}_{seen[name]}", width, count))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """A candidate for the worst moment."""
+
+    name: str
+    besides: _Amount
+    """What is alive besides what the layers keep."""
+    freed: float
+    """Bytes that later layers kept, and that are gone by then."""
+    with_head: bool
+    """Whether what the head keeps is still alive."""
+
+    @property
+    def nbytes(self) -> float:
+        return self.besides.nbytes - self.freed
+
+
+class _Rank:
+    """Works it out for one rank."""
+
+    def __init__(
+        self, anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, stages: Sequence[int], style: Style
+    ) -> None:
+        self.work = work
+        self.runtime: Runtime = RUNTIMES[work.profile]
+        self.style = style
+        self.width = BY_NAME[work.dtype].bits // 8
+        self.share = Share.of(mesh, work)
+        self.first = holding.stage == 0
+        self.last = holding.stage == len(stages) - 1
+        self.numbers = holding.layers
+        self.layers = [anatomy.layers[number] for number in holding.layers]
+        self.anatomy = anatomy
+        divided = self.runtime.sequence_parallel and work.sequence_parallel
+        self.parts = mesh.degree("tp") if divided else 1
+        microbatches = work.microbatches or len(stages)
+        virtual = work.virtual_stages
+        self.flights = in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
+
+    def terms(self) -> Iterator[Term]:
+        """The terms, largest groups first as profiles list them."""
+        sizes = [
+            layer_sizes(layer, n, self.style, self.share) for n, layer in zip(self.numbers, self.layers, strict=True)
+        ]
+        flags = [self._flags(layer) for layer in self.layers]
+        full = self.work.recompute == "full"
+        selective = self.work.recompute == "selective"
+        kept: dict[Group, _Amount] = dict.fromkeys(GROUPS, _Amount())
+        inputs = _Amount()
+        by_layer = []
+        for one, flag in zip(sizes, flags, strict=True):
+            mine = {group: self._amount(self.runtime.kept[group], one, flag, core=not selective) for group in GROUPS}
+            start = self._amount(self.runtime.checkpoint, one, flag)
+            for group, amount in mine.items():
+                kept[group] += amount
+            inputs += start
+            by_layer.append(start.nbytes if full else sum(amount.nbytes for amount in mine.values()))
+        if full:
+            yield from self._term("inputs of layers", inputs)
+        else:
+            for group in GROUPS:
+                yield from self._term(_NAMES[group], kept[group], skewed=group == "experts")
+        if self.first:
+            yield from self._term("dropout mask of the embedding", self._embedding())
+        yield from self._worst(sizes, flags, by_layer)
+
+    def _worst(
+        self, sizes: Sequence[Mapping[Size, float]], flags: Sequence[frozenset[Flag]], by_layer: Sequence[float]
+    ) -> Iterator[Term]:
+        """The head's terms and that of the worst moment."""
+        head = self._head() if self.last and self.anatomy.generates else _Amount()
+        peaks = [*self._layer_peaks(sizes, flags, by_layer), *self._head_peaks()]
+        if not peaks:
+            return
+        worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
+        yield from self._term("kept by the head and the loss", head, self.flights - (not worst.with_head))
+        if worst.nbytes > 0:
+            inputs = _inputs(worst.besides)
+            formula = _formula(worst.besides) + (" - freed" if worst.freed else "")
+            yield self._made(
+                f"alive in the {worst.name}",
+                "workspace",
+                worst.nbytes,
+                formula,
+                {**inputs, "freed": worst.freed} if worst.freed else inputs,
+                skewed="experts" in worst.name,
+            )
+
+    def _layer_peaks(
+        self, sizes: Sequence[Mapping[Size, float]], flags: Sequence[frozenset[Flag]], by_layer: Sequence[float]
+    ) -> Iterator[_Peak]:
+        freed = sum(by_layer)
+        for one, flag, own in zip(sizes, flags, by_layer, strict=True):
+            freed -= own
+            again = _Amount()
+            if self.work.recompute == "full":
+                for group in GROUPS:
+                    again += self._amount(self.runtime.kept[group], one, flag)
+            elif self.work.recompute == "selective":
+                again = self._amount([s for g in GROUPS for s in self.runtime.kept[g] if s.core], one, flag)
+            for moment in self.runtime.layer:
+                alive = self._amount(moment.alive, one, flag)
+                if alive.nbytes > 0:
+                    recomputed = " of a layer computed again" if self.work.recompute == "full" else ""
+                    yield _Peak(moment.name + recomputed, again + alive, max(0, freed), with_head=False)
+
+    def _head_peaks(self) -> Iterator[_Peak]:
+        if not (self.last and self.anatomy.generates):
+            return
+        sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+        flags = self._flags(self.layers[-1]) if self.layers else self._style_flags()
+        yield self._moment(self.runtime.loss, sizes, flags, with_head=True)
+        yield self._moment(self.runtime.norm, sizes, flags, with_head=False)
+
+    def _moment(self, moment: Moment, sizes: Mapping[Size, float], flags: frozenset[Flag], *, with_head: bool) -> _Peak:
+        return _Peak(moment.name, self._amount(moment.alive, sizes, flags), 0, with_head)
+
+    def _head(self) -> _Amount:
+        sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+        flags = self._flags(self.layers[-1]) if self.layers else self._style_flags()
+        return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
+
+    def _embedding(self) -> _Amount:
+        sizes = head_sizes(self.layers[0].hidden if self.layers else self.anatomy.hidden, 0, self.share)
+        return self._amount(self.runtime.embedding, sizes, self._style_flags())
+
+    def _amount(
+        self, tensors: Iterable[Saved], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
+    ) -> _Amount:
+        """The bytes of those of `tensors` that are there; those of attention's core only if `core`."""
+        found: dict[tuple[str, float], float] = {}
+        for saved in tensors:
+            count = sizes.get(saved.size, 0)
+            if count and flags.issuperset(saved.when) and (core or not saved.core):
+                name, parts = (
+                    (f"{saved.size}_per_tp", self.parts) if saved.sequence and self.parts > 1 else (saved.size, 1)
+                )
+                width = self.width if saved.width is None else saved.width
+                found[name, count / parts] = found.get((name, count / parts), 0) + width
+        return _Amount(tuple((name, width, count) for (name, count), width in found.items()))
+
+    def _style_flags(self) -> frozenset[Flag]:
+        flags: set[Flag] = {self.style.norm, "fused" if self.work.flash else "scores"}
+        if self.style.dropout:
+            flags.add("drop")
+        if self.style.attention_dropout:
+            flags.add("drop scores")
+        if self.style.capped_scores:
+            flags.add("cap scores")
+        if self.style.capped_logits:
+            flags.add("cap logits")
+        return frozenset(flags)
+
+    def _flags(self, layer: Layer) -> frozenset[Flag]:
+        flags = set(self._style_flags())
+        flags.add("gated" if layer.gated else "plain")
+        if layer.attention is not None:
+            flags.add("latent" if layer.attention.kind == "latent" else "full")
+        return frozenset(flags)
+
+    def _term(self, name: str, amount: _Amount, times: float | None = None, *, skewed: bool = False) -> Iterator[Term]:
+        """A term of what all microbatches in flight keep, if anything."""
+        factor = self.flights if times is None else times
+        if not amount.nbytes or not factor:
+            return
+        inputs = {"m": factor, **_inputs(amount)}
+        yield self._made(
+            name, "activations", amount.nbytes * factor, f"m * ({_formula(amount)})", inputs, skewed=skewed
+        )
+
+    def _made(
+        self,
+        name: str,
+        category: Literal["activations", "workspace"],
+        nbytes: float,
+        formula: str,
+        inputs: Mapping[str, float],
+        *,
+        skewed: bool,
+    ) -> Term:
+        low, high = self.runtime.spread
+        return Term(
+            name,
+            category,
+            round(nbytes),
+            formula,
+            inputs,
+            f"profile {self.work.profile}: {self.runtime.source}",
+            (round(nbytes * low), round(nbytes * high * (_SKEW if skewed else 1))),
+        )
+
+
+def _formula(amount: _Amount) -> str:
+    return " + ".join(f"{width:g} * {name}" for name, width, _ in amount.named())
+
+
+def _inputs(amount: _Amount) -> dict[str, float]:
+    return {name: count for name, _, count in amount.named()}

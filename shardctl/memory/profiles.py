@@ -1,0 +1,335 @@
+"""What each runtime keeps for the backward pass: every tensor with its size, its width and where that was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.sizes import Size
+    from shardctl.memory.workload import Profile
+
+Group = Literal["norms", "attention", "mlp", "experts", "dropout"]
+GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "mlp", "experts", "dropout")
+"""The parts of a layer that terms are given for."""
+Flag = Literal[
+    "rms",
+    "rms32",
+    "layer",
+    "fused",
+    "scores",
+    "full",
+    "latent",
+    "gated",
+    "plain",
+    "drop",
+    "drop scores",
+    "cap scores",
+    "cap logits",
+]
+"""What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
+projected or latent; whether MLPs have a gate; where dropout is; what is
+bounded by a hyperbolic tangent (Gemma 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that is kept, or that is alive for a moment."""
+
+    name: str
+    """What it is, in words."""
+    size: Size
+    """What its elements are counted by."""
+    width: float | None = None
+    """Bytes of an element; None for those of the type that computes. Negative for what is gone by then."""
+    when: tuple[Flag, ...] = ()
+    """All of these must hold."""
+    sequence: bool = False
+    """Whether sequence parallelism divides it over tp."""
+    core: bool = False
+    """Whether selective recomputation drops it: attention between its projections (Korthikanti et al. 2022, sec. 5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time of the backward pass when much is alive besides what the forward pass kept."""
+
+    name: str
+    alive: tuple[Saved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What one runtime keeps."""
+
+    kept: Mapping[Group, tuple[Saved, ...]]
+    """Of one layer, after its forward pass."""
+    checkpoint: tuple[Saved, ...]
+    """Of one layer that will be recomputed."""
+    layer: tuple[Moment, ...]
+    """While a layer's backward pass runs; the gradient of its output is part of it."""
+    head: tuple[Saved, ...]
+    """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
+    loss: Moment
+    """While the loss's backward pass runs."""
+    norm: Moment
+    """While the last norm's backward pass runs, all that is alive of the head and the norm."""
+    embedding: tuple[Saved, ...]
+    """On the first stage, of the embedding."""
+    sequence_parallel: bool
+    """Whether it has sequence parallelism."""
+    spread: tuple[float, float]
+    """Where the truth is to be expected, as factors of the estimate."""
+    source: str
+
+
+_ATTENTION: Final = (
+    Saved("queries", "queries"),
+    Saved("keys", "keys", None, ("full", "fused")),
+    Saved("values", "values", None, ("full", "fused")),
+    Saved("keys", "keys", None, ("latent",)),
+    Saved("products of the compressed keys and values", "latent_products", None, ("latent",)),
+    Saved("attention's result", "contexts"),
+    Saved("logarithms of the scores' sums", "rows", 4, ("fused",), core=True),
+)
+"""Of any attention: its inputs and its result, which is the input of the projection behind it; what fused kernels keep
+besides is one number for each query and head (Dao et al. 2022, sec. 3.1)."""
+
+_HF_NORMS: Final = (
+    Saved("fp32 copies of what is normed", "norms", 4, ("rms",)),
+    Saved("normed, before the weight", "norms", None, ("rms",)),
+    Saved("fp32 copies of what is normed", "norms", 4, ("rms32",)),
+    Saved("normed in fp32, before the weight", "norms", 4, ("rms32",)),
+    Saved("what is normed", "norms", None, ("layer",)),
+    Saved("statistics of the norms", "norm_rows", 4),
+    Saved("inputs of attention and MLP", "inputs"),
+)
+_HF_ATTENTION: Final = (
+    *_ATTENTION,
+    Saved("fp32 copies of queries and keys that are normed", "head_norms", 4),
+    Saved("queries and keys normed, before the weight", "head_norms"),
+    Saved("statistics of the norms of queries and keys", "head_norm_rows", 4),
+    Saved("fp32 copies of compressed queries and keys", "latent_norms", 4),
+    Saved("compressed queries and keys normed, before the weight", "latent_norms"),
+    Saved("inputs of the projections from compressed queries and keys", "latent_norms"),
+    Saved("keys of each query head", "repeated_keys", None, ("full", "scores")),
+    Saved("values of each query head", "repeated_values", None, ("full", "scores")),
+    Saved("fp32 softmax", "scores", 4, ("scores",), core=True),
+    Saved("softmax in the type that computes", "scores", None, ("scores",), core=True),
+    Saved("hyperbolic tangent of the scores", "scores", None, ("scores", "cap scores"), core=True),
+    Saved("dropout masks of scores", "scores", 1, ("scores", "drop scores"), core=True),
+    Saved("scores after dropout", "scores", None, ("scores", "drop scores"), core=True),
+)
+_HF_MLP: Final = (
+    Saved("gate", "intermediate", None, ("gated",)),
+    Saved("up", "intermediate"),
+    Saved("activation's result", "intermediate"),
+    Saved("results within the activation", "steps"),
+    Saved("gated", "intermediate", None, ("gated",)),
+)
+_HF_EXPERTS: Final = (
+    Saved("fp32 probabilities of the router", "router", 4),
+    Saved("weights, numbers and order of the experts chosen", "chosen", 48),
+    Saved("tokens of the experts", "routed_hidden"),
+    Saved("gate and up of the experts", "routed", 4, ("gated",)),
+    Saved("up of the experts", "routed", None, ("plain",)),
+    Saved("activation's result of the experts", "routed"),
+    Saved("gated of the experts", "routed", None, ("gated",)),
+    Saved("results of the experts, before their weights", "routed_hidden"),
+)
+_HF_LAYER: Final = (
+    Moment(
+        "backward pass of an MLP",
+        (
+            Saved("gradient of the layer's output", "hidden"),
+            Saved("gradients of gate, up and their product, less the product", "intermediate", 4, ("gated",)),
+            Saved("gradient of the activation's result", "intermediate", None, ("plain",)),
+            Saved("gradients of results within the activation", "steps", 2 / 3),
+            Saved("gradient of the norm's output", "hidden", None, ("plain",)),
+        ),
+    ),
+    Moment(
+        "backward pass of experts, their MLPs",
+        (
+            Saved("gradient of the layer's output", "hidden"),
+            Saved("gradients of gate, up and their product, less the product", "routed", 4, ("gated",)),
+            Saved("gradient of the activation's result", "routed", None, ("plain",)),
+            Saved("results of the experts, gone by then", "routed_hidden", -2),
+        ),
+    ),
+    Moment(
+        "backward pass of experts, their weights",
+        (
+            Saved("gradient of the layer's output", "hidden"),
+            Saved("fp32 gradients of the experts' results, their weighted ones and products", "routed_hidden", 12),
+            Saved("gradients of the experts' results", "routed_hidden"),
+        ),
+    ),
+    Moment(
+        "backward pass of attention's scores",
+        (
+            Saved("gradients of the layer's output and of attention's result", "hidden", 4, ("scores",)),
+            Saved("fp32 gradients of softmax and scores", "scores", 8, ("scores",)),
+            Saved("softmax in the type that computes, gone by then", "scores", -2, ("scores",)),
+            Saved("the MLP, gone by then", "intermediate", -8, ("scores", "gated")),
+            Saved("the MLP, gone by then", "intermediate", -4, ("scores", "plain")),
+            Saved("experts, gone by then", "routed", -8, ("scores", "gated")),
+            Saved("experts, gone by then", "routed", -4, ("scores", "plain")),
+            Saved("tokens and results of the experts, gone by then", "routed_hidden", -4, ("scores",)),
+            Saved("the norm before the MLP, gone by then", "hidden", -8, ("scores", "rms")),
+            Saved("the norm before the MLP, gone by then", "hidden", -10, ("scores", "rms32")),
+            Saved("the norm before the MLP, gone by then", "hidden", -4, ("scores", "layer")),
+            Saved("values and attention's result, gone by then", "contexts", -4, ("scores",)),
+            Saved("gradient of values", "contexts", None, ("scores",)),
+        ),
+    ),
+)
+_HF_LOSS: Final = (
+    Saved("fp32 logarithms of probabilities", "gathered_logits", 4),
+    Saved("hyperbolic tangent of the logits", "gathered_logits", None, ("cap logits",)),
+    Saved("labels", "tokens", 16),
+)
+_HF_LOSS_MOMENT: Final = Moment(
+    "backward pass of the loss",
+    (
+        Saved("fp32 gradient of the logarithms of probabilities", "gathered_logits", 4),
+        Saved("fp32 gradient of the logits", "gathered_logits", 4),
+    ),
+)
+_HF_NORM_MOMENT: Final = Moment(
+    "backward pass of the last norm",
+    (
+        Saved("fp32 copy, products, quotient, power and gradients of what is normed", "hidden", 24, ("rms",)),
+        Saved("fp32 copy, products, quotient, power and gradients of what is normed", "hidden", 24, ("rms32",)),
+        Saved("what is normed and gradients", "hidden", 6, ("layer",)),
+    ),
+)
+_HF: Final = Runtime(
+    kept={
+        "norms": _HF_NORMS,
+        "attention": _HF_ATTENTION,
+        "mlp": _HF_MLP,
+        "experts": _HF_EXPERTS,
+        "dropout": (Saved("dropout masks", "drops", 1, ("drop",)),),
+    },
+    checkpoint=(Saved("the layer's input", "hidden"),),
+    layer=_HF_LAYER,
+    head=_HF_LOSS,
+    loss=_HF_LOSS_MOMENT,
+    norm=_HF_NORM_MOMENT,
+    embedding=(Saved("dropout mask of the embedding", "hidden", 1, ("drop",)),),
+    sequence_parallel=False,
+    spread=(0.95, 1.05),
+    source="tensors that torch 2.13 keeps of transformers 5.23's modules, counted under FakeTensorMode",
+)
+
+_MEGATRON: Final = Runtime(
+    kept={
+        "norms": (
+            Saved("inputs of the norms", "norms", sequence=True),
+            Saved("statistics of the norms", "norm_rows", 4, ("rms",), sequence=True),
+            Saved("statistics of the norms", "norm_rows", 4, ("rms32",), sequence=True),
+            Saved("inputs of attention and MLP", "inputs", sequence=True),
+        ),
+        "attention": (
+            *_ATTENTION,
+            Saved("keys", "keys", None, ("full", "scores")),
+            Saved("values", "values", None, ("full", "scores")),
+            Saved("queries and keys that are normed", "head_norms"),
+            Saved("compressed queries and keys", "latent_norms", 4, sequence=True),
+            Saved("softmax", "scores", None, ("scores",), core=True),
+            Saved("dropout masks of scores", "scores", 1, ("scores", "drop scores"), core=True),
+            Saved("scores after dropout", "scores", None, ("scores", "drop scores"), core=True),
+        ),
+        "mlp": (
+            Saved("gate", "intermediate", None, ("gated",)),
+            Saved("up", "intermediate"),
+            Saved("input of the projection down", "intermediate"),
+        ),
+        "experts": (
+            Saved("fp32 logits and probabilities of the router", "router", 8, sequence=True),
+            Saved("order of the tokens of the experts", "chosen", 16, sequence=True),
+            Saved("tokens of the experts", "routed_hidden"),
+            Saved("gate of the experts", "routed", None, ("gated",)),
+            Saved("up of the experts", "routed"),
+            Saved("input of the experts' projection down", "routed"),
+            Saved("results of the experts, before their weights", "routed_hidden"),
+        ),
+        "dropout": (Saved("dropout masks", "drops", 1, ("drop",), sequence=True),),
+    },
+    checkpoint=(Saved("the layer's input", "hidden", sequence=True),),
+    layer=(
+        Moment(
+            "backward pass of an MLP",
+            (
+                Saved("gradient of the layer's output", "hidden", sequence=True),
+                Saved("gathered input of the projection up", "hidden"),
+                Saved("gradients of gate and up", "intermediate", None, ("gated",)),
+                Saved("gradient of up and of the activation's result, less the latter", "intermediate"),
+            ),
+        ),
+        Moment(
+            "backward pass of experts",
+            (
+                Saved("gradient of the layer's output", "hidden", sequence=True),
+                Saved("gradients of the experts' results", "routed_hidden"),
+                Saved("gradients of gate and up of the experts", "routed", None, ("gated",)),
+                Saved("gradient of up and of the activation's result, less the latter", "routed"),
+            ),
+        ),
+        Moment("backward pass of attention's scores", (Saved("gradients of scores", "scores", 4, ("scores",)),)),
+    ),
+    head=(Saved("fp32 softmax of the logits", "logits", 4),),
+    loss=Moment("backward pass of the loss", (Saved("gradient of the logits", "logits"),)),
+    norm=Moment("backward pass of the last norm", (Saved("what is normed and gradients", "hidden", 6, sequence=True),)),
+    embedding=(Saved("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
+    sequence_parallel=True,
+    spread=(0.9, 1.15),
+    source="Korthikanti et al. 2022, sec. 4, re-summed for gates, shared key heads and experts",
+)
+
+_FSDP2: Final = Runtime(
+    kept={
+        "norms": (
+            Saved("inputs of the norms", "norms", sequence=True),
+            Saved("statistics of the norms", "norm_rows", 4, sequence=True),
+            Saved("inputs of attention and MLP", "inputs"),
+        ),
+        "attention": (
+            *_ATTENTION,
+            Saved("queries and keys that are normed", "head_norms"),
+            Saved("compressed queries and keys", "latent_norms", 4, sequence=True),
+            *(saved for saved in _HF_ATTENTION if "scores" in saved.when),
+        ),
+        "mlp": tuple(saved for saved in _HF_MLP if saved.size != "steps"),
+        "experts": _HF_EXPERTS,
+        "dropout": (Saved("dropout masks", "drops", 1, ("drop",), sequence=True),),
+    },
+    checkpoint=(Saved("the layer's input", "hidden", sequence=True),),
+    layer=_HF_LAYER,
+    head=(Saved("fp32 logarithms of probabilities", "logits", 4), Saved("labels", "tokens", 16)),
+    loss=Moment(
+        "backward pass of the loss",
+        (
+            Saved("fp32 gradient of the logarithms of probabilities", "logits", 4),
+            Saved("fp32 gradient of the logits", "logits", 4),
+        ),
+    ),
+    norm=Moment("backward pass of the last norm", (Saved("what is normed and gradients", "hidden", 6),)),
+    embedding=(Saved("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
+    sequence_parallel=True,
+    spread=(0.85, 1.15),
+    source="tensors that torch 2.13 keeps of modules with torch.nn.RMSNorm, as torchtitan's are, uncompiled",
+)
+
+RUNTIMES: Final[Mapping[Profile, Runtime]] = {
+    "megatron": _MEGATRON,
+    "hf": _HF,
+    "fsdp2": _FSDP2,
+    "deepspeed": replace(
+        _HF, spread=(0.85, 1.15), source="transformers' modules, which DeepSpeed trains as they are: as profile hf"
+    ),
+}
+"""By profile."""

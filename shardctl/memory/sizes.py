@@ -1,0 +1,159 @@
+"""How many elements the tensors of one layer have on one rank, for one microbatch, by the names that profiles use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from shardctl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.workload import Training
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import Attention, Experts, Layer
+    from shardctl.models.style import Style
+
+Size = Literal[
+    "tokens",
+    "hidden",
+    "norms",
+    "norm_rows",
+    "inputs",
+    "drops",
+    "head_norms",
+    "head_norm_rows",
+    "latent_norms",
+    "latent_products",
+    "queries",
+    "keys",
+    "values",
+    "repeated_keys",
+    "repeated_values",
+    "contexts",
+    "rows",
+    "scores",
+    "intermediate",
+    "steps",
+    "router",
+    "chosen",
+    "routed_hidden",
+    "routed",
+    "logits",
+    "gathered_logits",
+]
+"""What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`: of all
+norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
+dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
+latent attention compresses to; what it makes keys and values from. `repeated_...`: keys, values, once per query head.
+`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `intermediate`:
+of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens times experts.
+`chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the tokens that this rank's experts get.
+`logits`, `gathered_logits`: of the part of the vocabulary that is this rank's; of all of it."""
+
+SIZES: Final[tuple[Size, ...]] = get_args(Size)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes of one microbatch."""
+
+    batch: int
+    """Sequences."""
+    queries: int
+    """Tokens of each sequence whose results are this rank's: cp divides them."""
+    keys: int
+    """Tokens of each sequence that they attend to."""
+    tp: int
+    etp: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, work: Training) -> Share:
+        """The share of every rank of `mesh`."""
+        queries = -(-work.sequence // mesh.degree("cp"))
+        return cls(work.micro_batch, queries, work.sequence, mesh.degree("tp"), mesh.degree("etp"))
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.batch * self.queries
+
+
+def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mapping[Size, float]:
+    """The elements of each size in one layer; those not named have none.
+
+    tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
+    Raises UnsupportedError for a layer with a recurrent state, naming it by `number`.
+    """
+    if layer.state is not None:
+        raise UnsupportedError(
+            f"what training keeps of layer {number} is not known: it has a recurrent state (Mamba or linear attention)",
+            hint="weights, gradients and optimizer states are counted; give the activations' bytes yourself",
+        )
+    n, hidden = share.tokens, layer.hidden
+    cross = layer.attention is not None and layer.attention.cross
+    both = layer.attention is not None and (layer.mlp or layer.experts is not None)
+    norms = style.norms + cross if both else max(1, style.norms // 2)
+    sizes: dict[Size, float] = {
+        "tokens": n,
+        "hidden": n * hidden,
+        "norms": n * hidden * norms,
+        "norm_rows": n * norms,
+        "inputs": n * hidden * (1 if style.parallel or not both else 2 + cross),
+        "drops": n * hidden * (bool(both) + 1 + cross),
+    }
+    if layer.attention is not None:
+        _attention(sizes, layer.attention, style, share)
+    dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
+    sizes["intermediate"] = n * -(-dense // share.tp)
+    sizes["steps"] = sizes["intermediate"] * style.steps
+    if layer.experts is not None:
+        _experts(sizes, layer.experts, hidden, share)
+    return sizes
+
+
+def head_sizes(hidden: int, vocabulary: int, share: Share) -> Mapping[Size, float]:
+    """The elements of each size in the last norm and the head."""
+    n = share.tokens
+    return {
+        "tokens": n,
+        "hidden": n * hidden,
+        "norms": n * hidden,
+        "norm_rows": n,
+        "inputs": n * hidden,
+        "logits": n * -(-vocabulary // share.tp),
+        "gathered_logits": n * vocabulary,
+    }
+
+
+def _attention(sizes: dict[Size, float], attention: Attention, style: Style, share: Share) -> None:
+    """Self attention, and that to the encoder with it: as many tokens are taken to be there as in the decoder."""
+    n = share.tokens * (1 + attention.cross)
+    heads = -(-attention.heads // share.tp)
+    kv_heads = max(1, -(-attention.kv_heads // share.tp))
+    wide, value = attention.head_dim, attention.value_dim
+    sizes["queries"] = n * heads * wide
+    sizes["keys"] = n * kv_heads * wide
+    sizes["values"] = n * kv_heads * value
+    sizes["repeated_keys"], sizes["repeated_values"] = n * heads * wide, n * heads * value
+    sizes["contexts"] = n * heads * value
+    sizes["rows"] = n * heads
+    # Windows change nothing here: what is not fused computes all scores, and then masks them.
+    sizes["scores"] = n * heads * share.keys
+    if style.head_norms:
+        sizes["head_norms"] = sizes["queries"] + sizes["keys"]
+        sizes["head_norm_rows"] = n * (heads + kv_heads)
+    if attention.kind == "latent":
+        sizes["latent_norms"] = n * (style.query_latent + (style.key_latent or attention.latent))
+        rotary = attention.latent - style.key_latent if style.key_latent else 0
+        sizes["latent_products"] = n * heads * (wide - rotary + value)
+
+
+def _experts(sizes: dict[Size, float], experts: Experts, hidden: int, share: Share) -> None:
+    """Tokens are taken to be routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
+    routed = share.tokens * experts.chosen * share.etp / share.tp
+    sizes["router"] = share.tokens * experts.count
+    sizes["chosen"] = share.tokens * experts.chosen
+    sizes["routed_hidden"] = routed * hidden
+    sizes["routed"] = routed * -(-experts.size // share.etp)
