@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardctl.box import Box
     from shardctl.dtype import DType
+    from shardctl.training import Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,8 @@ class Manifest:
     """Free-form strings of the container, such as safetensors' `__metadata__`."""
     warnings: tuple[str, ...] = ()
     """What is odd but not wrong; `--strict` makes each an error."""
+    training: Training | None = None
+    """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
 
     @property
     def nbytes(self) -> int:

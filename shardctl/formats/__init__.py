@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import safetensors, torch_save
+from shardctl.formats import dcp, safetensors, torch_save
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
-FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, torch_save.FORMAT)
+FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, dcp.FORMAT, torch_save.FORMAT)
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
 _SHOWN: Final = 5
 

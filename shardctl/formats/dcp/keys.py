@@ -1,0 +1,144 @@
+"""What each key of a distributed checkpoint is: a weight, a state of an optimizer, a setting of it, or something else.
+
+A checkpoint is whatever nested dicts the trainer handed to `torch.distributed.checkpoint.save`. Its planner joins the
+way to each value into a key with dots, and keeps the way itself (torch `distributed/checkpoint/_nested_dict.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+Way = tuple[str, ...]
+"""The keys of the nested dicts and lists that lead to a value."""
+
+MODELS: Final = ("model", "state_dict", "model_state_dict", "module", "app")
+"""Where trainers put the weights, beside an optimizer or counters."""
+_OTHERS: Final = frozenset(
+    {
+        *("dataloader", "dataset", "epoch", "extra_state", "global_step", "grad_scaler", "iteration", "lr_scheduler"),
+        *("lr_schedulers", "random_states", "rng", "rng_state", "rng_states", "sampler", "scaler", "scheduler", "step"),
+        *("timers", "train_state", "trainer_state"),
+    }
+)
+"""What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning)."""
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+_NESTED: Final = 3
+"""Keys from an optimizer's `state` to a value: that one, the parameter, and the state's name."""
+
+
+@dataclass(slots=True)
+class Sorted:
+    """Every key of a checkpoint, by what it is."""
+
+    weights: dict[str, str] = field(default_factory=dict)
+    """Keys of weights, each with the name that the model has for it."""
+    states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys of optimizer states, each with the parameter and the state's own name."""
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys of an optimizer's settings, each with its group (a number, or the one parameter in it) and its name."""
+    others: list[str] = field(default_factory=list)
+    """The keys of everything else."""
+    strange: list[str] = field(default_factory=list)
+    """Those of them that are tensors and nothing that trainers are known to keep."""
+    model: Way = ()
+    """Where in the nested dicts the weights were."""
+    optimizer: Way | None = None
+    """Where the optimizer was; None if there is none."""
+
+
+def sort_keys(tensors: Collection[str], objects: Iterable[str], places: Mapping[str, tuple[str | int, ...]]) -> Sorted:
+    """What each key is, from its place alone; a key without a place is one of the outermost dict."""
+    ways = {key: tuple(map(str, places.get(key, (key,)))) for key in (*tensors, *objects)}
+    found = Sorted()
+    roots = _optimizers(ways.values())
+    rest: dict[str, Way] = {}
+    for key, way in ways.items():
+        root = next((r for r in roots if way[: len(r)] == r and _is_optimizers(way[len(r) :])), None)
+        if root is None:
+            rest[key] = way
+        else:
+            found.optimizer = found.optimizer if found.optimizer is not None else root
+            _sort_state(found, key, way[len(root) :])
+    found.model = _model({way for key, way in rest.items() if key in tensors})
+    depth = len(found.model)
+    for key, way in rest.items():
+        inside = way[:depth] == found.model and not (depth == 0 and way[0] in _OTHERS)
+        if key in tensors and inside:
+            found.weights[key] = ".".join(way[depth:])
+        else:
+            found.others.append(key)
+            if key in tensors and _OTHERS.isdisjoint(way):
+                found.strange.append(key)
+    return found
+
+
+def split_flat(text: str, parameters: Collection[str]) -> tuple[str, str]:
+    """The parameter and the name in the `<parameter>.<name>` of a flattened optimizer.
+
+    The longest known parameter counts, because names may have dots too; without one, the last word is the name.
+
+    >>> split_flat("a.weight.factor.0", {"a.weight"}), split_flat("a.weight.lr", ())
+    (('a.weight', 'factor.0'), ('a.weight', 'lr'))
+    """
+    at = text.rfind(".")
+    while at > 0:
+        if text[:at] in parameters:
+            return text[:at], text[at + 1 :]
+        at = text.rfind(".", 0, at)
+    parameter, _, name = text.rpartition(".")
+    return parameter, name
+
+
+def _optimizers(ways: Iterable[Way]) -> list[Way]:
+    """Where optimizers are: what leads to `param_groups`, or to a `state` of three levels."""
+    roots: dict[Way, None] = {}
+    for way in ways:
+        for at, word in enumerate(way):
+            flat = at == len(way) - 1 and word.startswith(f"{_GROUPS}.")
+            if word == _GROUPS or flat or (word == _STATE and len(way) - at >= _NESTED):
+                roots[way[:at]] = None
+                break
+    return list(roots)
+
+
+def _is_optimizers(way: Way) -> bool:
+    if len(way) == 1:
+        return way[0].startswith((f"{_STATE}.", f"{_GROUPS}.")) or way[0] in {_STATE, _GROUPS}
+    return bool(way) and way[0] in {_STATE, _GROUPS}
+
+
+def _sort_state(found: Sorted, key: str, way: Way) -> None:
+    """Note what a key of an optimizer is; parameters in flattened ones are told apart later, by `split_flat`."""
+    if len(way) == 1:
+        kind, _, text = way[0].partition(".")
+        table = found.states if kind == _STATE else found.settings
+        if text:
+            table[key] = ("", text)
+        else:
+            found.others.append(key)
+    elif len(way) < _NESTED:
+        found.others.append(key)
+    else:
+        table = found.states if way[0] == _STATE else found.settings
+        table[key] = (way[1], ".".join(way[2:]))
+
+
+def _model(ways: Collection[Way]) -> Way:
+    """The dict that holds the weights: down through dicts of one entry, or of one with a name that models have."""
+    at: Way = ()
+    while True:
+        inside = [way for way in ways if way[: len(at)] == at and way[len(at)] not in _OTHERS]
+        direct = any(len(way) == len(at) + 1 for way in inside)
+        groups = list(dict.fromkeys(way[len(at)] for way in inside if len(way) > len(at) + 1))
+        known = [group for group in groups if group in MODELS]
+        if len(known) == 1:
+            at = (*at, known[0])
+        elif len(groups) == 1 and not direct:
+            at = (*at, groups[0])
+        else:
+            return at
