@@ -1,0 +1,94 @@
+"""How many floating-point operations a rank does for its weights and for attention.
+
+A matrix costs two operations per parameter and token; attention costs two per token, key and element of the heads for
+the scores, and as many for their values (Narayanan et al. 2021, appendix; Hoffmann et al. 2022, appendix F). A causal
+mask halves the latter, for kernels skip what it hides; those formulas count it whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.memory.holding import Holding, Part
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import Anatomy, Attention, Experts, Layer
+
+_CODES: Final = {"I32": 8, "U8": 2}
+"""Weights in one stored element of a matrix, where it is packed: four bits each, as GPTQ, AWQ and MXFP4 have it."""
+
+
+def matrix_operations(anatomy: Anatomy, holding: Holding, mesh: Mesh, tokens: float) -> float:
+    """Operations of one forward pass of `tokens` tokens per data-parallel rank through the matrices that a rank holds.
+
+    An embedding is looked up, which costs none, unless the last stage has it as its head. Of routed experts those
+    count that tokens go to, evenly.
+    """
+    last = holding.stage == mesh.degree("pp") - 1
+    routed = _routed(anatomy, mesh)
+    return sum(
+        2 * _weights(part) * tokens * (routed if part.kind.spec.of_expert else 1)
+        for part in holding.parts
+        if part.kind.matrix and _multiplies(part, last=last)
+    )
+
+
+def attention_operations(layers: Sequence[Layer], mesh: Mesh, tokens: float, context: float) -> float:
+    """Operations of one forward pass for scores and values: each of `tokens` tokens looks at `context` others.
+
+    tp divides the heads; of a sliding window no more than the window is looked at.
+    """
+    return sum(
+        2 * tokens * _seen(layer.attention, context) * _width(layer.attention) / mesh.degree("tp")
+        for layer in layers
+        if layer.attention
+    )
+
+
+def touched(anatomy: Anatomy, mesh: Mesh, tokens: float) -> float:
+    """The part of a rank's experts that `tokens` tokens per data-parallel rank are expected to go to.
+
+    Each token chooses evenly: `1 - (1 - chosen / count) ** tokens` of all that one set of experts serves.
+    """
+    experts = _experts(anatomy)
+    if experts is None:
+        return 1.0
+    together = tokens * mesh.ep * mesh.etp / mesh.degree("tp")
+    return 1.0 - math.pow(1 - experts.chosen / experts.count, together)
+
+
+def _multiplies(part: Part, *, last: bool) -> bool:
+    """Whether tokens are multiplied with it: not with an embedding, which may be the head of the last stage, too."""
+    places = {where for where, _ in part.kind.spec.where}
+    return "layer" in places or (last and "last" in places)
+
+
+def _weights(part: Part) -> int:
+    packed = 1 if part.kind.trainable else _CODES.get(part.kind.dtype.name, 1)
+    return part.count * part.gathered * packed
+
+
+def _seen(attention: Attention, context: float) -> float:
+    return context if attention.window is None else min(context, attention.window)
+
+
+def _width(attention: Attention) -> int:
+    return attention.heads * (attention.head_dim + attention.value_dim) * (2 if attention.cross else 1)
+
+
+def _experts(anatomy: Anatomy) -> Experts | None:
+    return next((layer.experts for layer in anatomy.layers if layer.experts), None)
+
+
+def _routed(anatomy: Anatomy, mesh: Mesh) -> float:
+    """How many tokens each expert gets for each of a data-parallel rank, if all are chosen equally often.
+
+    The ranks that share one set of experts have `ep * etp / tp` times the tokens of one.
+    """
+    experts = _experts(anatomy)
+    if experts is None:
+        return 1.0
+    return experts.chosen / experts.count * mesh.ep * mesh.etp / mesh.degree("tp")
