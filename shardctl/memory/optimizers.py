@@ -60,6 +60,10 @@ class Optimizer:
     """Whether it updates fp32 parameters, of which the computing ones are a copy."""
     constant: int = 0
     """Bytes per rank that no tensor adds to."""
+    splits: bool = False
+    """Whether matrices inside layers are updated apart from all else."""
+    temporary: bool = False
+    """Whether a step makes a temporary as large as the parameters (torch's foreach kernels)."""
 
 
 SMALL: Final = 4096
@@ -138,13 +142,20 @@ _ADAM: Final = ("first moment", "second moment")
 _BITSANDBYTES: Final = "bitsandbytes 0.50, optim/optimizer.py"
 
 OPTIMIZERS: Final = (
-    Optimizer("adamw", "AdamW", tuple(Slot(name, _each) for name in _ADAM), "torch 2.13, torch.optim.AdamW"),
+    Optimizer(
+        "adamw",
+        "AdamW",
+        tuple(Slot(name, _each) for name in _ADAM),
+        "torch 2.13, torch.optim.AdamW",
+        temporary=True,
+    ),
     Optimizer(
         "adamw-bf16",
         "AdamW without fp32 copies: parameters, gradients and moments in the type that computes",
         tuple(Slot(name, _each, None) for name in _ADAM),
         "torch 2.13, torch.optim.AdamW (states are `zeros_like` the parameter)",
         master=False,
+        temporary=True,
     ),
     Optimizer(
         "adamw-8bit",
@@ -194,6 +205,7 @@ OPTIMIZERS: Final = (
             Slot("second moment of the others", _others),
         ),
         "torch 2.13, torch.optim.Muon and AdamW; Jordan et al. 2024",
+        splits=True,
     ),
     Optimizer("lion", "Lion", (Slot("momentum", _each),), "Chen et al. 2023, algorithm 2; bitsandbytes 0.50, Lion"),
     Optimizer(

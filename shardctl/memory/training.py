@@ -1,0 +1,46 @@
+"""What a training rank needs in all: its states, the activations it holds, and what the runtime takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl.memory.activations import activations
+from shardctl.memory.runtime import runtime_terms
+from shardctl.memory.states import states
+from shardctl.memory.term import Sum, Term, total
+from shardctl.memory.transients import STEP
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.memory.holding import Holding
+    from shardctl.memory.workload import Training
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import Anatomy
+
+
+def train(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, *, stages: Sequence[int]) -> tuple[Term, ...]:
+    """Every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
+
+    The optimizer's step comes when activations are gone, so its copies count only for what they need beyond those.
+
+    Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
+    """
+    held = activations(anatomy, holding, mesh, work, stages=stages)
+    freed = total(held)
+    kept = tuple(_beyond(term, freed) if term.name == STEP else term for term in states(holding, mesh, work))
+    allocated = total((*kept, *held)).nbytes
+    found = (*kept, *held, *runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
+    return tuple(term for term in found if term.high)
+
+
+def _beyond(step: Term, freed: Sum) -> Term:
+    """What the step needs beyond what was freed before it."""
+    return replace(
+        step,
+        nbytes=max(0, step.nbytes - freed.nbytes),
+        formula=f"max(0, {step.formula} - activations)",
+        inputs={**step.inputs, "activations": freed.nbytes},
+        interval=(max(0, step.low - freed.high), max(0, step.high - freed.low)),
+    )

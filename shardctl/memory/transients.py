@@ -1,0 +1,177 @@
+"""What a training rank holds for moments: gathered weights, gradients on their way, copies for a step.
+
+All of it is modelled: buckets and limits are options of the runtimes, whose defaults are taken here, and what is
+prefetched depends on timing.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from shardctl.memory.scheme import F32
+from shardctl.memory.term import Term
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from shardctl.memory.holding import Holding, Part
+    from shardctl.memory.scheme import Scheme
+
+_REDUCE: Final = 500_000_000
+"""Elements of a bucket that gradients are reduced in (DeepSpeed, `reduce_bucket_size`); transformers' "auto" sets
+the hidden size squared instead."""
+_LIVE: Final = 1_000_000_000
+"""Elements that stay gathered (DeepSpeed, `stage3_max_live_parameters`)."""
+_PERSISTENT: Final = 100_000
+"""Tensors of at most so many elements are gathered once (DeepSpeed, `stage3_param_persistence_threshold`)."""
+_SUB_GROUP: Final = 1_000_000_000
+"""Elements that one step of the optimizer takes at once (DeepSpeed, `sub_group_size`)."""
+_UNITS: Final = "torch 2.13, torch.distributed.fsdp.fully_shard, by FSDPMemTracker"
+_DEEPSPEED: Final = "DeepSpeed, docs/code-docs/source/memory.rst and runtime/zero"
+
+
+STEP: Final = "copies for the optimizer's step"
+"""The name of what is held when activations and gathered weights are gone."""
+
+
+def transients(holding: Holding, shared: int, plan: Scheme) -> Iterator[Term]:
+    """What is held during passes and steps; `shared` are the trained elements whose states this rank updates."""
+    if plan.runtime == "units":
+        yield from _units(holding, plan)
+    elif plan.runtime == "autocast":
+        yield from _casts(holding, plan)
+    elif plan.runtime == "partitions" and plan.zero:
+        yield from _partitions(holding, plan)
+    if not plan.offloaded:
+        yield from _step(shared, plan)
+
+
+def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
+    """FSDP2 gathers the next unit while one computes, and reduces one unit's gradients while the next makes its own."""
+    units = {unit: _gathered_bytes(parts, plan) for unit, parts in holding.units().items()}
+    root = units.pop(None, 0)
+    layers = [units[n] for n in sorted(units, key=lambda n: n or 0)]
+    pair = max((a + b for a, b in pairwise(layers)), default=sum(layers))
+    largest, total = max(layers, default=0), root + sum(layers)
+    width, reduced = plan.compute.unit_bytes, plan.gradient.unit_bytes
+    if plan.zero in {1, 2}:  # `reshard_after_forward=False`
+        yield Term("gathered weights", "weights", total, f"{width} * gathered", {"gathered": total / width}, _UNITS)
+    else:
+        yield Term(
+            "gathered units",
+            "weights",
+            root + pair,
+            f"{width} * (two units + root)",
+            {"two units": pair / width, "root": root / width},
+            _UNITS,
+            interval=(min(root + largest, root + pair), min(root + pair + largest, total)),
+        )
+    unit, of_root = largest / width, _trained_elements(holding.units().get(None, ()))
+    head = _trained_elements(p for p in holding.units().get(None, ()) if ("last", 0) in _ends(p) and p.kind.matrix)
+    middle, end = unit * (width + reduced) + head * width, of_root * (width + reduced) - pair
+    if plan.zero == 1:  # `set_requires_gradient_sync(False)` until the last microbatch
+        end = _trained_elements(holding.parts) * reduced
+    yield Term(
+        "gradients before they are shared",
+        "gradients",
+        int(max(middle, end)),
+        f"max({width + reduced} * unit + {width} * head, {width + reduced} * root - {width} * two units)",
+        {"unit": unit, "head": head, "root": of_root, "two units": pair / width},
+        _UNITS,
+        interval=(int(unit * width), int(max(middle, end) + unit * reduced)),
+    )
+
+
+def _ends(part: Part) -> set[tuple[str, int]]:
+    return {(where, 0) for where, _ in part.kind.spec.where}
+
+
+def _gathered_bytes(parts: Iterable[Part], plan: Scheme) -> int:
+    return sum(
+        part.count * plan.compute.nbytes((part.gathered,)) if part.kind.trainable else part.gathered_bytes
+        for part in parts
+    )
+
+
+def _trained_elements(parts: Iterable[Part]) -> int:
+    return sum(part.count * part.gathered for part in parts if part.kind.trainable)
+
+
+def _casts(holding: Holding, plan: Scheme) -> Iterator[Term]:
+    """Autocast keeps each matrix that it has cast until the backward pass has used it."""
+    cast = [p for p in holding.parts if p.kind.matrix and (p.kind.layers or ("last", 0) in _ends(p))]
+    elements = _trained_elements(cast) if plan.compute != plan.resident else 0
+    nbytes = plan.compute.nbytes((elements,))
+    yield Term(
+        f"{plan.compute} casts of the weights",
+        "weights",
+        nbytes,
+        f"{plan.compute.unit_bytes} * matrices",
+        {"matrices": elements},
+        "torch 2.13, torch.autocast's cache of weights",
+        interval=(0, nbytes),
+    )
+
+
+def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
+    width, trained = plan.compute.unit_bytes, [p for p in holding.parts if p.kind.trainable]
+    largest = max((p.gathered for p in trained), default=0)
+    whole = _trained_elements(trained)
+    if plan.zero == 3:  # noqa: PLR2004 - the stage that shares parameters
+        yield Term(
+            "largest layer, gathered, and its gradients",
+            "weights",
+            2 * width * largest,
+            f"{2 * width} * largest",
+            {"largest": largest},
+            _DEEPSPEED,
+            interval=(2 * width * largest, width * (largest + max(largest, min(whole, _LIVE)))),
+        )
+        small = sum(p.count * p.gathered for p in trained if p.gathered <= _PERSISTENT)
+        yield Term(
+            "small tensors, never shared",
+            "weights",
+            width * small,
+            f"{width} * elements of tensors of at most {_PERSISTENT}",
+            {"elements of tensors": small},
+            _DEEPSPEED,
+            interval=(0, width * small),
+        )
+    buckets = 1 if plan.zero == 3 else 2  # noqa: PLR2004 - as above
+    yield Term(
+        "buckets that gradients are reduced in",
+        "workspace",
+        width * min(whole, _REDUCE),
+        f"{width} * min(P, {_REDUCE})",
+        {"P": whole},
+        _DEEPSPEED,
+        interval=(width * largest, buckets * width * _REDUCE),
+    )
+
+
+def _step(shared: int, plan: Scheme) -> Iterator[Term]:
+    """DeepSpeed makes fp32 copies of gradients; torch's foreach kernels one temporary as large as the parameters."""
+    if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
+        some = min(shared, _SUB_GROUP) if plan.zero == 3 else shared  # noqa: PLR2004 - the stage with groups
+        flat, wide = plan.gradient.unit_bytes, F32.unit_bytes
+        yield Term(
+            STEP,
+            "workspace",
+            (flat + wide) * some,
+            f"{flat + wide} * elements",
+            {"elements": some},
+            "DeepSpeed, stage3.py, `_prepare_fp32_grad_for_sub_group`, and the same in stage_1_and_2.py",
+            interval=(wide * some, (flat + wide) * some),
+        )
+    elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
+        nbytes = plan.resident.nbytes((shared,))
+        yield Term(
+            STEP,
+            "workspace",
+            nbytes,
+            f"{plan.resident.unit_bytes} * elements",
+            {"elements": shared},
+            "torch 2.13, torch.optim, `foreach`: about the size of the parameters; none with `fused`",
+            interval=(0, nbytes),
+        )
