@@ -15,8 +15,8 @@ from shardctl.manifest import Fill
 from shardctl.storage.local import LocalSource
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
-WHOLE = ("fsdp2", "tp", "fsdp-tp", "fsdp1", "flat", "alone", "kinds", "tied", "hf", "hf-whole")
-TRAINED = ("fsdp2", "fsdp-tp", "flat")
+WHOLE = ("fsdp2", "tp", "fsdp-tp", "fsdp1", "flat", "alone", "accelerate", "kinds", "tied", "hf", "hf-whole")
+TRAINED = ("fsdp2", "fsdp-tp", "flat", "accelerate")
 
 
 def scan(path: Path):
