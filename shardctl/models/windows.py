@@ -33,16 +33,18 @@ class Window:
     """Whether there is a window only where `use_sliding_window` is true."""
     key: str = "sliding_window"
     """What the config calls it."""
+    period_key: str = ""
+    """What the config calls the period, if it can say so."""
 
 
 _QWEN: Final = Window(4096, "last", start=28, switched=True)
 _QWEN_VL: Final = Window(4096, "last", start=80, switched=True)
 _WINDOWS: Final[Mapping[str, Window]] = {
-    "cohere2": Window(4096, "all but every nth", period=4),
+    "cohere2": Window(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
     "gemma2": Window(4096, "even"),
-    "gemma3_text": Window(4096, "all but every nth", period=6),
+    "gemma3_text": Window(4096, "all but every nth", period=6, period_key="sliding_window_pattern"),
     "gpt_oss": Window(128, "even"),
-    "llama4_text": Window(8192, "rotary", period=4, key="attention_chunk_size"),
+    "llama4_text": Window(8192, "rotary", period=4, key="attention_chunk_size", period_key="no_rope_layer_interval"),
     "ministral": Window(4096),
     "ministral3": Window(None),
     "mistral": Window(4096),
@@ -98,8 +100,7 @@ def _chosen(rule: Window, config: Config, layers: int) -> list[bool]:
         case "even":
             return [n % 2 == 0 for n in range(layers)]
         case "all but every nth":
-            period = config.size("sliding_window_pattern", rule.period)
-            return [(n + 1) % period != 0 for n in range(layers)]
+            return _periodic(rule, config, layers)
         case "last":
             start = config.count("max_window_layers", rule.start)
             return [n >= start for n in range(layers)]
@@ -110,10 +111,15 @@ def _chosen(rule: Window, config: Config, layers: int) -> list[bool]:
             return _rotary(rule, config, layers)
 
 
+def _periodic(rule: Window, config: Config, layers: int) -> list[bool]:
+    """All but the last of each period."""
+    period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
+    return [(n + 1) % period != 0 for n in range(layers)]
+
+
 def _rotary(rule: Window, config: Config, layers: int) -> list[bool]:
     """Llama 4's: the layers with rotary positions, which `no_rope_layers` marks with a one."""
     marks = config.values.get("no_rope_layers") or []
     if not isinstance(marks, list) or (marks and len(marks) != layers):
         raise SourceError(f"config.json has no_rope_layers = {marks!r} where a list of {layers} marks is expected")
-    period = config.size("no_rope_layer_interval", rule.period)
-    return [bool(mark) for mark in marks] or [(n + 1) % period != 0 for n in range(layers)]
+    return [bool(mark) for mark in marks] or _periodic(rule, config, layers)

@@ -1,0 +1,196 @@
+"""What the layers of every family are made of, against the tables' own tensors and transformers' configs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from math import prod
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models import FAMILIES, describe
+from shardctl.models.anatomy import Attention, Experts, State, anatomy
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
+FAMILY = {family.name: family for family in FAMILIES}
+
+
+def fixture(name, **changes):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    inner = (
+        config.get("text_config") if changes and FAMILY[config["model_type"]].name not in {"clip", "siglip"} else None
+    )
+    if inner is None:
+        return {**config, **changes}
+    return {**config, "text_config": {**inner, **changes}}
+
+
+CASES = [(name, cls) for name in FIXTURES for cls in FAMILY[fixture(name)["model_type"]].classes]
+
+
+@pytest.mark.parametrize(("name", "architecture"), CASES)
+def test_every_class_has_the_pipeline_layers_of_its_model(name, architecture):
+    config = fixture(name, architectures=[architecture])
+    assert len(anatomy(config).layers) == describe(config).layers
+
+
+def matrices(layer):
+    """Elements of the projections of a layer, by its anatomy."""
+    h, found = layer.hidden, 0
+    if layer.attention is not None:
+        one = layer.attention
+        assert one.kind != "latent"
+        attention = h * one.heads * (one.head_dim + one.value_dim) + h * one.kv_heads * (one.head_dim + one.value_dim)
+        found += attention * (2 if one.cross else 1)
+    each = (3 if layer.gated else 2) * h
+    found += each * layer.mlp
+    if layer.experts is not None:
+        experts = layer.experts
+        found += each * (experts.count * experts.size + experts.shared) + experts.count * h
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in FIXTURES if not n.startswith(("deepseek", "mamba", "falcon_mamba"))])
+def test_layers_have_the_elements_that_their_tensors_have(name):
+    """The tensors' shapes are those of transformers' state dicts (tests/models/test_families.py)."""
+    config = fixture(name)
+    layers = anatomy(config).layers
+    found = [0] * len(layers)
+    for tensor in describe(config).own():
+        (where, number), *_ = tensor.spec.where
+        hidden = layers[number].hidden if where == "layer" and not tensor.row.on else 0
+        if hidden in tensor.shape and len(tensor.shape) > 1 and min(tensor.shape) > 1 and "bias" not in tensor.name:
+            found[number] += prod(tensor.shape)
+    for layer, elements in zip(layers, found, strict=True):
+        if layer.state is not None:
+            continue
+        gate = 0
+        if name == "qwen3_next":  # whose queries carry a gate each
+            gate = layer.hidden * layer.attention.heads * layer.attention.head_dim
+        assert elements == matrices(layer) + gate
+
+
+WINDOWED = [
+    "cohere2", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama4_text", "ministral", "ministral3", "mistral",
+    "mistral3", "mixtral", "olmo3", "phi3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3",
+    "qwen3_moe", "starcoder2",
+]  # fmt: skip
+CHANGES = [
+    {},
+    {"sliding_window": 7, "attention_chunk_size": 9, "sliding_window_pattern": 3, "no_rope_layer_interval": 3},
+    {"sliding_window": None},
+    {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+    {"sliding_window": 16, "use_sliding_window": False, "no_rope_layers": [1, 0] * 6},
+    {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 6},
+]
+
+
+ALWAYS_WINDOWED = {"cohere2", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "olmo3"}
+"""Families of whose configs transformers cannot make a cache if the window is null."""
+ONE_KIND = {"llama4_text", "mistral", "mistral3", "mixtral", "phi3", "phimoe", "starcoder2"}
+"""Families whose classes do not take kinds of layers, or call the windowed one something else."""
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, "llama", "cohere", "olmo2", "granite", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "-".join(changes) or "silent")
+def test_windows_are_those_of_the_caches_that_transformers_would_make(name, changes):
+    ignored = {"layer_types"} if name in ONE_KIND else set()
+    if name != "llama4_text":
+        ignored.add("attention_chunk_size")
+    if name not in WINDOWED or (name in ALWAYS_WINDOWED and "sliding_window" in changes and len(changes) == 1):
+        ignored |= set(changes)
+    asked = {key: value for key, value in changes.items() if key not in ignored}
+    config = fixture(name, **{"num_hidden_layers": 12, "layer_types": None, **asked})
+    kind = getattr(transformers, config["architectures"][0]).config_class
+    theirs = kind.from_dict(json.loads(json.dumps(config))).get_text_config(decoder=True)
+    _, options = get_layer_types_and_kwargs(theirs)
+    expected = [option.get("sliding_window") or None for option in options]
+    assert [layer.attention.window for layer in anatomy(config).layers] == expected
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_models_that_generate_are_those_that_transformers_lets_generate(name):
+    config = fixture(name)
+    kind = getattr(transformers, config["architectures"][0])
+    assert anatomy(config).generates == kind.can_generate()
+
+
+def test_what_encoders_and_decoders_are():
+    t5 = anatomy(fixture("t5"))
+    assert [layer.encoder for layer in t5.layers] == [True, True, False, False, False]
+    assert [layer.attention.cross for layer in t5.layers] == [False, False, True, True, True]
+    assert len(anatomy(fixture("t5", architectures=["T5EncoderModel"])).layers) == 2
+    assert all(layer.encoder for name in ("bert", "vit", "clip") for layer in anatomy(fixture(name)).layers)
+    assert anatomy(fixture("whisper")).source_positions == 32
+    assert anatomy(fixture("whisper")).positions == 16
+
+
+def test_hybrids_by_layer():
+    """Of DeepSeek-V3 one dense layer, of Qwen3-Next two kinds of attention, of Jamba Mamba and attention in turn."""
+    latent = Attention("latent", 4, 4, 12, 8, latent=16)
+    assert [(one.attention, one.mlp, one.experts) for one in anatomy(fixture("deepseek_v3")).layers] == [
+        (latent, 48, None),
+        (latent, 0, Experts(4, 2, 16, shared=32)),
+    ]
+    full = Attention("full", 4, 2, 8, 8)
+    delta = State(channels=80, grouped=0, groups=1, window=4, recurrent=8 * 4 * 6, recurrent_fp32=True)
+    assert [(one.attention, one.state) for one in anatomy(fixture("qwen3_next")).layers] == [
+        (None, delta), (full, None), (None, delta),
+    ]  # fmt: skip
+    mamba = State(channels=64, grouped=0, groups=1, window=4, recurrent=64 * 8, recurrent_fp32=True)
+    assert [(one.attention, one.state) for one in anatomy(fixture("jamba-moe")).layers] == [
+        (None, mamba), (full, None), (None, mamba), (full, None),
+    ]  # fmt: skip
+    assert anatomy(fixture("mamba2")).layers[0].state == State(64, 64, 4, 4, 64 * 8, recurrent_fp32=True)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in FIXTURES if "num_experts_per_tok" in fixture(n) and not n.startswith("deepseek_v2")]
+)
+def test_a_silent_config_sends_each_token_to_as_many_experts_as_its_class_assumes(name):
+    config = {key: value for key, value in fixture(name).items() if key != "num_experts_per_tok"}
+    assumed = getattr(transformers, config["architectures"][0]).config_class().num_experts_per_tok
+    assert {one.experts.chosen for one in anatomy(config).layers if one.experts} == {assumed}
+
+
+def test_what_no_family_knows_is_refused_with_a_hint():
+    with pytest.raises(UnsupportedError, match="the layers of XYZForCausalLM are not known") as raised:
+        anatomy({"architectures": ["XYZForCausalLM"]})
+    assert "weights are counted exactly" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error"),
+    [
+        ("gemma2", {"layer_types": ["full_attention"]}, "where a list of 2 kinds is expected"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layers of type 'sliding_attention'"),
+        ("gemma2", {"layer_types": ["full_attention", "lightning"]}, "layers of type 'lightning'"),
+        ("mistral", {"sliding_window": -3}, "sliding_window = -3"),
+        ("llama4_text", {"no_rope_layers": [1]}, "where a list of 2 marks is expected"),
+        ("llama", {"num_hidden_layers": 1 << 39}, "layers"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "has no 'num_experts_per_tok'"),
+    ],
+)
+def test_a_config_that_is_not_sound_is_refused(name, changes, error):
+    with pytest.raises(SourceError, match=error):
+        anatomy(fixture(name, **changes))
+
+
+def test_it_takes_milliseconds_and_nothing_heavy():
+    config = fixture("deepseek_v3", num_hidden_layers=61, n_routed_experts=256)
+    anatomy(config)
+    start = time.perf_counter()
+    assert len(anatomy(config).layers) == 61
+    assert time.perf_counter() - start < 0.05
+    script = (
+        "import sys, shardctl.models.anatomy, shardctl.memory.serving;"
+        "assert not {'numpy', 'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
