@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from shardctl.memory.estimate import Estimate, gather
 from shardctl.memory.holding import hold
+from shardctl.memory.serving import serve
 from shardctl.memory.term import Term
+from shardctl.memory.training import train
 from shardctl.memory.workload import Serving
 
 if TYPE_CHECKING:
@@ -46,11 +48,6 @@ def _terms(
     dtype: str,
 ) -> tuple[Term, ...]:
     if work is None or anatomy is None:
-        return (Term("weights", "weights", holding.nbytes),)
-    try:
-        from shardctl.memory.serving import serve
-        from shardctl.memory.training import train
-    except ImportError:  # TEMPORARY
         return (Term("weights", "weights", holding.nbytes),)
     if isinstance(work, Serving):
         return serve(anatomy, holding, mesh, work, dtype=dtype)
