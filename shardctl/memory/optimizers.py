@@ -1,6 +1,6 @@
 """What each optimizer keeps of every tensor between steps, as data: the elements and the type of each state.
 
-The scalars that torch's optimizers keep per tensor on the host (`step`) are left out.
+Single numbers that optimizers keep of each tensor (`step`, most on the host, and Adafactor's `RMS`) are left out.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""What the table says of each optimizer is what the real ones keep after a step, to the byte."""
+
+from __future__ import annotations
+
+import warnings
+
+import bitsandbytes
+import pytest
+import torch
+import transformers
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UsageError
+from shardctl.memory.optimizers import OPTIMIZERS, Seen, optimizer
+
+SHAPES = ((70, 64), (64, 70), (4096,), (4095,), (257, 16), (16, 8), (1, 5), (3,), (2, 64, 64), ())
+"""Around the sizes from which states have 8 bits, whose blocks are 256 elements."""
+MATRICES = [shape for shape in SHAPES if len(shape) == 2]
+
+
+def parameters(shapes, dtype):
+    found = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    for parameter in found:
+        parameter.grad = torch.ones_like(parameter)
+    return found
+
+
+def kept(real):
+    """Bytes of all states but the single numbers of each tensor, each storage once."""
+    storages = {}
+    for state in real.state.values():
+        for name, value in state.items():
+            if torch.is_tensor(value) and name not in {"step", "RMS"}:
+                storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def told(name, shapes, dtype="F32", *, hidden=False):
+    known = optimizer(name)
+    seen = [Seen(shape, torch.Size(shape).numel(), hidden=hidden) for shape in shapes]
+    slots = sum(BY_NAME[slot.dtype or dtype].nbytes((slot.elements(s),)) for slot in known.slots for s in seen)
+    return slots + known.constant
+
+
+REAL = {
+    "adamw": torch.optim.AdamW,
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "adamw-8bit": bitsandbytes.optim.AdamW8bit,
+    "paged-adamw": bitsandbytes.optim.PagedAdamW32bit,
+    "paged-adamw-8bit": bitsandbytes.optim.PagedAdamW8bit,
+    "lion": bitsandbytes.optim.Lion,
+    "lion-8bit": bitsandbytes.optim.Lion8bit,
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_states_after_a_step(name):
+    """torch 2.13 and bitsandbytes 0.50; on a CPU pages are ordinary memory of the same size."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shapes = [shape for shape in SHAPES if shape] if "8bit" in name else SHAPES
+        real = REAL[name](parameters(shapes, torch.float32))
+        real.step()
+    assert kept(real) == told(name, shapes)
+
+
+def test_transformers_adafactor():
+    """transformers 5.23, optimization.Adafactor, without first moment as by default."""
+    real = transformers.optimization.Adafactor(parameters(SHAPES, torch.float32))
+    real.step()
+    assert kept(real) == told("adafactor", SHAPES)
+
+
+def test_states_in_the_type_of_the_parameters():
+    real = torch.optim.AdamW(parameters(SHAPES, torch.bfloat16))
+    real.step()
+    assert kept(real) == told("adamw-bf16", SHAPES, "BF16")
+
+
+def test_muon_for_matrices_and_adamw_for_the_others():
+    others = [shape for shape in SHAPES if len(shape) != 2]
+    real = [
+        torch.optim.Muon(parameters(MATRICES, torch.float32)),
+        torch.optim.AdamW(parameters(others, torch.float32)),
+    ]
+    for each in real:
+        each.step()
+    assert sum(map(kept, real)) == told("muon", MATRICES, hidden=True) + told("muon", others)
+
+
+def test_every_optimizer_is_checked_here():
+    assert {o.name for o in OPTIMIZERS} == {*REAL, "adamw-bf16", "muon"}
+    assert all(o.source and o.title for o in OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("name", "bytes_per_element"), [
+    ("adamw", 8), ("adamw-bf16", 4), ("adamw-8bit", 2 + 2 * 4 / 256), ("sgd", 0), ("sgd-momentum", 4), ("lion", 4),
+    ("muon", 4), ("adafactor", 4 * 2 / 4096),
+])  # fmt: skip
+def test_bytes_per_element_of_a_large_matrix(name, bytes_per_element):
+    """Dettmers et al. 2022, sec. 2: 8 bits per state, and 32 for each block."""
+    shape = (4096, 4096)
+    found = told(name, [shape], "BF16", hidden=True) - optimizer(name).constant
+    assert found == bytes_per_element * 4096 * 4096
+
+
+def test_only_large_states_are_paged():
+    for name, share in (("paged-adamw", 8), ("paged-adamw-8bit", 2)):
+        slots = optimizer(name).slots
+        for elements, paged in ((99_999, False), (100_000, True)):
+            seen = Seen((elements,), elements, hidden=False)
+            found = sum(BY_NAME[s.dtype].nbytes((s.elements(seen),)) for s in slots if s.paged)
+            assert found == (share * elements if paged else 0)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UsageError, match="unknown optimizer 'adma'") as raised:
+        optimizer("adma")
+    assert "adamw, adamw-bf16, adamw-8bit" in raised.value.hint

@@ -1,0 +1,281 @@
+"""What a training rank keeps is what the papers' tables say, and what the libraries allocate, to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UsageError
+from shardctl.manifest import Tensor
+from shardctl.memory.holding import hold
+from shardctl.memory.inventory import take_stock
+from shardctl.memory.states import states
+from shardctl.memory.transients import STEP
+from shardctl.memory.workload import PROFILES, Training
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.placement import Cut, Spec
+
+GB = 10**9
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+KEPT = ("weights", "gradients", "optimizer")
+PASSING = ("gathered", "casts", "largest layer", "small tensors", "buckets", "gradients before")
+"""What the names of what is held for moments say."""
+
+
+def one_tensor(elements, dtype="BF16"):
+    tensor = Tensor("w", BY_NAME[dtype], (elements,), ())
+    return take_stock([tensor], {"w": Spec(((Cut("fsdp"),),))}, 1)
+
+
+def of_config(name, **changes):
+    model = describe(json.loads((CONFIGS / f"{name}.json").read_text()) | changes, kv_heads="replicate")
+    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
+    return take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+
+
+def terms(inventory, mesh, rank=0, **options):
+    mesh = Mesh.parse(mesh)
+    pp = mesh.degree("pp")
+    stages = [inventory.layers // pp + (n < inventory.layers % pp) for n in range(pp)]
+    found = {h.rank: h for h in hold(inventory, mesh, stages)}
+    return states(found[rank], mesh, Training(128, **options))
+
+
+def lasting(found, tier="device"):
+    """Bytes of what is kept between steps."""
+    return sum(
+        t.nbytes for t in found if t.tier == tier and t.category in KEPT and not any(p in t.name for p in PASSING)
+    )
+
+
+ZERO = {
+    7.5e9: {
+        1: ("120", "120", "120"),
+        4: ("52.5", "41.3", "30"),
+        16: ("35.6", "21.6", "7.5"),
+        64: ("31.4", "16.6", "1.88"),
+        256: ("30.4", "15.4", "0.47"),
+        1024: ("30.1", "15.1", "0.12"),
+    },
+    128e9: {
+        1: ("2048", "2048", "2048"),
+        4: ("896", "704", "512"),
+        16: ("608", "368", "128"),
+        64: ("536", "284", "32"),
+        256: ("518", "263", "8"),
+        1024: ("513", "257", "2"),
+    },
+    1e12: {
+        1: ("16000", "16000", "16000"),
+        4: ("7000", "5500", "4000"),
+        16: ("4750", "2875", "1000"),
+        64: ("4187", "2218", "250"),
+        256: ("4046", "2054", "62.5"),
+        1024: ("4011", "2013", "15.6"),
+    },
+}
+"""Rajbhandari et al. 2020, Table 1, in GB: model states by parameters and data-parallel degree, for the stages."""
+CELLS = [(size, n, stage, ZERO[size][n][stage - 1]) for size in ZERO for n in ZERO[size] for stage in (1, 2, 3)]
+
+
+def printed(nbytes, cell):
+    """The number with as many digits as the table has; numbers of at least 100 are cut off there, not rounded."""
+    digits = len(cell.partition(".")[2])
+    scale = 10**digits
+    found = nbytes / GB * scale
+    return f"{(int(found) if found >= 100 * scale else int(found + 0.5)) / scale:.{digits}f}"
+
+
+def test_the_table_is_whole():
+    assert len(CELLS) == 54
+
+
+@pytest.mark.parametrize(("size", "ranks", "stage", "cell"), CELLS)
+def test_zero_table_1(size, ranks, stage, cell):
+    """Rajbhandari et al. 2020 (ZeRO), Table 1."""
+    found = terms(one_tensor(int(size)), f"dp={ranks}", profile="deepspeed", zero=stage)
+    assert all(t.exact for t in found if t.category == "optimizer")
+    assert printed(lasting(found), cell) == cell
+
+
+def test_zero_figure_1():
+    """Rajbhandari et al. 2020, Figure 1: 7.5B parameters over 64 ranks; 120 GB without ZeRO."""
+    inventory = one_tensor(7_500_000_000)
+    assert lasting(terms(inventory, "dp=64", profile="deepspeed")) == 120 * GB
+    for stage, gigabytes in ((1, 31.4), (2, 16.6), (3, 1.9)):
+        found = lasting(terms(inventory, "dp=64", profile="deepspeed", zero=stage))
+        assert found / GB == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_sizes_everyone_knows():
+    """GPT-3 175B is 700 GB in fp32, a 70B model 140 GB in bf16."""
+    weights = terms(one_tensor(175_000_000_000, "F32"), "dp=1", profile="megatron", dtype="F32")[0]
+    assert (weights.name, weights.nbytes) == ("F32 weights", 700 * GB)
+    weights = terms(one_tensor(70_000_000_000), "dp=1", profile="megatron")[0]
+    assert (weights.name, weights.nbytes) == ("BF16 weights", 140 * GB)
+
+
+@pytest.mark.parametrize(("dtype", "gradients", "plain", "first", "rest"), [
+    ("F16", "F16", 20, 4, 16), ("BF16", None, 18, 6, 12), ("F32", None, 16, 8, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_megatron_bytes_per_parameter(dtype, gradients, plain, first, rest, ranks):
+    """Megatron-LM, docs/user-guide/features/dist_optimizer.md: the table of theoretical bytes per parameter."""
+    count = 8 * 1000
+    options = {"profile": "megatron", "dtype": dtype, "gradient_dtype": gradients}
+    assert lasting(terms(one_tensor(count), f"dp={ranks}", **options)) == plain * count
+    shared = terms(one_tensor(count), f"dp={ranks}", **options, zero=1)
+    assert lasting(shared) == first * count + rest * count // ranks
+
+
+def test_megatron_shares_experts_among_the_ranks_that_have_them():
+    """Megatron-LM, theoretical_memory_usage.py: d is dp * cp, for experts world / (etp * ep * pp)."""
+    inventory = of_config("mixtral")
+    mesh = Mesh.parse("dp=2,cp=2,tp=2,ep=2,etp=1")
+    (holding,) = (h for h in hold(inventory, mesh, [inventory.layers]) if h.rank == 0)
+    dense, experts = holding.elements(expert=False), holding.elements(expert=True)
+    found = states(holding, mesh, Training(128, profile="megatron", zero=1))
+    moment = next(t for t in found if t.name == "first moment")
+    assert moment.nbytes == 4 * (-(-dense // 4) + -(-experts // 4))
+    assert moment.inputs["N"] == 2 * 2
+    assert moment.inputs["N of experts"] == 8 // 2
+    assert not moment.exact
+    assert moment.low < moment.nbytes < moment.high
+
+
+def test_deepspeed_zero_3_as_its_documentation_counts():
+    """DeepSpeed, docs/code-docs/source/memory.rst: 18 bytes per parameter over all ranks, and 4 * largest layer.
+
+    16 of them are the paper's, of which 2 for gradients become 4 when a step copies them.
+    """
+    inventory = of_config("llama")
+    largest = max(h.gathered for h in hold(inventory, Mesh.of(dp=4), [inventory.layers])[0].parts)
+    found = terms(inventory, "dp=4", profile="deepspeed", zero=3)
+    shared = next(t for t in found if t.name == "first moment").nbytes // 4
+    assert lasting(found) == 16 * shared
+    assert inventory.parameters / 4 <= shared <= inventory.parameters / 4 + len(inventory.kinds) * 4
+    assert next(t for t in found if t.name.startswith("largest layer")).nbytes == 4 * largest
+    step = next(t for t in found if t.name == STEP)
+    assert step.low == 4 * shared
+    assert lasting(found) - 2 * shared + step.low == 18 * shared
+    offloaded = terms(inventory, "dp=4", profile="deepspeed", zero=3, offload="cpu")
+    assert (lasting(offloaded), lasting(offloaded, "host")) == (2 * shared, 16 * shared)
+    everything = terms(inventory, "dp=4", profile="deepspeed", zero=3, offload="cpu", offload_parameters=True)
+    assert (lasting(everything), lasting(everything, "host")) == (0, 18 * shared)
+
+
+@pytest.mark.parametrize("elements", [1, 7, 63, 4096, 100_001])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_partitions_cover_every_element(elements, ranks):
+    """DeepSpeed: one partition of `ceil(P / 2N) * 2` with ZeRO-1 and 2, `ceil(n / N)` of each tensor with 3."""
+    for stage in (1, 2, 3):
+        found = terms(one_tensor(elements), f"dp={ranks}", profile="deepspeed", zero=stage)
+        share = next(t for t in found if t.name == "first moment").nbytes // 4
+        assert share == (-(-elements // ranks) if stage == 3 else -(-elements // (2 * ranks)) * 2)
+
+
+def test_optimizer_without_fp32_copies():
+    found = terms(one_tensor(1000), "dp=1", profile="deepspeed", optimizer="adamw-bf16")
+    assert lasting(found) == 8 * 1000
+
+
+def test_autocast_keeps_fp32_and_casts():
+    """transformers, docs: 6 bytes per parameter for weights in mixed precision, 4 for gradients, 8 for AdamW."""
+    inventory = of_config("llama")
+    found = terms(inventory, "dp=1", profile="hf")
+    assert lasting(found) == 16 * inventory.parameters
+    casts = next(t for t in found if "casts" in t.name)
+    assert casts.interval == (0, casts.nbytes)
+    assert casts.nbytes <= 2 * inventory.parameters
+    buckets = terms(inventory, "dp=2", profile="hf")
+    assert next(t for t in buckets if "buckets" in t.name).high == 4 * inventory.parameters
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3", "t5", "gpt2", "mamba"])
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=3", "dp=2,fsdp=2"])
+def test_more_sharing_is_never_more(profile, name, mesh):
+    inventory = of_config(name)
+    totals = [lasting(terms(inventory, mesh, profile=profile, zero=stage)) for stage in (0, 1, 2, 3)]
+    slack = 4 * 4 * sum(kind.count for kind in inventory.kinds)  # of rounding up: elements and states of each tensor
+    if profile != "fsdp2":  # whose stages 0 and 1 differ from FSDP2's own way by what is gathered
+        assert all(b <= a + slack for a, b in pairwise(totals))
+    assert totals[3] <= totals[0] / 2 + slack or Mesh.parse(mesh).degree("dp") == 1
+    for stage in (0, 1, 2, 3):
+        names = [t.name for t in terms(inventory, mesh, profile=profile, zero=stage)]
+        assert len(names) == len(set(names))
+
+
+def test_codes_are_not_trained():
+    codes = Tensor("q", BY_NAME["I8"], (64, 64), ())
+    norm = Tensor("n", BY_NAME["BF16"], (64,), ())
+    specs = {"q": Spec(()), "n": Spec(())}
+    found = terms(take_stock([codes, norm], specs, 1), "dp=1", profile="deepspeed")
+    assert next(t for t in found if t.name == "weights that are not trained").nbytes == 64 * 64
+    assert lasting(found) == 64 * 64 + 16 * 64
+    with pytest.raises(UsageError, match=r"can be trained: its tensors are I8") as raised:
+        terms(take_stock([codes], specs, 1), "dp=1")
+    assert "unquantised" in raised.value.hint
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"optimizer": "adam"}, "unknown optimizer 'adam'"),
+    ({"dtype": "F8_E4M3"}, "cannot train in F8_E4M3"),
+    ({"zero": 4}, "no ZeRO stage 4"),
+    ({"offload": "nvme"}, "fsdp2 profile has no offload to NVMe"),
+    ({"offload_parameters": True}, "needs a tier"),
+    ({"profile": "deepspeed", "offload": "cpu"}, "needs sharded states"),
+    ({"profile": "deepspeed", "zero": 2, "offload": "cpu", "offload_parameters": True}, "only with ZeRO-3"),
+    ({"profile": "megatron", "offload": "cpu", "offload_parameters": True}, "not parameters"),
+])  # fmt: skip
+def test_what_no_runtime_does_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        terms(one_tensor(64), "dp=2", **options)
+
+
+def test_units_that_are_gathered():
+    """FSDP2: two units and the root; a rank of a mesh without layers gathers its root."""
+    inventory = of_config("llama")
+    (holding,) = hold(inventory, Mesh.of(), [inventory.layers])
+    sizes = {unit: sum(p.gathered_bytes for p in parts) for unit, parts in holding.units().items()}
+    found = {t.name: t for t in terms(inventory, "fsdp=2")}
+    layers = [size for unit, size in sizes.items() if unit is not None]
+    assert found["gathered units"].nbytes == sizes[None] + 2 * layers[0]
+    assert found["gathered units"].low == sizes[None] + layers[0]
+    kept = {t.name: t for t in terms(inventory, "fsdp=2,dp=2", zero=2)}
+    assert kept["gathered weights"].nbytes == sum(sizes.values())
+
+
+SHARDED = Path(__file__).with_name("fsdp2_states.py")
+
+
+def test_fsdp2_states_to_the_byte(tmp_path):
+    """torch 2.13, fully_shard: storage of parameters and gradients, and states of optimizers, on one rank of many.
+
+    Among 7 ranks nothing divides evenly, and the last has nothing of some tensors. bitsandbytes 0.50 allocates.
+    """
+    changes = {"vocab_size": 150}  # enough for states in 8 bits
+    config, places = tmp_path / "config.json", [(1, 0), (4, 0), (7, 0), (7, 6)]
+    config.write_text(json.dumps(json.loads((CONFIGS / "llama.json").read_text()) | changes))
+    said = subprocess.run(
+        [sys.executable, SHARDED, config, *(f"{ranks}/{rank}" for ranks, rank in places)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    inventory = of_config("llama", **changes)
+    for (ranks, rank), sizes in zip(places, json.loads(said.splitlines()[-1]), strict=True):
+        for name, nbytes in sizes["optimizers"].items():
+            found = terms(inventory, f"fsdp={ranks}", rank=rank, optimizer=name)
+            by_name = {t.name: t for t in found}
+            assert by_name["F32 weights"].nbytes == sizes["parameters"]
+            assert by_name["F32 gradients"].nbytes == sizes["gradients"]
+            assert sum(t.nbytes for t in found if t.category == "optimizer") == nbytes, (name, ranks, rank)
+            assert all(t.exact for t in found if t.category == "optimizer")
