@@ -1,16 +1,39 @@
 """The forward pass: whether the model that the shards form computes what the source computes.
 
-What the verbs call (all on checkpoints that are already open):
+`forward(candidate, original, options)` gives a `ForwardResult` and speaks of checkpoints that are open already:
 
-    lens(manifest, source, model=None) -> Lens          # a lazy state dict, for `from_pretrained(None, state_dict=...)`
-    forward(candidate, source, options) -> ForwardResult
+    with opened(path, reading) as shards, opened(against, reading) as source:
+        record = shards.record
+        result = forward(
+            Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
+            Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.root),
+            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16),
+        )
 
-with `candidate: Candidate` (manifest, reader, model, mesh, stages, holders), `source: Original` (manifest in STORED
-names, reader, config, folder for the tokenizer) and `options: ForwardOptions`.
+`lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)` takes.
+torch and transformers are imported only by calls.
 """
 
 from __future__ import annotations
 
+from shardctl.verify.forward.check import Candidate, ForwardOptions, Original, forward
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
+from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated
+from shardctl.verify.forward.tolerance import Tolerance
 
-__all__ = ["FusedTensor", "LazyTensor", "Lens", "StoredTensor", "lens"]
+__all__ = [
+    "BlockError",
+    "Candidate",
+    "Continuation",
+    "ForwardOptions",
+    "ForwardResult",
+    "FusedTensor",
+    "Generated",
+    "LazyTensor",
+    "Lens",
+    "Original",
+    "StoredTensor",
+    "Tolerance",
+    "forward",
+    "lens",
+]

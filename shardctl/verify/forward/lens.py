@@ -57,11 +57,12 @@ class LazyTensor:
     Every index reads the bytes of the smallest box that holds it, and gives a new dense tensor on the CPU.
     """
 
-    __slots__ = ("_dtype", "_shape", "name")
+    __slots__ = ("_shape", "elements", "name")
 
-    def __init__(self, name: str, dtype: DType, shape: Sequence[int]) -> None:
+    def __init__(self, name: str, elements: DType, shape: Sequence[int]) -> None:
         self.name = name
-        self._dtype = dtype
+        self.elements = elements
+        """Their type, as it is stored."""
         self._shape = tuple(shape)
 
     def get_shape(self) -> list[int]:
@@ -70,7 +71,7 @@ class LazyTensor:
 
     def get_dtype(self) -> str:
         """The safetensors name of the element type, such as ``BF16``."""
-        return self._dtype.name
+        return self.elements.name
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +86,7 @@ class LazyTensor:
     @property
     def dtype(self) -> Any:  # noqa: ANN401 - a torch.dtype
         """The torch type of the elements."""
-        return torch_type(self._dtype)
+        return torch_type(self.elements)
 
     def is_floating_point(self) -> bool:
         """Whether the elements are floats."""
@@ -101,7 +102,7 @@ class LazyTensor:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"<{self.name}: {self._dtype} {list(self._shape)}, not read yet>"
+        return f"<{self.name}: {self.elements} {list(self._shape)}, not read yet>"
 
 
 class StoredTensor(LazyTensor):

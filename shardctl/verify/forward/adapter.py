@@ -1,0 +1,194 @@
+"""All that is asked of transformers: classes, models without weights, and its renaming and joining of stored tensors.
+
+The conversion is semi-private (transformers 5.17 to 5.23, `transformers/core_model_loading.py` and
+`transformers/conversion_mapping.py`): where a version lacks it, names are taken as they are, and that is said.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.verify.forward.skeleton import Slot
+
+Torch = Any
+"""Modules, tensors and classes of torch and transformers, which have no types worth checking here."""
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes."""
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def class_of(architecture: str) -> Torch:
+    """The class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the forward pass needs torch and transformers: {error}", hint="pip install 'shardctl[verify]'"
+        ) from error
+    found = getattr(transformers, architecture, None) if architecture else None
+    if found is None or not issubclass(found, torch.nn.Module):
+        named = f"no class {architecture}" if architecture else "no class, because config.json names no architecture"
+        raise UnsupportedError(f"transformers {transformers.__version__} has {named}")
+    return found
+
+
+def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
+    """A model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
+
+    Attention and experts use the plain implementations: the same kernels whatever the shapes, and experts one by one.
+    """
+    import torch
+
+    values = {key: _number(value) for key, value in config.items() if key not in _OTHERWISE}
+    described = kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
+    usual = torch.get_default_dtype()
+    with quiet(), _parameters_without_memory():
+        torch.set_default_dtype(dtype)  # never model.to(dtype): it would round the rotary tables too
+        try:
+            model = kind._from_config(described, dtype=dtype, **_plain(kind))  # noqa: SLF001 - the only way in
+        finally:
+            torch.set_default_dtype(usual)
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False  # parts that run twice would fill a cache twice
+    return model.eval()
+
+
+_OTHERWISE: Final = {"quantization_config", "dtype", "torch_dtype"}
+
+
+def _number(value: object) -> object:
+    """A value of a config.json, where transformers writes infinity as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict) and set(value) == {"__float__"}:
+        return float(str(value["__float__"]))
+    return [_number(each) for each in value] if isinstance(value, list) else value
+
+
+def _plain(kind: Torch) -> dict[str, str]:
+    chosen = {"attn_implementation": "eager"}
+    can_choose = getattr(kind, "_can_set_experts_implementation", None)
+    if can_choose is not None and can_choose():
+        chosen["experts_implementation"] = "eager"
+    return chosen
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put every parameter on the meta device as soon as a module has it, before it is given values."""
+    from torch import nn
+
+    usual = nn.Module.register_parameter
+
+    def register(module: Torch, name: str, parameter: Torch) -> None:
+        usual(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            kind = type(parameter)
+            module._parameters[name] = kind(parameter.to("meta"), requires_grad=False)  # noqa: SLF001
+
+    nn.Module.register_parameter = register  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = usual  # type: ignore[method-assign]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from talking and drawing bars; what matters is in the result."""
+    from transformers.utils import logging as talk
+
+    logging: Torch = talk
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def start_values(model: Torch, slots: Sequence[Slot], seed: int) -> None:
+    """Give slots for which there is nothing stored the values of a new model, for good."""
+    import torch
+
+    torch.manual_seed(seed)
+    for slot in slots:
+        slot.put(torch.empty(slot.shape, dtype=slot.empty.dtype, device=slot.empty.device))
+    with torch.no_grad():
+        for module in dict.fromkeys(slot.module for slot in slots):
+            model._init_weights(module)  # noqa: SLF001 - what from_pretrained does
+    for slot in slots:
+        slot.empty = getattr(slot.module, slot.attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a stored tensor belongs in the model."""
+
+    name: str
+    """A name of the state dict; the first of several, if the tensor is taken apart or joined with others."""
+    converted: bool
+    """Whether values change place on the way, not only names."""
+
+
+@dataclass(slots=True)
+class Conversion:
+    """How transformers reads stored names into one model."""
+
+    model: Torch
+    problem: str = ""
+    """Why names are taken as they are, if they are."""
+
+    def targets(self, names: Iterable[str]) -> dict[str, Target]:
+        """Where each stored name belongs; names that the model has no use for are left out."""
+        state = self.model.state_dict(keep_vars=True)
+        try:
+            return self._renamed(names, state)
+        except (ImportError, AttributeError, TypeError) as error:
+            self.problem = f"this transformers does not rename stored tensors as expected ({error})"
+            return {name: Target(name, converted=False) for name in names if name in state}
+
+    def _renamed(self, names: Iterable[str], state: dict[str, Torch]) -> dict[str, Target]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(self.model)
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        prefix, found = self.model.base_model_prefix, {}
+        for name in names:
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state and name in state:
+                target, pattern = rename_source_key(name, [], [], prefix, state)
+            if target in state:
+                found[name] = Target(target, converted=pattern is not None)
+        return found
+
+    def fill(self, tensors: Mapping[str, object], device: str, dtype: Torch) -> None:
+        """Read stored `tensors`, all that a part of the model needs, and set what they make in the model."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        mapping: Torch = get_model_conversion_mapping(self.model)
+        how = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)
+        with quiet():
+            told, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
+        if told.conversion_errors or told.mismatched_keys:
+            wrong = [*map(str, told.conversion_errors.values()), *map(str, told.mismatched_keys)]
+            raise UnsupportedError(f"transformers cannot read {next(iter(tensors))}: {wrong[0]}")

@@ -1,0 +1,319 @@
+"""From two open checkpoints to a verdict: the source's model and the one that the shards form, on the same inputs."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import CoverageError, ShardctlError, UnsupportedError
+from shardctl.mesh import Mesh
+from shardctl.verify.finding import Finding
+from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, start_values, versions
+from shardctl.verify.forward.executor import Executor, PartError
+from shardctl.verify.forward.generate import continued
+from shardctl.verify.forward.inputs import SEED, inputs_for
+from shardctl.verify.forward.leaves import Precision
+from shardctl.verify.forward.lens import lens
+from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
+from shardctl.verify.forward.shards import Shards, rank_of_file
+from shardctl.verify.forward.skeleton import Skeleton
+from shardctl.verify.forward.tolerance import distance, tolerance
+from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
+from shardctl.verify.forward.weights import Weights, unfilled, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from shardctl.bands import Reader
+    from shardctl.manifest import Manifest
+    from shardctl.models import Model
+
+Torch = Any
+_LIMIT: Final = 128 << 20
+"""Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The checkpoint that is right."""
+
+    stored: Manifest
+    """Under the names of its files, which transformers is to understand by itself."""
+    manifest: Manifest
+    """Under canonical names, where the model is known."""
+    reader: Reader
+    config: Mapping[str, Any] | None
+    model: Model | None = None
+    folder: Path | None = None
+    """Where its tokenizer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The checkpoint that is to be proved."""
+
+    manifest: Manifest
+    reader: Reader
+    model: Model | None = None
+    mesh: Mesh | None = None
+    """None, or one device, if its files belong to no ranks."""
+    stages: tuple[int, ...] = ()
+    """Layers per pipeline stage, as the record has them."""
+    rank_of: Callable[[str], int | None] = rank_of_file
+    """The rank that a file belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOptions:
+    """How the pass is run."""
+
+    dtype: str = "fp32"
+    """`fp32`, or `bf16` with the criterion of that type."""
+    device: str = "cpu"
+    seed: int = SEED
+    prompt: str = ""
+    """A text that both are to continue."""
+    tokens: int = 16
+    """How many tokens of it."""
+    limit: int = _LIMIT
+    """Bytes of one weight that are held at once."""
+
+
+@dataclass(slots=True)
+class _Counting:
+    """A reader that counts."""
+
+    reader: Reader
+    nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        self.reader.read_at(path, offset, into)
+        with self.lock:
+            self.nbytes += len(into)
+
+
+def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
+    """Compare what the shards compute with what the source computes, part by part and end to end.
+
+    Raises nothing that says something of the checkpoints: a class that is not there, or weights that cannot be run
+    here, are `skipped` with the reason; a rank that lacks its part and values that differ are `failed`.
+    """
+    options, began = options or ForwardOptions(), time.monotonic()
+    try:
+        result = _Check(candidate, original, options).run()
+    except UnsupportedError as error:
+        result = ForwardResult("skipped", error.message, dtype=options.dtype, device=options.device)
+    return replace(result, seconds=time.monotonic() - began)
+
+
+class _Check:
+    def __init__(self, candidate: Candidate, original: Original, options: ForwardOptions) -> None:
+        self.candidate, self.original, self.options = candidate, original, options
+        self.config = _runnable(original)
+        self.notes: list[str] = []
+        self.findings: list[Finding] = []
+        self.readers = _Counting(original.reader), _Counting(candidate.reader)
+
+    def run(self) -> ForwardResult:
+        architecture = _architecture(self.config, self.original.model)
+        kind = class_of(architecture)
+        give_back_memory()
+        executor = self._executor(kind, self.options.dtype)
+        source, shards = self._weights(executor)
+        self._initialise(executor, source, shards)
+        model = executor.skeleton.model
+        inputs = inputs_for(model, self.options.device, seed=self.options.seed)
+        try:
+            reference = executor.run(inputs, source, beside=shards)
+        except PartError as error:
+            if error.title == source.title:
+                raise UnsupportedError(f"{architecture} cannot be run in parts: {error}") from error
+            raise
+        name, expected = output_of(reference)
+        found = self._free(executor, inputs, shards)
+        apart = distance(expected, found) if found is not None else inf
+        generated = self._generated(executor, source, shards) if self.options.prompt else None
+        rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
+        flips, positions = flips_of(expected, found) if name == "logits" else (0, 0)
+        mesh = self.candidate.mesh or Mesh.of()
+        result = ForwardResult(
+            status="passed",
+            engine=_engine(mesh, shards),
+            dtype=self.options.dtype,
+            device=self.options.device,
+            architecture=architecture,
+            versions=versions(),
+            blocks=tuple(BlockError(unit, error) for unit, error in executor.errors.items()),
+            output=name,
+            output_error=apart,
+            flips=flips,
+            positions=positions,
+            tolerance=tolerance(
+                self.options.dtype,
+                tp=mesh.degree("tp") if shards.shards is not None else 1,
+                rounding=rounding,
+                experts=_has_experts(executor.skeleton),
+            ),
+            generated=generated,
+            read_bytes=sum(reader.nbytes for reader in self.readers),
+        )
+        self._unreached(executor)
+        extra = [*self.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
+        return judged(result, list(dict.fromkeys(extra)), [*self.notes, *executor.notes])
+
+    def _executor(self, kind: Torch, dtype: str) -> Executor:
+        import torch
+
+        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
+        if wanted is None:
+            raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
+        model = bare_model(kind, self.config, wanted)
+        skeleton = Skeleton.of(model, self.options.device)
+        return Executor(skeleton, Conversion(model), Precision(self.options.device, wanted, self.options.limit))
+
+    def _weights(self, executor: Executor) -> tuple[Weights, Weights]:
+        """Both checkpoints, each with a place for what it holds."""
+        skeleton, conversion = executor.skeleton, executor.conversion
+        entries = lens(self.original.stored, self.readers[0])
+        source = weights("source", skeleton, entries, conversion)
+        self._without_conversion(source, executor)
+        candidate, model = self.candidate, self.candidate.model
+        mesh, shards = candidate.mesh, None
+        if mesh is not None and mesh.world > 1 and model is not None:
+            shards = Shards.of(candidate.manifest, self.readers[1], model, mesh, candidate.stages, candidate.rank_of)
+        elif mesh is not None and mesh.world > 1:
+            self.notes.append("the model is not known: shards were put together by what their headers say")
+        named = model if model is not None and model.family else None
+        theirs = shards.entries() if shards else lens(candidate.manifest, self.readers[1], named)
+        found = weights("shards", skeleton, theirs, conversion, shards=shards)
+        if conversion.problem:
+            self.notes.append(conversion.problem)
+        self._round(source, found)
+        unused = [name for name in source.unused if name in theirs]
+        if unused:
+            self.notes.append(f"{len(unused)} tensors are no part of the class and not computed with: {some(unused)}")
+        return source, found
+
+    def _without_conversion(self, source: Weights, executor: Executor) -> None:
+        """Take arrays that are too large to be made at once as shardctl joins them."""
+        if self.original.model is None or not source.groups:
+            return
+        bound = lens(self.original.manifest, self.readers[0], self.original.model)
+        taken = []
+        for slot, group in list(source.converted.items()):
+            size = slot.empty.numel() * executor.precision.dtype.itemsize
+            if size > executor.precision.limit and group in bound and tuple(bound[group].shape) == slot.shape:
+                del source.converted[slot]
+                source.direct[slot] = bound[group]
+                taken.append(group)
+        if taken:
+            self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
+
+    def _round(self, source: Weights, shards: Weights) -> None:
+        """Round the source as the shards were, so that a cast that was asked for is no error."""
+        kinds = {slot: lazy for slot, lazy in shards.direct.items() if lazy.is_floating_point()}
+        narrower = {
+            kinds[slot].get_dtype()
+            for slot, lazy in source.direct.items()
+            if slot in kinds and kinds[slot].get_dtype() != lazy.get_dtype()
+        }
+        if narrower:
+            source.rounded = lambda slot: kinds[slot].dtype if slot in kinds else None
+            self.notes.append(f"the source is rounded to {', '.join(sorted(narrower))}, as the shards are")
+
+    def _initialise(self, executor: Executor, source: Weights, shards: Weights) -> None:
+        """Give what the source does not have the values that the class starts with."""
+        lost = [slot for slot in source.direct | source.converted if not shards.fills(slot)]
+        for slot in lost:
+            message = f"the shards have nothing for {slot.names[0]}, which the source has"
+            self.findings.append(Finding("error", "forward", message, slot.names[0]))
+        new = [slot for slot in unfilled(executor.skeleton, [source]) if not slot.is_buffer]
+        if new:
+            start_values(executor.skeleton.model, new, self.options.seed)
+            names = [slot.names[0] for slot in new]
+            self.notes.append(f"{len(new)} parameters are in no file and have the values of a new model: {some(names)}")
+
+    def _free(self, executor: Executor, inputs: Mapping[str, Torch], shards: Weights) -> Torch | None:
+        """The output of the shards by themselves, each part fed what the one before it gave."""
+        try:
+            return output_of(executor.run(inputs, shards))[1]
+        except CoverageError as error:
+            self.findings.append(Finding("error", "forward", error.message))
+        except PartError as error:
+            self.findings.append(Finding("error", "forward", str(error)))
+        return None
+
+    def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
+        """How far the source in bf16 is from the source in fp32."""
+        executor = self._executor(kind, "fp32")
+        source, shards = self._weights(executor)
+        self._initialise(executor, source, shards)
+        return distance(output_of(executor.run(inputs, source))[1], expected.float())
+
+    def _generated(self, executor: Executor, source: Weights, shards: Weights) -> Generated | None:
+        try:
+            return continued(executor, (source, shards), self.original.folder, self.options.prompt, self.options.tokens)
+        except (UnsupportedError, CoverageError, PartError) as error:
+            reason = error.message if isinstance(error, ShardctlError) else str(error)
+            self.notes.append(f"the prompt was not continued: {reason}")
+            return None
+
+    def _unreached(self, executor: Executor) -> None:
+        skeleton = executor.skeleton
+        used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
+        idle = [
+            unit.name
+            for unit in skeleton.units
+            if unit.name not in executor.reached
+            and any(used.isdisjoint(map(id, skeleton.slots[slot.names[0]])) for slot in unit.slots)
+        ]
+        if idle:
+            self.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
+
+
+def _runnable(original: Original) -> Mapping[str, Any]:
+    """The config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
+    if original.config is None:
+        raise UnsupportedError("the source has no config.json, so that there is no model to run")
+    quantised = original.config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "some way") if isinstance(quantised, dict) else "some way"
+        raise UnsupportedError(f"the weights are quantised ({method}) and cannot be run here")
+    return original.config
+
+
+def _architecture(config: Mapping[str, Any], model: Model | None) -> str:
+    named = config.get("architectures")
+    first = str(named[0]) if isinstance(named, list) and named else ""
+    return first or (model.architecture if model is not None else "")
+
+
+def _engine(mesh: Mesh, shards: Weights) -> str:
+    if shards.shards is None:
+        return "one process, whole tensors"
+    return f"{mesh.world} virtual ranks in one process ({mesh})"
+
+
+def _has_experts(skeleton: Skeleton) -> bool:
+    return any(
+        "Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in skeleton.model.modules()
+    )
+
+
+def give_back_memory() -> None:
+    """Have glibc give freed weights back to the system: by default it keeps more after each large one."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, 1 << 20)
+
+
+_MMAP_THRESHOLD: Final = -3
+"""`M_MMAP_THRESHOLD` of malloc.h: what is larger has pages of its own, which go back when it is freed."""

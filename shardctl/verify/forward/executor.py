@@ -1,0 +1,259 @@
+"""Runs a model that is never whole in memory: each part is filled, run and emptied, with one checkpoint or with two."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.verify.finding import Finding
+from shardctl.verify.forward.leaves import Leaf, Precision, leaf_of
+from shardctl.verify.forward.stacks import Stack, is_stack
+from shardctl.verify.forward.tolerance import distance, has_nan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from shardctl.verify.forward.adapter import Conversion
+    from shardctl.verify.forward.skeleton import Skeleton, Slot, Unit
+    from shardctl.verify.forward.weights import Weights
+
+Torch = Any
+Mode = Literal["apart", "together"]
+_FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError)
+"""What code raises that finds a tensor without memory, or a stand-in, where it wants values."""
+
+
+class PartError(Exception):
+    """A part of the model could not be run."""
+
+    def __init__(self, unit: str, title: str, cause: BaseException) -> None:
+        super().__init__(f"{unit} with the weights of the {title}: {type(cause).__name__}: {cause}")
+        self.title = title
+
+
+@dataclass(slots=True)
+class Executor:
+    """A skeleton and the way in which it is run."""
+
+    skeleton: Skeleton
+    conversion: Conversion
+    precision: Precision
+    errors: dict[str, float] = field(default_factory=dict)
+    """Of each part that ran with both weights on the same inputs, by name."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """What was done otherwise than planned, each once."""
+    findings: list[Finding] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
+    """The parts that ran."""
+    _assembled: set[Slot] = field(default_factory=set)
+    """Weights that must be whole because code reaches for them."""
+    _resident: bool = False
+    """Whether what is outside of blocks stays filled for a whole pass."""
+
+    def run(self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None = None) -> Torch:
+        """The model's output with `weights`; with others `beside`, each part runs with those too and is compared.
+
+        Raises PartError if a part cannot run, and CoverageError if a rank lacks what it should hold.
+        """
+        if not self._resident:
+            try:
+                output = self._pass(inputs, weights, beside)
+            except _FAILURES as error:
+                why = _first(error)
+            else:
+                if not has_nan(output):
+                    return output
+                why = "the result was not a number"
+            self._resident = True
+            self._note(f"what is outside of blocks stays in memory, because code may reach for it: {why}")
+        try:
+            return self._pass(inputs, weights, beside)
+        except _FAILURES as error:
+            raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
+
+    def _pass(self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None) -> Torch:
+        import torch
+
+        kept = [unit for unit in self.skeleton.units if self._resident and not unit.block]
+        with torch.no_grad(), self._wrapped(weights, beside), _plain_float32():
+            try:
+                for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
+                    if weights.fills(slot):
+                        self._put(slot, weights)
+                return self.skeleton.model(**_copied(dict(inputs)), **self._manner())
+            finally:
+                for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
+                    slot.clear()
+
+    def _manner(self) -> dict[str, bool]:
+        """No cache, which blocks that run twice would fill twice."""
+        known = inspect.signature(self.skeleton.model.forward).parameters
+        return {"return_dict": True, **({"use_cache": False} if "use_cache" in known else {})}
+
+    @contextmanager
+    def _wrapped(self, weights: Weights, beside: Weights | None) -> Iterator[None]:
+        """Make every part fill itself, run, and empty itself."""
+        before: list[tuple[Torch, object]] = []
+        for unit in self.skeleton.units:
+            usual = unit.module.forward
+            before.append((unit.module, unit.module.__dict__.get("forward")))
+            unit.module.forward = self._runner(unit, usual, weights, beside)
+        try:
+            yield
+        finally:
+            for module, forward in before:
+                module.__dict__.pop("forward", None)
+                if forward is not None:
+                    module.forward = forward
+
+    def _runner(
+        self, unit: Unit, usual: Callable[..., Torch], weights: Weights, beside: Weights | None
+    ) -> Callable[..., Torch]:
+        def run(*args: Torch, **kwargs: Torch) -> Torch:
+            self.reached.add(unit.name)
+            if beside is None:
+                return self._run(unit, usual, weights, args, kwargs)[0]
+            mine = _copied(args), _copied(kwargs)
+            output, _ = self._run(unit, usual, weights, args, kwargs)
+            try:
+                other, apart = self._run(unit, usual, beside, *mine)
+                found = max(distance(output, other), apart)
+            except CoverageError as error:
+                self.findings.append(Finding("error", "forward", error.message))
+                found = inf
+            except PartError as error:
+                self.findings.append(Finding("error", "forward", str(error)))
+                found = inf
+            self.errors[unit.name] = max(self.errors.get(unit.name, 0.0), found)
+            return output
+
+        return run
+
+    def _run(
+        self, unit: Unit, usual: Callable[..., Torch], weights: Weights, args: Torch, kwargs: Torch
+    ) -> tuple[Torch, float]:
+        """A part's output, and how far ranks are apart that should agree."""
+        resident, part = self._resident and not unit.block, type(unit.module).__name__
+        while True:
+            leaves: list[Leaf] = []
+            output, failure = None, None
+            try:
+                leaves, own = self._fill(unit, weights)
+                output = (own or usual)(*args, **kwargs)
+            except _FAILURES as error:
+                failure = error
+            finally:
+                self._empty(unit, leaves)
+                if resident:
+                    for slot in unit.slots:
+                        if weights.fills(slot):
+                            self._put(slot, weights)
+            idle = [leaf for leaf in leaves if not leaf.calls]
+            if idle and (failure is not None or has_nan(output)):
+                reached = [slot for leaf in idle for slot in unit.slots if slot.module is leaf.module]
+                self._assembled.update(reached)
+                names = sorted({slot.names[0].removeprefix(f"{unit.name}.") for slot in reached})
+                self._note(f"{', '.join(names)} of {part} put together from all ranks, because code reaches for it")
+                continue
+            if failure is not None and self._unstacked(unit):
+                continue
+            if failure is not None:
+                raise PartError(unit.name, weights.title, failure) from failure
+            return output, max((leaf.disagreement for leaf in leaves), default=0.0)
+
+    def _unstacked(self, unit: Unit) -> bool:
+        """Have stacks of experts whole from now on; whether there was one."""
+        stacks = [s for s in unit.slots if is_stack(s, self.precision) and s not in self._assembled]
+        self._assembled.update(stacks)
+        if stacks:
+            part = type(unit.module).__name__
+            self._note(f"stacks of experts of {part} are read whole, because code does not take them one by one")
+        return bool(stacks)
+
+    def _fill(self, unit: Unit, weights: Weights) -> tuple[list[Leaf], Callable[..., Torch] | None]:
+        """Fill a part; the leaves in it, and what the part itself is to run if it is one."""
+        leaves, own, groups = list[Leaf](), None, dict[str, None]()
+        by_place = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
+        done: set[int] = set()
+        for slot in unit.slots:
+            if id(slot) in done or not weights.fills(slot):
+                continue
+            if slot in weights.converted:
+                groups[weights.converted[slot]] = None
+                continue
+            bias = by_place.get((id(slot.module), "bias"))
+            leaf = None if slot in self._assembled else leaf_of(slot, weights, self.precision, bias)
+            if leaf is not None:
+                run = leaf.embedding if hasattr(leaf.module, "num_embeddings") else leaf.linear
+                done |= {id(each) for each in (slot, bias) if each is not None}  # they stay empty
+                leaves.append(leaf)
+                if slot.module is unit.module:
+                    own = run
+                else:
+                    slot.module.forward = run
+            elif is_stack(slot, self.precision) and slot not in self._assembled:
+                slot.stand_in(Stack(weights, slot, self.precision))
+            else:
+                self._put(slot, weights)
+        for group in groups:
+            self._convert(group, unit, weights)
+        return leaves, own
+
+    def _put(self, slot: Slot, weights: Weights) -> None:
+        if slot in weights.converted:
+            self._convert(weights.converted[slot], None, weights)
+        else:
+            slot.put(weights.read(slot, self.precision.dtype).to(self.precision.device))
+
+    def _convert(self, group: str, unit: Unit | None, weights: Weights) -> None:
+        """Have transformers make what it makes of several stored tensors."""
+        self.conversion.fill(weights.groups[group], self.precision.device, self.precision.dtype)
+        for slot, name in weights.converted.items():
+            if name == group and (unit is None or slot in unit.slots):
+                made = getattr(slot.module, slot.attribute)
+                if made is not slot.empty:
+                    slot.put(weights.typed(slot, made.data, self.precision.dtype))
+
+    def _empty(self, unit: Unit, leaves: list[Leaf]) -> None:
+        for leaf in leaves:
+            if leaf.module is not unit.module:
+                leaf.module.__dict__.pop("forward", None)
+        for slot in unit.slots:
+            slot.clear()
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
+
+
+def _first(error: BaseException) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+
+
+def _copied(value: Torch) -> Torch:
+    """The same arguments with tensors of their own, because some blocks write into what they are given."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in {tuple, list}:
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return value
+
+
+@contextmanager
+def _plain_float32() -> Iterator[None]:
+    """Compute fp32 products in fp32 on devices that would round their factors."""
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

@@ -1,0 +1,86 @@
+"""What a model is given: seeded token ids inside its vocabulary, or pixels or sounds of the size it wants."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Torch = Any
+SEED: Final = 20_240_229
+BATCH, LENGTH = 2, 32
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
+_SPARE: Final = 4
+"""Positions that are not used: some models begin to count after the padding token."""
+
+
+def inputs_for(model: Torch, device: str, *, seed: int = SEED) -> dict[str, Torch]:
+    """Arguments of the model's forward; raises UnsupportedError if it wants something else than tokens or pixels."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    config, names = model.config, set(inspect.signature(model.forward).parameters)
+    main = getattr(model, "main_input_name", "input_ids")
+    given: dict[str, Torch] = {}
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    both = {"input_ids", "pixel_values"} <= names and hasattr(config, "vision_config")
+    if main == "input_ids" or "input_ids" in names:
+        given["input_ids"] = _ids(text, config, generator)
+    if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _image_token(config)):
+        given["pixel_values"] = _pixels(config, generator)
+    if main == "input_features":
+        size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
+        given["input_features"] = torch.randn(size, generator=generator)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+        given["decoder_input_ids"] = _ids(text, config, generator)
+    if not given:
+        raise UnsupportedError(f"{type(model).__name__} wants {main}, which shardctl cannot make up")
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def _image_token(config: Torch) -> bool:
+    return any(hasattr(config, name) for name in ("image_token_index", "image_token_id"))
+
+
+def _ids(text: Torch, config: Torch, generator: Torch) -> Torch:
+    """Token ids that mean nothing special."""
+    import torch
+
+    vocabulary = int(text.vocab_size)
+    special = set(
+        _numbers(getattr(each, name, None) for each in (text, config) for name in dir(each) if _special(name))
+    )
+    usual = torch.tensor([token for token in range(vocabulary) if token not in special] or range(vocabulary))
+    found = [getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)]
+    length = max(min([LENGTH, *(most - _SPARE for most in found)]), 2)
+    return usual[torch.randint(len(usual), (BATCH, length), generator=generator)]
+
+
+def _special(name: str) -> bool:
+    return name.endswith(("_token_id", "_token_index"))
+
+
+def _numbers(values: Iterable[object]) -> list[int]:
+    found: list[int] = []
+    for value in values:
+        found += (
+            [value]
+            if isinstance(value, int)
+            else [v for v in value if isinstance(v, int)]
+            if isinstance(value, list)
+            else []
+        )
+    return found
+
+
+def _pixels(config: Torch, generator: Torch) -> Torch:
+    import torch
+
+    vision: Torch = getattr(config, "vision_config", None) or config
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return torch.randn((BATCH, int(getattr(vision, "num_channels", 3)), height, width), generator=generator)

@@ -1,0 +1,82 @@
+"""What a forward pass found: how far every block is from the source's, and what was done instead where it could not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.verify.finding import Finding
+    from shardctl.verify.forward.tolerance import Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class BlockError:
+    """One part of the model, fed the source's inputs."""
+
+    name: str
+    """The module, such as `model.layers.3`."""
+    error: float
+    """Relative L2 distance of its outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What one of the two makes of a prompt, always taking the likeliest token."""
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The next tokens of a prompt, side by side."""
+
+    prompt: str
+    source: Continuation
+    shards: Continuation
+
+    @property
+    def same(self) -> bool:
+        """Whether the tokens are the same."""
+        return self.source.tokens == self.shards.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The outcome; `status` is the verdict, and everything that was done otherwise than planned is in `notes`."""
+
+    status: Literal["passed", "failed", "skipped"]
+    reason: str = ""
+    """Why it was skipped."""
+    engine: str = ""
+    """What ran, such as `4 virtual ranks in one process (pp2 x tp2)`."""
+    dtype: str = "fp32"
+    device: str = "cpu"
+    architecture: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    blocks: tuple[BlockError, ...] = ()
+    """Every part of the model, in the order in which they ran."""
+    output: str = ""
+    """What the free-running outputs are, such as `logits` or `last_hidden_state`."""
+    output_error: float = inf
+    """Relative L2 distance of the free-running outputs."""
+    flips: int = 0
+    """Positions whose likeliest token is another; reported, and not judged."""
+    positions: int = 0
+    tolerance: Tolerance | None = None
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Every fallback, and what the pass did not reach."""
+    generated: Generated | None = None
+    seconds: float = 0.0
+    read_bytes: int = 0
+    """Bytes read from both checkpoints."""
+
+    @property
+    def worst(self) -> BlockError | None:
+        """The part that is farthest off."""
+        return max(self.blocks, key=lambda block: block.error, default=None)

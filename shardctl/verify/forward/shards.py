@@ -1,0 +1,262 @@
+"""What each rank holds of a checkpoint cut for a mesh, read from that rank's own files and from no others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.bands import ChunkIndex
+from shardctl.box import Box, disjoint, subtract_all
+from shardctl.errors import CoverageError
+from shardctl.manifest import Region, narrow
+from shardctl.pieces import Placed
+from shardctl.placement import intervals
+from shardctl.verify.finding import Finding
+from shardctl.verify.forward.lens import FusedTensor, LazyTensor, read_box
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from shardctl.bands import Reader
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.mesh import Mesh
+    from shardctl.models import Model
+
+Array = Any
+_RANK_FILE: Final = re.compile(r"(?:.*/)?shard-(\d{5,})-model-\d+-of-\d+\.safetensors")
+
+
+def rank_of_file(path: str) -> int | None:
+    """The rank whose file `path` is in layout `ranks`, or None if it is nobody's.
+
+    >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors")
+    2
+    """
+    found = _RANK_FILE.fullmatch(path)
+    return int(found[1]) - 1 if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank is to hold of one tensor, and what its own files have of it."""
+
+    rank: int
+    boxes: tuple[Box, ...]
+    """What the mesh and the rules give it."""
+    own: ChunkIndex
+    """What its files hold, each element once."""
+
+
+class HeldTensor(LazyTensor):
+    """A tensor put together from what each rank holds."""
+
+    __slots__ = ("_compared", "_shards", "holdings")
+
+    def __init__(self, name: str, tensor: Tensor, holdings: Sequence[Holding], shards: Shards) -> None:
+        super().__init__(name, tensor.dtype, tensor.shape)
+        self.holdings, self._shards = tuple(holdings), shards
+        self._compared = False
+
+    def read(self, box: Box) -> Array:
+        """The elements of `box`; the first time that all are read, the copies of several ranks are compared.
+
+        Raises CoverageError, naming the rank, if one lacks what it should hold.
+        """
+        compare = not self._compared and box.size == Box.whole(self._shape).size
+        self._compared |= compare
+        return self.read_from(self.holdings, box, compare=compare)
+
+    def read_from(self, holdings: Iterable[Holding], box: Box, *, compare: bool = False) -> Array:
+        """The elements of `box` from some of the ranks."""
+        import torch
+
+        result = torch.empty(box.shape, dtype=self.dtype)
+        missing, first = ([box] if box.size else []), -1
+        for holding in holdings:
+            for held in holding.boxes:
+                common = held.intersect(box) if box.size else None
+                if common is None:
+                    continue
+                new = any(common.intersect(each) for each in missing)
+                if not new and not compare:
+                    continue
+                part, place = self._part(holding, common), result[common.slices(box.origin)]
+                if new:
+                    place.copy_(part)
+                    missing = [piece for each in missing for piece in each.subtract(common)]
+                    first = holding.rank if first < 0 else first
+                elif not _same_bits(place, part):
+                    self._shards.differ(self.name, holding.rank, first, common)
+        if missing:
+            raise CoverageError(f"{self.name}: no rank is to hold {missing[0]}")
+        return result
+
+    def _part(self, holding: Holding, box: Box) -> Array:
+        if sum(chunk.box.size for chunk in holding.own.within(box)) != box.size:
+            rest = subtract_all(box, [chunk.box for chunk in holding.own.chunks])
+            at = self._shards.placed.mesh.label(holding.rank)
+            raise CoverageError(f"rank {holding.rank} ({at}) is to hold {self.name} {rest[0]}, and its files do not")
+        return read_box(self._shards.reader, holding.own, box)
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    import torch
+
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
+
+
+class RankPart(LazyTensor):
+    """What one tp rank holds of a tensor, dense and in its order: what its module would have as weight."""
+
+    __slots__ = ("_holdings", "_whole", "runs")
+
+    def __init__(
+        self, whole: HeldTensor, holdings: Sequence[Holding], runs: Sequence[Sequence[tuple[int, int]]]
+    ) -> None:
+        shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
+        super().__init__(whole.name, whole.elements, shape)
+        self._whole, self._holdings = whole, tuple(holdings)
+        self.runs = tuple(tuple(dim) for dim in runs)
+        """For each dim the intervals of the whole tensor that the rank has, in order."""
+
+    def read(self, box: Box) -> Array:
+        """The elements of `box` of the rank's own tensor."""
+        import torch
+
+        result = torch.empty(box.shape, dtype=self.dtype)
+        for stretch in product(*(_stretches(*dim) for dim in zip(self.runs, box.origin, box.shape, strict=True))):
+            place = tuple(slice(at, at + extent) for at, _, extent in stretch)
+            wanted = Box(tuple(start for _, start, _ in stretch), tuple(extent for _, _, extent in stretch))
+            result[place] = self._whole.read_from(self._holdings, wanted)
+        return result
+
+
+def _stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> list[tuple[int, int, int]]:
+    """The parts of a range of a rank's dim: where each begins in the range, where in the whole dim, how long it is."""
+    found, position = [], 0
+    for start, stop in runs:
+        low, high = max(origin, position), min(origin + extent, position + stop - start)
+        if low < high:
+            found.append((low - origin, start + low - position, high - low))
+        position += stop - start
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How tp cuts a tensor along one dim."""
+
+    dim: int
+    parts: tuple[RankPart, ...]
+    """By index on the tp axis."""
+
+
+@dataclass(slots=True)
+class Shards:
+    """A checkpoint that a mesh holds."""
+
+    manifest: Manifest
+    """Bound to the names of `model`."""
+    reader: Reader
+    model: Model
+    placed: Placed
+    rank_of: Callable[[str], int | None] = rank_of_file
+    findings: list[Finding] = field(default_factory=list)
+    """Copies that differ, found while reading."""
+    _holdings: dict[str, list[tuple[Holding, tuple[str, ...]]]] = field(default_factory=dict)
+    """By tensor name, each with the names that the rank has it by."""
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        reader: Reader,
+        model: Model,
+        mesh: Mesh,
+        stages: tuple[int, ...],
+        rank_of: Callable[[str], int | None] = rank_of_file,
+    ) -> Shards:
+        """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
+        specs = {name: model.tensors[name].spec for name in manifest.tensors}
+        placed = Placed(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
+        shards = cls(manifest, reader, model, placed, rank_of)
+        own = {name: _by_rank(tensor, shards.rank_of) for name, tensor in manifest.tensors.items()}
+        for rank, held in shards.placed.ranks():
+            for piece in held:
+                name = piece.tensor.name
+                holding = Holding(rank, piece.boxes, own[name].get(rank, _NOTHING))
+                shards._holdings.setdefault(name, []).append((holding, piece.names))
+        return shards
+
+    def differ(self, name: str, rank: int, first: int, box: Box) -> None:
+        """Note that a rank's copy is another than that of the first rank."""
+        at = self.placed.mesh.label(rank)
+        message = f"rank {rank} ({at}) has another copy of {name} {box} than rank {first}"
+        self.findings.append(Finding("error", "replicas", message, name, box=str(box)))
+
+    def entries(self) -> dict[str, LazyTensor]:
+        """The state dict of transformers' class, put together from the ranks, tensors it does not have besides."""
+        entries: dict[str, LazyTensor] = {}
+        fused: set[str] = set()
+        for fusion in self.model.fusions.values():
+            if all(name in self.manifest.tensors for name in fusion.tensors):
+                parts = [self._tensor(name, name) for name in fusion.tensors]
+                entries[fusion.name] = FusedTensor(fusion, parts, self.manifest.tensors[fusion.tensors[0]].dtype)
+                fused.update(fusion.tensors)
+        for name, tensor in self.manifest.tensors.items():
+            if name not in fused:
+                entries |= {each: self._tensor(name, each) for each in (name, *tensor.ties)}
+        return entries
+
+    def _tensor(self, name: str, called: str) -> HeldTensor:
+        """A tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
+        tensor, found = self.manifest.tensors[name], self._holdings.get(name, [])
+        if tensor.ties:
+            found = [each for each in found if called in each[1]] or found
+        holdings = [holding for holding, _ in found]
+        if tensor.ties and all(any(c.name == called for c in h.own.chunks) for h in holdings):
+            holdings = [replace(h, own=ChunkIndex([c for c in h.own.chunks if c.name == called])) for h in holdings]
+        return HeldTensor(called, tensor, [replace(h, own=_once(h.own)) for h in holdings], self)
+
+    def sharding(self, entry: LazyTensor) -> Sharding | None:
+        """How tp cuts a tensor, if it does so along one dim; only then can each rank compute with its part."""
+        mesh, degree = self.placed.mesh, self.placed.mesh.degree("tp")
+        if not isinstance(entry, HeldTensor) or degree == 1 or entry.name in self.model.fusions:
+            return None
+        spec = self.placed.specs[self.model.aliases.get(entry.name, entry.name)]
+        dims = [dim for dim, cuts in enumerate(spec.cuts) if any(cut.axis == "tp" for cut in cuts)]
+        if len(dims) != 1 or spec.member:
+            return None
+        parts = []
+        for index in range(degree):
+            at = {**mesh.coordinate(0), "tp": index}
+            runs = [
+                intervals(extent, [cut for cut in cuts if cut.axis == "tp"], mesh, at)
+                for extent, cuts in zip(entry.shape, spec.cuts, strict=True)
+            ]
+            mine = [h for h in entry.holdings if mesh.coordinate(h.rank)["tp"] == index]
+            parts.append(RankPart(entry, mine, runs))
+        return Sharding(dims[0], tuple(parts))
+
+
+_NOTHING: Final = ChunkIndex([])
+
+
+def _by_rank(tensor: Tensor, rank_of: Callable[[str], int | None]) -> dict[int, ChunkIndex]:
+    found: dict[int, list[Any]] = {}
+    for chunk in tensor.chunks:
+        rank = rank_of(chunk.where.file) if isinstance(chunk.where, Region) else None
+        if rank is not None:
+            found.setdefault(rank, []).append(chunk)
+    return {rank: ChunkIndex(chunks) for rank, chunks in found.items()}
+
+
+def _once(own: ChunkIndex) -> ChunkIndex:
+    """The same chunks without what they hold twice."""
+    boxes = [chunk.box for chunk in own.chunks]
+    if len(boxes) == 1:
+        return own
+    return ChunkIndex([narrow(own.chunks[at], box) for at, box in disjoint(boxes)])

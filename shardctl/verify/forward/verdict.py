@@ -1,0 +1,71 @@
+"""What the numbers mean: which output is compared, which distances are too large, and how that is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.verify.finding import Finding
+
+if TYPE_CHECKING:
+    from shardctl.verify.forward.result import ForwardResult
+
+Torch = Any
+_SHOWN: Final = 4
+
+
+def output_of(output: Torch) -> tuple[str, Torch]:
+    """The output that is compared, and its name."""
+    import torch
+
+    for name in ("logits", "logits_per_image", "last_hidden_state"):
+        found = output.get(name)
+        if found is not None:
+            return name, found
+    for name, found in output.items():
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            return name, found
+    raise UnsupportedError("the model gives nothing that could be compared")
+
+
+def flips_of(expected: Torch, found: Torch | None) -> tuple[int, int]:
+    """At how many positions the likeliest token is another, and of how many."""
+    if found is None or found.shape != expected.shape:
+        return 0, 0
+    ours, theirs = found.argmax(-1), expected.argmax(-1)
+    return int((ours != theirs).sum()), ours.numel()
+
+
+def judged(result: ForwardResult, findings: list[Finding], notes: list[str]) -> ForwardResult:
+    """The result with its verdict: every part and the output against the tolerance."""
+    bounds = result.tolerance
+    assert bounds is not None  # noqa: S101 - set just now
+    for block in result.blocks:
+        if block.error > bounds.block:
+            severe = block.error > bounds.warn
+            most = (
+                "bits must be equal, because no axis changes the order of sums"
+                if bounds.exact
+                else (f"at most {bounds.warn if severe else bounds.block:g}")
+            )
+            message = f"{block.name} computes something else than the source's: {block.error:.2e}, {most}"
+            findings.append(Finding("error" if severe else "warning", "forward", message, block.name))
+    if result.output_error > bounds.logits:
+        message = (
+            f"{result.output} of the shards are {result.output_error:.2e} from the source's, at most {bounds.logits:g}"
+        )
+        findings.append(Finding("error", "forward", message))
+    if not isfinite(bounds.logits):
+        notes.append("logits were not judged: in bf16 a router can pick other experts")
+    failed = any(finding.severity == "error" for finding in findings)
+    return replace(
+        result, status="failed" if failed else "passed", findings=tuple(findings), notes=tuple(dict.fromkeys(notes))
+    )
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

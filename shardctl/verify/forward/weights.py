@@ -1,0 +1,89 @@
+"""Which tensor of a checkpoint fills which place of a model: the same for the source and for shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from shardctl.verify.forward.adapter import Conversion
+    from shardctl.verify.forward.lens import LazyTensor
+    from shardctl.verify.forward.shards import Sharding, Shards
+    from shardctl.verify.forward.skeleton import Skeleton, Slot
+
+Torch = Any
+
+
+@dataclass(slots=True)
+class Weights:
+    """A checkpoint as the executor sees it."""
+
+    title: str
+    """`source` or `shards`."""
+    direct: dict[Slot, LazyTensor] = field(default_factory=dict)
+    """What is put as it is read."""
+    converted: dict[Slot, str] = field(default_factory=dict)
+    """What transformers makes of several tensors: the name of the group."""
+    groups: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    """The tensors of each group."""
+    unused: list[str] = field(default_factory=list)
+    """Tensors that the model has no place for."""
+    shards: Shards | None = None
+    """Set where ranks compute with their own parts."""
+    rounded: Callable[[Slot], Torch] | None = None
+    """A type to which each tensor is rounded first, as a cast did."""
+
+    def sharding(self, slot: Slot) -> Sharding | None:
+        """How tp cuts what fills `slot`, if each rank can compute with its part."""
+        entry = self.direct.get(slot)
+        return self.shards.sharding(entry) if self.shards is not None and entry is not None else None
+
+    def fills(self, slot: Slot) -> bool:
+        """Whether the checkpoint has something for it."""
+        return slot in self.direct or slot in self.converted
+
+    def read(self, slot: Slot, dtype: Torch) -> Torch:
+        """What fills `slot`, of floats in type `dtype`."""
+        return self.typed(slot, self.direct[slot][...], dtype)
+
+    def typed(self, slot: Slot, tensor: Torch, dtype: Torch) -> Torch:
+        """Floats in the type in which is computed, rounded first if the shards are."""
+        if not tensor.is_floating_point():
+            return tensor
+        to = self.rounded(slot) if self.rounded is not None else None
+        return (tensor if to is None else tensor.to(to)).to(dtype)
+
+
+def weights(
+    title: str,
+    skeleton: Skeleton,
+    entries: Mapping[str, LazyTensor],
+    conversion: Conversion,
+    *,
+    shards: Shards | None = None,
+) -> Weights:
+    """Find a place for every entry; several that transformers makes one tensor of are taken together."""
+    found = Weights(title, shards=shards)
+    targets = conversion.targets(entries)
+    for name, lazy in entries.items():
+        target = targets.get(name)
+        if target is None:
+            found.unused.append(name)
+            continue
+        slots = skeleton.slots[target.name]
+        if target.converted:
+            found.groups.setdefault(target.name, {})[name] = lazy
+            found.converted |= dict.fromkeys(slots, target.name)
+            continue
+        for slot in slots:  # a tie is stored under one of its names, or under each
+            if target.name in slot.names or slot not in found.direct:
+                found.direct[slot] = lazy
+    return found
+
+
+def unfilled(skeleton: Skeleton, each: Iterable[Weights]) -> list[Slot]:
+    """The places for which none of some checkpoints has anything."""
+    slots = {slot for slots in skeleton.slots.values() for slot in slots}
+    return [slot for slot in slots if not any(weights.fills(slot) for weights in each)]
