@@ -1,3 +1,18 @@
 """One tool from any checkpoint layout to any other: plan, reshard, verify."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardctl.verbs.load import lens, load
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "lens", "load"]
+
+
+def __getattr__(name: str) -> object:
+    """`load` and `lens`, when they are first asked for: what they need is slow to import, and most uses need none."""
+    if name in {"lens", "load"}:
+        from shardctl.verbs import load
+
+        return getattr(load, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ from shardctl.verbs.diff import Diffed, diff
 from shardctl.verbs.digest import Digested, digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import Inspected, inspect
+from shardctl.verbs.load import lens, load
 from shardctl.verbs.opening import Reading
 from shardctl.verbs.plan import Planned, plan
 from shardctl.verbs.reshard import Resharded, reshard
@@ -27,6 +28,8 @@ __all__ = [
     "diff",
     "digest",
     "inspect",
+    "lens",
+    "load",
     "plan",
     "reshard",
     "verify",

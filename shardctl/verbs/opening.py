@@ -13,10 +13,11 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
 from shardctl.storage.local import LocalSource
+from shardctl.training import SETTINGS, found_states, with_states
 from shardctl.verbs.described import CONFIG, config_file, described, names_a_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
@@ -64,6 +65,11 @@ class Checkpoint:
     hypothetical: bool = False
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
 
+    @property
+    def whole(self) -> Manifest:
+        """The manifest with optimizer states among its tensors."""
+        return with_states(self.manifest)
+
     def require_model(self, purpose: str) -> Model:
         """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
         if self.model is not None:
@@ -95,21 +101,35 @@ class Checkpoint:
 
 
 @contextmanager
-def opened(path: str | Path, reading: Reading | None = None) -> Iterator[Checkpoint]:
-    """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only."""
+def opened(
+    path: str | Path,
+    reading: Reading | None = None,
+    *,
+    before: Callable[[LocalSource, Record], None] | None = None,
+) -> Iterator[Checkpoint]:
+    """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
+
+    `before` is called with the record, if there is one, before any header is read: what it raises is raised here.
+    """
     source = LocalSource(Path(path))
     try:
-        yield _open(source, reading or Reading())
+        yield _open(source, reading or Reading(), before)
     finally:
         source.close()
 
 
-def _open(source: LocalSource, reading: Reading) -> Checkpoint:
+def _open(
+    source: LocalSource, reading: Reading, before: Callable[[LocalSource, Record], None] | None = None
+) -> Checkpoint:
     only = _only_config(source, reading)
     if only is not None:
         return _described(source, only, reading)
-    stored = formats.scan(source, override=reading.container)
     record = load(read(source, RECORD)) if RECORD in source.files() else None
+    if before is not None and record is not None:
+        before(source, record)
+    stored = formats.scan(source, override=reading.container)
+    if record is not None and stored.training is None:
+        stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)
     rules = models.load_rules(reading.rules) if reading.rules else None
     manifest, model, problem = stored, None, None

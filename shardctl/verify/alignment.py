@@ -11,7 +11,6 @@ tensors must lie inside; as every element is stored somewhere, that is the same 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -20,6 +19,7 @@ from shardctl.box import Box, disjoint
 from shardctl.manifest import Region
 from shardctl.mesh import EXPERT_FSDP
 from shardctl.verify.finding import Finding
+from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from shardctl.placement import Interval, Spec, Where
 
 CHECK: Final = "alignment"
-_RANK_FILE: Final = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _SPREADING: Final = frozenset({"fsdp", EXPERT_FSDP})
 """The axes whose ranks gather what they have before they compute."""
 _DENSE: Final = ("pp", "dp", "cp", "tp")
@@ -44,16 +43,6 @@ _Holder = tuple[int, ...]
 """Ranks that gather from each other, by their common coordinate; one rank where the mesh is not known."""
 _Label = tuple[str, int]
 """A logical dim: what its units are, or its name in the table, and how many units there are."""
-
-
-def rank_of(file: str) -> int | None:
-    """The rank, counted from 0, whose file this is; None for a file of no rank.
-
-    >>> rank_of("shard-00002-model-00001-of-00001.safetensors")
-    1
-    """
-    found = _RANK_FILE.fullmatch(file)
-    return int(found[1]) - 1 if found else None
 
 
 @dataclass(frozen=True, slots=True)

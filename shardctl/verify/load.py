@@ -1,0 +1,274 @@
+"""Brings stored tensors into the memory of a device: read by threads, a block at a time, and nothing is mapped.
+
+On the CPU blocks are read where they will stay. On CUDA each thread has two pinned blocks, of which one is copied to
+the device while the next is read into the other; host memory is `2 x threads x block`, whatever is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shardctl.bands import Band, ChunkIndex, split
+from shardctl.box import Box
+from shardctl.errors import CoverageError, SourceError, UnsupportedError
+from shardctl.verify.forward.lens import torch_type
+from shardctl.workers import spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardctl.bands import Reader
+    from shardctl.dtype import DType
+    from shardctl.manifest import Chunk
+    from shardctl.workers import Effort
+
+Torch = Any
+"""Tensors, events and streams: torch is imported only when something is loaded."""
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Key]):
+    """Tensors in the memory of one device."""
+
+    tensors: dict[Key, Torch]
+    nbytes: int
+    seconds: float
+    """From the first allocation until the last byte was there."""
+    peak_bytes: int
+    """The most that torch had allocated on the device meanwhile; on the CPU what the tensors take."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A block on its way."""
+
+    chunk: Chunk
+    box: Box
+    """In the stored tensor's index space."""
+    into: Torch
+    """Where it goes, as integers of the width of a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How boxes of a tensor make up an array: side by side, in order."""
+
+    shape: tuple[int, ...]
+    """Of the array, in elements."""
+    at: tuple[dict[int, int], ...]
+    """For each dim, by where a box begins in the tensor, where it begins in the array."""
+
+    @classmethod
+    def of(cls, name: str, boxes: Sequence[Box]) -> Grid:
+        """The array of what one rank holds; raises SourceError if that overlaps, or has other columns in some rows."""
+        dims = range(len(boxes[0].origin))
+        spans = [sorted({(box.origin[dim], box.stop[dim]) for box in boxes}) for dim in dims]
+        apart = all(a[1] <= b[0] for span in spans for a, b in pairwise(span))
+        if not apart or prod(map(len, spans)) != len(set(boxes)):
+            shown = ", ".join(map(str, boxes[:3]))
+            raise SourceError(f"{name}: the boxes {shown} are no part of a tensor that one rank could have as an array")
+        places: list[dict[int, int]] = []
+        extents = []
+        for span in spans:
+            starts, end = {}, 0
+            for start, stop in span:
+                starts[start] = end
+                end += stop - start
+            places.append(starts)
+            extents.append(end)
+        return cls(tuple(extents), tuple(places))
+
+    def place(self, box: Box) -> tuple[int, ...]:
+        """Where in the array one of the boxes begins."""
+        return tuple(starts[origin] for starts, origin in zip(self.at, box.origin, strict=True))
+
+
+def synchronize(device: str) -> None:
+    """Return once all that was asked of the device is done."""
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that is to be loaded."""
+
+    shape: tuple[int, ...]
+    """In elements."""
+    chunks: tuple[tuple[Chunk, tuple[int, ...]], ...]
+    """Where its elements are stored, and where in it each box begins."""
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], chunks: Sequence[Chunk]) -> Wanted:
+        """A global tensor of `shape`, from disjoint chunks."""
+        return cls(tuple(shape), tuple((chunk, chunk.box.origin) for chunk in chunks))
+
+    @classmethod
+    def part(cls, name: str, chunks: Sequence[Chunk]) -> Wanted:
+        """What one rank has of it, as an array of its own; raises SourceError if its boxes form none."""
+        unique = {chunk.box: chunk for chunk in reversed(chunks)}
+        grid = Grid.of(name, list(unique))
+        return cls(grid.shape, tuple((chunk, grid.place(box)) for box, chunk in unique.items()))
+
+
+def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
+    """Each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
+
+    Raises CoverageError for elements that are stored nowhere, UnsupportedError for a type that torch does not have.
+    If `effort.stop` was set on the way, the tensors are not whole.
+    """
+    import torch
+
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    integers, found, copies, nbytes = _integers(), dict[Key, Torch](), list[_Copy](), 0
+    for key, tensor in wanted.items():
+        dtype = tensor.chunks[0][0].dtype
+        kind = torch_type(dtype)
+        whole = torch.empty(dtype.unit_shape(tensor.shape), dtype=integers[dtype.unit_bytes], device=device)
+        nbytes += whole.nbytes
+        found[key] = whole.view(kind)
+        for chunk, place in tensor.chunks:
+            copies += _copies(chunk, whole, place, effort.block)
+    spread(iter(copies), lambda: _worker(reader, device, effort), effort.threads, effort.stop)
+    synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else nbytes
+    return Loaded(found, nbytes, time.perf_counter() - began, peak)
+
+
+def _copies(chunk: Chunk, whole: Torch, place: Sequence[int], block: int) -> Iterator[_Copy]:
+    for part in split(chunk.box.shape, chunk.dtype, block):
+        at = Box(tuple(a + b for a, b in zip(place, part.origin, strict=True)), part.shape)
+        origin = tuple(a + b for a, b in zip(chunk.box.origin, part.origin, strict=True))
+        yield _Copy(chunk, Box(origin, part.shape), whole[unit_slices(at, chunk.dtype)])
+
+
+def unit_slices(box: Box, dtype: DType) -> tuple[Any, ...]:
+    """An index of an array of units that selects `box`; two 4-bit elements are one unit."""
+    slices, per = list(box.slices()), dtype.unit_elements
+    if slices and per > 1:
+        slices[-1] = slice(slices[-1].start // per, slices[-1].stop // per)
+    return (*slices, ...)
+
+
+def _worker(reader: Reader, device: str, effort: Effort) -> Callable[[_Copy], None]:
+    staging = Staging(effort.block, device)
+    band = Band(effort.block)
+    direct = device == "cpu"
+
+    def handle(copy: _Copy) -> None:
+        stay = direct and copy.into.is_contiguous()
+        nbytes = copy.chunk.dtype.nbytes(copy.box.shape)
+        buffer = as_bytes(copy.into) if stay else staging.next()
+        if band.read(reader, ChunkIndex([copy.chunk]), copy.box, buffer.numpy()) != copy.box.size:
+            raise CoverageError(f"{copy.chunk.name}: not every element of {copy.box} is stored")
+        if not stay:
+            staging.send(buffer[:nbytes].view(copy.into.dtype).reshape(copy.into.shape), copy.into)
+        effort.watcher.advance(nbytes)
+
+    return handle
+
+
+class Staging:
+    """Two blocks of host memory that take turns on the way to a device; for one thread."""
+
+    def __init__(self, block: int, device: str) -> None:
+        import torch
+
+        cuda: Torch = torch.cuda
+        self._cuda = device.startswith("cuda")
+        count = 2 if self._cuda else 1
+        self._buffers = [torch.empty(block, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(count)]
+        self._stream = cuda.Stream(device) if self._cuda else None
+        self._events = [cuda.Event() if self._cuda else None for _ in range(count)]
+        self._turn = -1
+
+    def next(self) -> Torch:
+        """A block that nothing is copied from any more, as bytes."""
+        self._turn = (self._turn + 1) % len(self._buffers)
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._turn]
+
+    def send(self, block: Torch, into: Torch) -> None:
+        """Copy what lies in the block that `next` gave last; on CUDA it is still under way when this returns."""
+        import torch
+
+        if self._stream is None:
+            into.copy_(block)
+            return
+        with torch.cuda.stream(self._stream):
+            into.copy_(block, non_blocking=True)
+            event = self._events[self._turn]
+            assert event is not None  # noqa: S101 - made with the stream
+            event.record(self._stream)
+
+    def differing(self, mine: Torch, block: Torch) -> tuple[int, int]:
+        """The place of the first element of the block that is not that of `mine`, on the device, and their number."""
+        import torch
+
+        if self._stream is None:
+            return _differing(mine, block)
+        with torch.cuda.stream(self._stream):
+            return _differing(mine, block.to(mine.device, non_blocking=True))
+
+
+def _differing(mine: Torch, other: Torch) -> tuple[int, int]:
+    import torch
+
+    if torch.equal(mine, other):
+        return 0, 0
+    wrong = (mine != other).reshape(-1)
+    return int(wrong.to(torch.uint8).argmax()), int(wrong.sum())
+
+
+def as_bytes(tensor: Torch) -> Torch:
+    """The bytes of a dense tensor, without a copy."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _integers() -> dict[int, Torch]:
+    """Integers by width in bytes: bits are moved and compared, not numbers."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: Torch) -> Torch:
+    """The same bits as integers: NaN equals NaN, and zero is not minus zero."""
+    return tensor.view(_integers()[tensor.element_size()])
+
+
+def devices(kind: str) -> list[str]:
+    """The devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
+
+    Raises UnsupportedError if torch or the device is not there.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedError(f"loading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and not count):
+        return ["cpu"]
+    if not count:
+        raise UnsupportedError(f"there is no CUDA device for {kind} (torch {torch.__version__})")
+    if kind in {"cuda", "auto"}:
+        return [f"cuda:{number}" for number in range(count)]
+    number = kind.removeprefix("cuda:")
+    if not number.isdecimal() or int(number) >= count:
+        raise UnsupportedError(f"there is no device {kind}; CUDA has {count}", hint="use cpu, cuda or cuda:0")
+    return [kind]

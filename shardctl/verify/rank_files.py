@@ -1,0 +1,91 @@
+"""Which files of a directory of ranks hold what a rank computes with."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.manifest import Region
+from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from shardctl.manifest import Chunk, Manifest
+    from shardctl.mesh import Mesh
+    from shardctl.models import Model
+
+_RANK_FILE: Final = re.compile(r"(?:.*/)?shard-([0-9]{5,})-model-[0-9]+-of-[0-9]+\.safetensors")
+_DENSE: Final = ("pp", "fsdp", "tp")
+_EXPERT: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
+"""The axes on which ranks agree that hold the same: experts, and all else."""
+
+
+def rank_of(file: str) -> int | None:
+    """The rank, counted from 0, whose file this is; None for a file of no rank.
+
+    >>> rank_of("shard-00002-model-00001-of-00001.safetensors")
+    1
+    """
+    found = _RANK_FILE.fullmatch(file)
+    return int(found[1]) - 1 if found else None
+
+
+def ranks_of(manifest: Manifest) -> list[int]:
+    """The ranks that have files, in order; none if the files are not those of ranks."""
+    found = {rank_of(path) for path in manifest.files}
+    return sorted(rank for rank in found if rank is not None) if None not in found else []
+
+
+def distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
+    """The first of each group of ranks that hold the same; without a mesh those that have files."""
+    if mesh is None:
+        return ranks_of(manifest)
+    firsts: dict[tuple[int, ...], int] = {}
+    for rank in range(mesh.world):
+        at = mesh.coordinate(rank)
+        firsts.setdefault(tuple(at[axis] for axis in dict.fromkeys((*_DENSE, *_EXPERT))), rank)
+    return list(firsts.values())
+
+
+def arrays_of_experts(manifest: Manifest, model: Model) -> frozenset[str]:
+    """The stored names of arrays that ep divides; `manifest` has canonical names."""
+    return frozenset(
+        chunk.name
+        for name, tensor in manifest.tensors.items()
+        if name in model.tensors and model.tensors[name].spec.of_expert
+        for chunk in tensor.chunks
+    )
+
+
+def held_by(rank: int, stored: Manifest, mesh: Mesh | None, experts: Collection[str]) -> Iterator[tuple[str, Chunk]]:
+    """Each stored name and chunk that a rank computes with; what ranks of dp and cp share, only one of them wrote.
+
+    `stored` has stored names, of which `experts` are those that ep divides. Its own files come first.
+    """
+    places: dict[tuple[str, bool], int] = {}
+
+    def distance(file: str, *, expert: bool) -> int:
+        """0 for the rank's own files, 1 for those of one that holds the same, 2 for others."""
+        key = (file, expert)
+        if key not in places:
+            other = rank_of(file)
+            if other == rank:
+                places[key] = 0
+            elif other is None or mesh is None or max(other, rank) >= mesh.world:
+                places[key] = 2
+            else:
+                mine, theirs = mesh.coordinate(rank), mesh.coordinate(other)
+                places[key] = 2 - all(mine[axis] == theirs[axis] for axis in (_EXPERT if expert else _DENSE))
+        return places[key]
+
+    for name, tensor in stored.tensors.items():
+        near: dict[int, list[Chunk]] = {}
+        for chunk in tensor.chunks:
+            if isinstance(chunk.where, Region):
+                near.setdefault(distance(chunk.where.file, expert=name in experts), []).append(chunk)
+        seen = set()
+        for chunk in (*near.get(0, ()), *near.get(1, ())):
+            if chunk.box not in seen:
+                seen.add(chunk.box)
+                yield name, chunk
