@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 from shardctl.memory.holding import SHARDING
+from shardctl.memory.offload import buffers
 from shardctl.memory.optimizers import Seen
 from shardctl.memory.scheme import F32, scheme
-from shardctl.memory.term import Term
+from shardctl.memory.term import Term, total
 from shardctl.memory.transients import transients
 from shardctl.placement import intervals
 
@@ -85,13 +86,10 @@ def states(holding: Holding, mesh: Mesh, work: Training) -> tuple[Term, ...]:
         _refuse(holding)
     trained = tuple(_train(part, mesh, holding.coordinate, plan) for part in parts)
     groups = _groups(trained, plan)
-    found = (
-        *_weights(holding, groups, plan),
-        *_gradients(holding, groups, plan),
-        *_optimizer(trained, groups, plan),
-        *transients(holding, sum(g.shared for g in groups), plan),
-    )
-    return tuple(term for term in found if term.high)
+    shared = sum(g.shared for g in groups)
+    lasting = (*_weights(holding, groups, plan), *_gradients(holding, groups, plan), *_optimizer(trained, groups, plan))
+    passing = (*transients(holding, shared, plan), *buffers(total(lasting, "host").nbytes, shared, plan))
+    return tuple(term for term in (*lasting, *passing) if term.high)
 
 
 def _refuse(holding: Holding) -> None:

@@ -1,0 +1,166 @@
+"""Tiers, buffers and bandwidths of offloading are those of the ZeRO-Infinity paper and of DeepSpeed's documentation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UsageError
+from shardctl.manifest import Tensor
+from shardctl.memory.activations import activations
+from shardctl.memory.estimate import gather
+from shardctl.memory.holding import hold
+from shardctl.memory.inventory import take_stock
+from shardctl.memory.offload import bandwidth, efficiency, intensity, needs, node
+from shardctl.memory.states import states
+from shardctl.memory.term import total
+from shardctl.memory.workload import Training
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.models.anatomy import anatomy
+from shardctl.placement import Cut, Spec
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+GIB, TIB = 1 << 30, 1 << 40
+V100 = 70e12
+"""Operations per second that the paper takes for the peak of a V100 in sec. 4.2."""
+
+FIGURE_2A = [
+    (0.10, 80, 10, 128, 1.83, 0.05, 1.95),
+    (0.50, 100, 20, 160, 9.16, 0.12, 6.25),
+    (1.01, 128, 25, 256, 18.31, 0.20, 9.77),
+    (10.05, 195, 64, 512, 182.81, 0.76, 64.00),
+    (101.47, 315, 160, 1024, 1845.70, 3.08, 400.00),
+]
+"""Rajbhandari et al. 2021 (ZeRO-Infinity), Figure 2a: parameters in 1e12, layers, hidden size in 1024, heads, model
+states in TiB, activation checkpoints in TiB per node of 16 devices with 32 sequences of 1024 tokens, and the working
+memory for model states in GiB per device."""
+EVERYTHING = {"profile": "deepspeed", "zero": 3, "offload": "nvme", "offload_parameters": True}
+
+
+def gpt(layers, hidden, heads):
+    config = json.loads((CONFIGS / "gpt2.json").read_text()) | {
+        "n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 51200, "n_positions": 1024,
+    }  # fmt: skip
+    model = describe(config)
+    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
+    return anatomy(config), take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, layers)
+
+
+@pytest.mark.parametrize(("size", "layers", "hidden", "heads", "kept", "checkpoints", "working"), FIGURE_2A)
+def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints, working):
+    """Rajbhandari et al. 2021, Figure 2a and sec. 3: 20 bytes per parameter of the layers are 240 L h^2.
+
+    The paper's parameters are those of matrices in layers; embeddings and vectors are the rest here. Of its 20 bytes,
+    two are 16-bit gradients, which leave the device as fp32 here.
+    """
+    described, inventory = gpt(layers, hidden * 1024, heads)
+    mesh, stages = Mesh.of(dp=16), [layers]
+    work = Training(1024, micro_batch=2, recompute="full", **EVERYTHING)
+    (holding,) = hold(inventory, mesh, stages)
+    found = states(holding, mesh, work)
+    matrices = sum(p.count * p.elements for p in holding.parts if p.kind.matrix and p.kind.layers)
+    assert matrices == 12 * layers * (hidden * 1024) ** 2
+    assert round(matrices / 1e12, 2) == size
+    assert round(20 * matrices / TIB, 2) == kept
+    share = matrices / inventory.parameters
+    assert 16 * total(found, "nvme").nbytes * share == pytest.approx(kept * TIB * 18 / 20, rel=1e-3)
+    gathered = next(t for t in found if t.name.startswith("largest layer"))
+    assert round(gathered.nbytes / GIB, 2) == working
+    kept_inputs = total(activations(described, holding, mesh, work, stages=stages), category="activations")
+    of_layers = 2 * 2 * 1024 * hidden * 1024 * layers
+    assert round(16 * of_layers / TIB, 2) == checkpoints
+    assert of_layers <= kept_inputs.nbytes <= of_layers * 1.2
+
+
+@pytest.mark.parametrize(("ait", "rate", "least"), [
+    (intensity("parameters", tokens=1024), 70e9, 0.5),
+    (intensity("optimizer", tokens=2 * 1024), 1.5e12, 0.9),
+])  # fmt: skip
+def test_efficiencies_that_the_paper_reads_off_its_figure_3(ait, rate, least):
+    """Rajbhandari et al. 2021, sec. 4.2: 70 GB/s for over 50 % with one sequence, 1.5 TB/s for 90 % with two."""
+    assert least <= efficiency(ait, rate, V100) <= least + 0.02
+
+
+def test_optimizer_states_need_four_times_the_bandwidth():
+    """Rajbhandari et al. 2021, sec. 4.2."""
+    rates = [bandwidth(intensity(what, tokens=4096), V100, 0.5) for what in ("parameters", "optimizer")]
+    assert rates[1] == 4 * rates[0]
+    assert intensity("checkpoints", tokens=1, hidden=2048, interval=2) == 24 * 2048 * 2
+
+
+@pytest.mark.parametrize("target", [0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("ait", [1, 256, 1e5])
+def test_bandwidth_gives_the_efficiency_it_was_solved_for(ait, target):
+    assert efficiency(ait, bandwidth(ait, V100, target), V100) == pytest.approx(target)
+
+
+def test_a_device_always_waits():
+    with pytest.raises(UsageError, match=r"efficiency of 1.0"):
+        bandwidth(1, V100, 1.0)
+
+
+def test_needs_are_of_what_is_moved():
+    mesh = Mesh.of(dp=4, pp=2)
+    work = Training(2048, microbatches=8, **EVERYTHING)
+    parameters, optimizer = needs(mesh, work, peak=V100, target=0.5)
+    assert (parameters.tier, parameters.intensity, optimizer.intensity) == ("nvme", 2048, 2048 * 8 / 4)
+    assert parameters.bandwidth == V100 / 2048
+    assert parameters.link == parameters.bandwidth / 4
+    (only,) = needs(mesh, Training(2048, profile="megatron", zero=1, offload="cpu"), peak=V100)
+    assert (only.what, only.tier, only.intensity) == ("optimizer states", "host", 2048 * 2 / 4)
+    assert needs(mesh, Training(2048), peak=V100) == ()
+
+
+def one_tensor(elements):
+    tensor = Tensor("w", BY_NAME["BF16"], (elements,), ())
+    return take_stock([tensor], {"w": Spec(((Cut("fsdp"),),))}, 1)
+
+
+@pytest.mark.parametrize(("profile", "zero", "offload", "device", "host", "nvme"), [
+    ("deepspeed", 1, "cpu", 4, 16, 0),
+    ("deepspeed", 2, "cpu", 2, 16, 0),
+    ("deepspeed", 3, "cpu", 2, 16, 0),
+    ("deepspeed", 3, "nvme", 2, 0, 16),
+    ("megatron", 1, "cpu", 6, 16, 0),
+    ("fsdp2", 3, "cpu", 0, 16, 0),
+])  # fmt: skip
+def test_where_the_bytes_of_a_parameter_are(profile, zero, offload, device, host, nvme):
+    """DeepSpeed, memory.rst: fp32 parameters, gradients and moments on the host; of torch's policy all is there."""
+    count = 8000
+    mesh = Mesh.of(dp=1)
+    (holding,) = hold(one_tensor(count), mesh, [1])
+    found = states(holding, mesh, Training(128, profile=profile, zero=zero, offload=offload))
+    lasting = [
+        t for t in found if t.category in {"weights", "gradients", "optimizer"}
+        and not t.name.startswith(("gathered", "largest", "small", "gradients before"))
+    ]  # fmt: skip
+    assert [total(lasting, tier).nbytes / count for tier in ("device", "host", "nvme")] == [device, host, nvme]
+
+
+def test_buffers_of_nvme():
+    """DeepSpeed, offload_config.py: four buffers of a sub-group; five of 1e8 parameters, and 1e9 that stay."""
+    mesh = Mesh.of(dp=2)
+    (holding,) = hold(one_tensor(6_000_000_000), mesh, [1])
+    found = {t.name: t for t in states(holding, mesh, Training(128, **EVERYTHING))}
+    assert found["buffers for optimizer states on NVMe"].nbytes == 4 * 4 * 10**9
+    assert found["buffers for parameters on NVMe"].nbytes == 2 * (5 * 10**8 + 10**9)
+    assert all(t.tier == "host" for t in found.values() if t.name.endswith("on NVMe"))
+
+
+def test_a_node_is_the_sum_of_its_ranks():
+    """Ranks of two stages of unequal size on nodes of two: the heavier node counts."""
+    _, inventory = gpt(3, 64, 4)
+    mesh = Mesh.of(pp=2, dp=2)
+    work = Training(128, profile="deepspeed", zero=2, offload="cpu")
+    holdings = hold(inventory, mesh, [1, 2])
+    estimate = gather(holdings, [states(h, mesh, work) for h in holdings])
+    sizes = {rank.holding.stage: rank.total("host").nbytes for rank in estimate.ranks}
+    assert node(estimate, mesh, per_node=2).nbytes == 2 * max(sizes.values())
+    assert node(estimate, mesh, per_node=4).nbytes == 2 * sum(sizes.values())
+    assert node(estimate, mesh, per_node=3).nbytes == 2 * sizes[0] + sizes[1]
+    assert not node(estimate, mesh).exact
+    assert node(estimate, mesh, "nvme").nbytes == 0
