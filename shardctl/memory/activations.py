@@ -33,6 +33,9 @@ _SKEW: Final = 1.3
 """How much more than an even part of the tokens a rank's experts are expected to get at most; routers are trained to
 balance, and do so within some tens of percent."""
 
+_NORMS: Final = 2
+"""Before attention and before the MLP; where there are more, they are behind both."""
+
 
 def activations(
     anatomy: Anatomy,
@@ -78,6 +81,10 @@ class _Amount:
         for name, width, count in (*self.factors, *other.factors):
             found[name, width] = found.get((name, width), 0) + count
         return _Amount(tuple((name, width, count) for (name, width), count in found.items()))
+
+    def without(self) -> _Amount:
+        """The same, to be taken away."""
+        return _Amount(tuple((name, -width, count) for name, width, count in self.factors))
 
     def named(self) -> tuple[tuple[str, float, float], ...]:
         """The factors with widths of the same things added up, and a number behind names of different things."""
@@ -190,6 +197,7 @@ class _Rank:
             if self.work.recompute == "full":
                 for group in GROUPS:
                     again += self._amount(self.runtime.kept[group], one, flag)
+                again += self._amount(self.runtime.shared, one, flag).without()
             elif self.work.recompute == "selective":
                 again = self._amount([s for g in GROUPS for s in self.runtime.kept[g] if s.core], one, flag)
             for moment in self.runtime.layer:
@@ -239,6 +247,8 @@ class _Rank:
             flags.add("drop")
         if self.style.attention_dropout:
             flags.add("drop scores")
+        if self.style.norms > _NORMS and self.style.norm != "layer":
+            flags.add("norm behind")
         if self.style.capped_scores:
             flags.add("cap scores")
         if self.style.capped_logits:

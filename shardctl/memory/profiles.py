@@ -28,10 +28,12 @@ Flag = Literal[
     "drop scores",
     "cap scores",
     "cap logits",
+    "norm behind",
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is
-bounded by a hyperbolic tangent (Gemma 2)."""
+bounded by a hyperbolic tangent (Gemma 2); whether there is
+a norm behind the MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Runtime:
     """Of one layer, after its forward pass."""
     checkpoint: tuple[Saved, ...]
     """Of one layer that will be recomputed."""
+    shared: tuple[Saved, ...]
+    """What such a layer, once recomputed, keeps of it too, and is not there twice."""
     layer: tuple[Moment, ...]
     """While a layer's backward pass runs; the gradient of its output is part of it."""
     head: tuple[Saved, ...]
@@ -108,6 +112,7 @@ _HF_NORMS: Final = (
 )
 _HF_ATTENTION: Final = (
     *_ATTENTION,
+    Saved("attention's result, in the order of the projection's input", "contexts", None, ("latent", "fused")),
     Saved("fp32 copies of queries and keys that are normed", "head_norms", 4),
     Saved("queries and keys normed, before the weight", "head_norms"),
     Saved("statistics of the norms of queries and keys", "head_norm_rows", 4),
@@ -140,6 +145,13 @@ _HF_EXPERTS: Final = (
     Saved("results of the experts, before their weights", "routed_hidden"),
 )
 _HF_LAYER: Final = (
+    Moment(
+        "backward pass of the norm behind an MLP",
+        (
+            Saved("gradient of the layer's output", "hidden", None, ("norm behind",)),
+            Saved("fp32 products, quotient, power and gradients of what is normed", "hidden", 16, ("norm behind",)),
+        ),
+    ),
     Moment(
         "backward pass of an MLP",
         (
@@ -215,6 +227,7 @@ _HF: Final = Runtime(
         "dropout": (Saved("dropout masks", "drops", 1, ("drop",)),),
     },
     checkpoint=(Saved("the layer's input", "hidden"),),
+    shared=(Saved("the layer's input", "hidden", None, ("layer",)),),
     layer=_HF_LAYER,
     head=_HF_LOSS,
     loss=_HF_LOSS_MOMENT,
@@ -260,6 +273,7 @@ _MEGATRON: Final = Runtime(
         "dropout": (Saved("dropout masks", "drops", 1, ("drop",), sequence=True),),
     },
     checkpoint=(Saved("the layer's input", "hidden", sequence=True),),
+    shared=(Saved("the layer's input", "hidden", sequence=True),),
     layer=(
         Moment(
             "backward pass of an MLP",
@@ -308,6 +322,7 @@ _FSDP2: Final = Runtime(
         "dropout": (Saved("dropout masks", "drops", 1, ("drop",), sequence=True),),
     },
     checkpoint=(Saved("the layer's input", "hidden", sequence=True),),
+    shared=(Saved("the layer's input", "hidden", sequence=True),),
     layer=_HF_LAYER,
     head=(Saved("fp32 logarithms of probabilities", "logits", 4), Saved("labels", "tokens", 16)),
     loss=Moment(

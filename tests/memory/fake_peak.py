@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,3 +125,28 @@ def _measure(live: _Live, own: int, forward: int, gradients: set[int]) -> Peak:
             blocks[block.made_by, block.shape, block.dtype] += block.nbytes
     phase = "forward" if at < forward else "backward"
     return Peak(kept, most, f"{live.blocks[live.events[at][1]].made_by} in the {phase} pass", blocks)
+
+
+def peak_of_causal_lm(
+    config: object, batch: int, sequence: int, *, attention: str = "sdpa", checkpointing: bool = False
+) -> Peak:
+    """The peak of transformers' model for `config` in bf16, its loss included; all sequences full.
+
+    The model looks into the positions for packed sequences, which fake ones cannot answer: it is told that there are
+    none. The outputs besides the loss are let go before the backward pass, as transformers' `Trainer` does.
+    """
+    from transformers import AutoModelForCausalLM, masking_utils
+
+    def build() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model.train()
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        return model
+
+    def step(model: torch.nn.Module) -> torch.Tensor:
+        ids = torch.zeros(batch, sequence, dtype=torch.long)
+        with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    return peak_of(build, step)
