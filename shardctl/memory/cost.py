@@ -161,17 +161,17 @@ class _Pacer:
         shares.append(
             Share("update", moved / (self.device.memory_bandwidth * self.pace.memory), "30 P / bandwidth", moved)
         )
-        return [share for share in shares if share.seconds]
+        return _merged(shares)
 
     def exposed(self, sent: Sequence[Traffic], compute: float, times: int) -> list[Share]:
         """The traffic of all microbatches that computation does not hide."""
-        found = [
-            Share(t.name, self.seconds(t), f"{_where(self.far(t))}: bytes / bandwidth + messages * latency", t.nbytes)
-            for t in sent
-            if not t.hidden
-        ]
         within = [t for t in sent if t.hidden and t.times == times]
-        return found + self.excess(within, compute, times)
+        return [self.timed(t) for t in sent if not t.hidden] + self.excess(within, compute, times)
+
+    def timed(self, one: Traffic) -> Share:
+        """Traffic that nothing hides."""
+        where = _where(self.far(one))
+        return Share(one.name, self.seconds(one), f"{where}: bytes / bandwidth + messages * latency", one.nbytes)
 
     def excess(self, sent: Iterable[Traffic], behind: float, times: int) -> list[Share]:
         """What `behind` seconds in each of `times` microbatches do not hide, each in proportion."""
@@ -213,11 +213,7 @@ class _Pacer:
             Share("cache read", cached, "bytes of the full cache / bandwidth", kept),
             Share("compute", compute, "what operations take beyond reading the weights"),
         ]
-        by_name: dict[str, Share] = {}
-        for t in sent:
-            so_far = by_name.get(t.name, Share(t.name, 0.0, f"{_where(self.far(t))}: bytes / bandwidth + latency", 0))
-            by_name[t.name] = replace(so_far, seconds=so_far.seconds + self.seconds(t), nbytes=so_far.nbytes + t.nbytes)
-        return [one for one in (*shares, *by_name.values()) if one.seconds]
+        return _merged([*shares, *(self.timed(t) for t in sent)])
 
     def far(self, one: Traffic) -> bool:
         """Whether it leaves the node."""
@@ -242,6 +238,18 @@ class _Pacer:
         if one.collective == "send":
             return one.nbytes / network + latency
         return one.nbytes / min(link, network * here) + latency
+
+
+def _merged(shares: Iterable[Share]) -> list[Share]:
+    """Shares of one name as one, without those that take no time."""
+    found: dict[str, Share] = {}
+    for one in shares:
+        other = found.get(one.name)
+        if other is not None:
+            found[one.name] = replace(one, seconds=one.seconds + other.seconds, nbytes=one.nbytes + other.nbytes)
+        elif one.seconds:
+            found[one.name] = one
+    return list(found.values())
 
 
 def _seconds(shares: Iterable[Share]) -> float:

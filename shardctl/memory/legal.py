@@ -11,12 +11,14 @@ from shardctl.mesh import AXES, EXPERT_AXES, Mesh
 from shardctl.placement import Section, check, divides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardctl.memory.inventory import Inventory, Kind
 
 MOST: Final = 1024
 """Degrees up to which alternatives are looked for."""
+_SHOWN: Final = 9
+"""How many a line has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,17 @@ class Refusal:
     """The degrees up to twice the one asked for that do work, in order."""
 
     def __str__(self) -> str:
-        listed = ", ".join(map(str, self.works))
-        return f"{self.reason}; {self.axis} can be {listed}" if listed else self.reason
+        return f"{self.reason}; {self.axis} can be {_listed(self.works)}" if self.works else self.reason
+
+
+def _listed(degrees: Sequence[int]) -> str:
+    """Degrees in a line: all in a row as a range, of many the first and the last."""
+    if len(degrees) > 2 and degrees[-1] == len(degrees):  # noqa: PLR2004 - two are no range
+        return f"1 to {degrees[-1]}"
+    shown = [str(degree) for degree in degrees]
+    if len(shown) > _SHOWN:
+        shown = [*shown[: _SHOWN - 1], "...", shown[-1]]
+    return ", ".join(shown)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Law:
             return f"pp={degree} needs at least {degree} layers, and the model has {self.inventory.layers}"
         if axis == "cp":
             return f"cp={degree} shares out {2 * degree} equal parts of a sequence, and it has {self.sequence} tokens"
-        mesh = _only(axis, degree)
+        mesh = alone(axis, degree)
         for kind in self.kinds:
             try:
                 check(kind.example, kind.shape, kind.spec, mesh)
@@ -107,7 +118,7 @@ class Law:
         raise AssertionError(f"placement cuts what {axis}={degree} cannot divide")
 
 
-def _only(axis: str, degree: int) -> Mesh:
+def alone(axis: str, degree: int) -> Mesh:
     """A mesh that has nothing but the axis; the ranks that expert axes re-use are those of dp, which cuts nothing."""
     if axis in EXPERT_AXES:
         return Mesh.of(dp=degree, ep=degree if axis == "ep" else 1, etp=degree if axis == "etp" else 1)

@@ -1,0 +1,121 @@
+"""What the heaviest rank of each pipeline stage holds, for the many meshes of a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardctl.memory.holding import SHARDING, Holding, Part
+from shardctl.placement import check, intervals
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardctl.memory.inventory import Inventory, Kind
+    from shardctl.mesh import Mesh
+
+
+@dataclass(slots=True)
+class Heaviest:
+    """The ranks at index 0 of every axis but pp.
+
+    No rank of their stage holds more: exact cuts and experts are shared out equally, and of ceil-sized parts the first
+    is a longest. `hold` says the same of these ranks, and of all others.
+    """
+
+    inventory: Inventory
+    groups: list[Kind] = field(init=False)
+    """One tensor of each way to be cut; a model has few."""
+    group_of: list[int] = field(init=False)
+    """For each kind of the inventory its group."""
+    known: dict[object, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
+    """What was worked out, by what decides it."""
+
+    def __post_init__(self) -> None:
+        numbers: dict[object, int] = {}
+        self.groups, self.group_of = [], []
+        for kind in self.inventory.kinds:
+            member = kind.spec.member
+            key = (kind.shape, kind.spec.cuts, member and (member.axis, member.count))
+            number = numbers.setdefault(key, len(numbers))
+            if number == len(self.groups):
+                self.groups.append(kind)
+            self.group_of.append(number)
+
+    def hold(self, mesh: Mesh, stages: Sequence[int]) -> tuple[Holding, ...]:
+        """One holding for each stage, which stands for all ranks of it.
+
+        Raises CutError, naming a tensor, if the mesh cannot cut it.
+        """
+        first = mesh.coordinate(0)
+        starts = [sum(stages[:n]) for n in range(len(stages) + 1)]
+        spans = [range(a, b) for a, b in pairwise(starts)]
+        held = self._parts(mesh, spans, first)
+        below = _stride(mesh)
+        ranks = mesh.world // mesh.degree("pp")
+        return tuple(
+            Holding(
+                stage * below,
+                mesh.label(stage * below),
+                {**first, "pp": stage},
+                ranks,
+                stage,
+                span,
+                held[stage],
+            )
+            for stage, span in enumerate(spans)
+        )
+
+    def _parts(self, mesh: Mesh, spans: Sequence[range], first: Mapping[str, int]) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each stage; meshes that differ only in copies have the same."""
+        sizes = tuple(_sizes(kind, mesh, first) for kind in self.groups)
+        key = (tuple(span.stop for span in spans), mesh.ep, sizes)
+        if key in self.known:
+            return self.known[key]
+        stage_of = [stage for stage, span in enumerate(spans) for _ in span]
+        held: list[list[Part]] = [[] for _ in spans]
+        for number, kind in enumerate(self.inventory.kinds):
+            gathered, elements = sizes[self.group_of[number]]
+            count = _members(kind, mesh)
+            if not count or (not gathered and all(kind.shape)):
+                continue
+            part = Part(kind, count, gathered, elements)
+            for stage in _stages(kind, stage_of, len(spans) - 1):
+                held[stage].append(part)
+        self.known[key] = tuple(map(tuple, held))
+        return self.known[key]
+
+
+def _stride(mesh: Mesh) -> int:
+    """Ranks from one stage to the next."""
+    below = 1
+    for axis, degree in reversed(mesh.axes):
+        if axis == "pp":
+            break
+        below *= degree
+    return below
+
+
+def _stages(kind: Kind, stage_of: Sequence[int], last: int) -> set[int]:
+    where = kind.spec.where
+    return {stage_of[n] if place == "layer" else 0 if place == "first" else last for place, n in where}
+
+
+def _members(kind: Kind, mesh: Mesh) -> int:
+    member = kind.spec.member
+    return kind.count if member is None else sum(kind.members[: member.count // mesh.degree(member.axis)])
+
+
+def _sizes(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
+    """Elements of one tensor that the rank at `at` computes with, and that it keeps."""
+    check(kind.example, kind.shape, kind.spec, mesh)
+    if not kind.spec.cuts:
+        return prod(kind.shape), prod(kind.shape)
+    gathered = elements = 1
+    for extent, cuts in zip(kind.shape, kind.spec.cuts, strict=True):
+        whole = [cut for cut in cuts if cut.axis not in SHARDING]
+        gathered *= sum(b - a for a, b in intervals(extent, whole, mesh, at))
+        elements *= sum(b - a for a, b in intervals(extent, cuts, mesh, at))
+    return gathered, elements

@@ -1,0 +1,302 @@
+"""All sensible meshes of N devices: which fit and what they cost, and of each other one why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from math import prod
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import UsageError
+from shardctl.memory.legal import alone
+from shardctl.mesh import EXPERT_FSDP, Mesh
+from shardctl.pieces import balance
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.memory.cost import Cost
+    from shardctl.memory.estimate import Estimate
+    from shardctl.memory.inventory import Inventory
+    from shardctl.memory.legal import Law
+
+    Estimator = Callable[[Mesh, tuple[int, ...]], Estimate]
+    Pricer = Callable[[Mesh, tuple[int, ...], Estimate], Cost]
+
+GIB: Final = 1 << 30
+SERVING: Final = frozenset({"pp", "dp", "tp", "ep"})
+"""The axes that serving uses."""
+TRAINING: Final = frozenset({"pp", "dp", "fsdp", "cp", "tp", "ep"})
+LEAST_TOKENS: Final = 4096
+"""Tokens of a sequence on one cp rank below which cutting it further is not tried (Llama 3 had 8192; Grattafiori et al.
+2024, sec. 3.3.2)."""
+MOST_DEVICES: Final = 16384
+"""Where the search for the smallest number of devices gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is tried."""
+
+    axes: frozenset[str]
+    """Axes that may have more than one rank; those of experts only where there are any."""
+    per_node: int = 8
+    """Devices of a node, within which tp stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh that fits."""
+
+    mesh: Mesh
+    stages: tuple[int, ...]
+    """Layers per pipeline stage, balanced by the bytes of their weights."""
+    estimate: Estimate
+    cost: Cost | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the heaviest rank."""
+        return self.estimate.binding.total().nbytes
+
+    @property
+    def slack(self) -> int:
+        """Bytes that the heaviest rank has to spare; 0 without a budget."""
+        return 0 if self.estimate.budget is None else self.estimate.budget - self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A mesh that does not work, or every mesh with some degree of an axis."""
+
+    what: str
+    """Such as ``pp2 x tp4``, or ``tp=3`` for every mesh that has it."""
+    why: Literal["illegal", "memory", "node"]
+    reason: str
+    over: int = 0
+    """Bytes by which it does not fit: of the heaviest rank, or at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found."""
+
+    devices: int
+    ranked: tuple[Candidate, ...]
+    """The meshes that fit, the cheapest first."""
+    rejected: tuple[Rejection, ...]
+    """First what is not possible, then what does not fit, the closest first."""
+    estimated: int = field(compare=False, default=0)
+    """How many were estimated; the others were ruled out before."""
+
+
+def search(
+    devices: int,
+    law: Law,
+    estimate: Estimator,
+    price: Pricer | None = None,
+    *,
+    space: Space,
+    budget: int | None = None,
+) -> Found:
+    """All meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
+
+    `estimate` says what a mesh with some stages needs; where it raises UsageError, its words are the reason why that
+    mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest.
+    """
+    ranked: list[Candidate] = []
+    impossible = list(_refused(devices, law, space))
+    tight: list[Rejection] = []
+    estimated = 0
+    bulk = Bulk(law.inventory)
+    for mesh in meshes(devices, law, space):
+        least = bulk.least(mesh)
+        if budget is not None and least > budget:
+            reason = f"its weights alone take at least {_gib(least)} of {_gib(budget)} on some rank"
+            tight.append(Rejection(str(mesh), "memory", reason, least - budget))
+            continue
+        try:
+            stages = bulk.stages(mesh)
+            needs = estimate(mesh, stages).within(budget)
+        except UsageError as error:
+            impossible.append(Rejection(str(mesh), "illegal", error.message))
+            continue
+        estimated += 1
+        if needs.fits is False:
+            tight.append(_too_large(mesh, needs))
+        else:
+            ranked.append(Candidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
+    ranked.sort(key=lambda one: (one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)))
+    tight.sort(key=lambda one: one.over)
+    return Found(devices, tuple(ranked), (*impossible, *tight), estimated)
+
+
+def smallest(
+    law: Law, estimate: Estimator, *, space: Space, budget: int, most: int = MOST_DEVICES
+) -> tuple[int, Candidate] | None:
+    """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
+
+    Tried are powers of two within a node and, beyond, numbers of nodes: doubled until one fits, then halved between
+    that and the last that did not, for more devices hold no less.
+    """
+    low, high, best = 0, 0, None
+    for power in count():
+        high = 1 << power
+        if high > space.per_node:
+            high = -(-high // space.per_node) * space.per_node
+        if high > most:
+            return None
+        best = first_fit(high, law, estimate, space=space, budget=budget)
+        if best is not None:
+            break
+        low = high
+    while best is not None and high > space.per_node and high - low > space.per_node:
+        middle = (low // space.per_node + high // space.per_node) // 2 * space.per_node
+        if middle <= low:
+            break
+        fitting = first_fit(middle, law, estimate, space=space, budget=budget)
+        if fitting is None:
+            low = middle
+        else:
+            high, best = middle, fitting
+    return (high, best) if best is not None else None
+
+
+def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budget: int) -> Candidate | None:
+    """A mesh of `devices` that fits, looked for where the weights are divided most; None if there is none."""
+    bulk = Bulk(law.inventory)
+    for mesh in sorted(meshes(devices, law, space), key=bulk.least):
+        if bulk.least(mesh) > budget:
+            break
+        try:
+            stages = bulk.stages(mesh)
+            needs = estimate(mesh, stages).within(budget)
+        except UsageError:
+            continue
+        if needs.fits:
+            return Candidate(mesh, stages, needs)
+    return None
+
+
+def meshes(devices: int, law: Law, space: Space) -> Iterator[Mesh]:
+    """The meshes of `devices` that a model allows and that people would try.
+
+    tp stays within a node. What dp and fsdp share is all dp, all fsdp, or fsdp within a node and dp between nodes.
+    Experts are divided by the ranks of tp, of a node or of a stage, or cut as all else is; inside, by tp or not at all.
+    """
+    for tp in _divisors(devices, law, space, "tp", most=space.per_node):
+        for pp in _divisors(devices // tp, law, space, "pp"):
+            for cp in _divisors(devices // tp // pp, law, space, "cp", most=_cp(law)):
+                rest = devices // tp // pp // cp
+                for fsdp in _fsdp(rest, tp * cp, space):
+                    stage = {"pp": pp, "dp": rest // fsdp, "fsdp": fsdp, "cp": cp, "tp": tp}
+                    for ep, etp in _expert_axes(stage, law, space):
+                        yield Mesh.of(ep=ep, etp=etp, **stage)
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """The weights of a model by where they can be, added up once for all meshes."""
+
+    inventory: Inventory
+
+    @cached_property
+    def _costs(self) -> tuple[list[int], int, int]:
+        """Bytes of each layer, of what only the first stage has, and of what only the last has."""
+        layers, first, last = [0] * self.inventory.layers, 0, 0
+        for kind in self.inventory.kinds:
+            nbytes = kind.count * kind.dtype.nbytes(kind.shape)
+            for where, layer in kind.spec.where:
+                if where == "layer":
+                    layers[layer] += nbytes
+                elif where == "first":
+                    first += nbytes
+                else:
+                    last += nbytes
+        return layers, first, last
+
+    @cached_property
+    def _parts(self) -> tuple[int, int]:
+        """Bytes of all but the routed experts, and of those."""
+        expert = sum(k.count * k.dtype.nbytes(k.shape) for k in self.inventory.kinds if k.spec.of_expert)
+        return self.inventory.nbytes - expert, expert
+
+    @cached_property
+    def _staged(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    def stages(self, mesh: Mesh) -> tuple[int, ...]:
+        """Layers per stage, so that the stage with the most bytes of weights has as few as it can."""
+        pp = mesh.degree("pp")
+        if pp not in self._staged:
+            self._staged[pp] = balance(*self._costs, pp)
+        return self._staged[pp]
+
+    def least(self, mesh: Mesh) -> int:
+        """Bytes of weights that some rank must have, however they are laid out: the mean over all ranks."""
+        dense, expert = self._parts
+        shared = prod(mesh.degree(axis) for axis in ("pp", "fsdp", "tp"))
+        apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)
+        return dense // shared + expert // apart
+
+
+def _divisors(number: int, law: Law, space: Space, axis: str, most: int | None = None) -> list[int]:
+    """The degrees of an axis that divide `number`, that the model allows and that are tried."""
+    if axis not in space.axes:
+        return [1]
+    top = min(number, most or number)
+    return [degree for degree in range(1, top + 1) if number % degree == 0 and law.allows(axis, degree)]
+
+
+def _cp(law: Law) -> int:
+    return 1 if law.sequence is None else max(1, law.sequence // LEAST_TOKENS)
+
+
+def _fsdp(rest: int, inner: int, space: Space) -> list[int]:
+    if "fsdp" not in space.axes:
+        return [1]
+    if "dp" not in space.axes:
+        return [rest]
+    near = space.per_node // inner if inner <= space.per_node else 1
+    return sorted({1, rest, near if near and rest % near == 0 else 1})
+
+
+def _expert_axes(stage: dict[str, int], law: Law, space: Space) -> list[tuple[int, int]]:
+    """Pairs of ep and etp."""
+    tp, ranks = stage["tp"], prod(stage.values()) // stage["pp"]
+    # Cut as all else is, if the experts allow it.
+    found = [(1, tp)] if law.allows("etp", tp) else []
+    if "ep" in space.axes and "ep" in law.axes:
+        for etp in sorted({1, tp}):
+            for together in sorted({tp, min(space.per_node, ranks), ranks}):
+                ep = together // etp
+                if ep > 1 and ranks % (ep * etp) == 0 and law.allows("ep", ep) and law.allows("etp", etp):
+                    found.append((ep, etp))
+    return sorted(set(found)) or [(1, 1)]
+
+
+def _refused(devices: int, law: Law, space: Space) -> Iterator[Rejection]:
+    """The degrees of each axis that divide the devices, and which the model or the node does not allow."""
+    for axis in ("pp", "tp", "ep"):
+        if axis not in space.axes or (axis == "ep" and axis not in law.axes):
+            continue
+        for degree in (d for d in range(2, devices + 1) if devices % d == 0):
+            if axis == "tp" and degree > space.per_node:
+                reason = f"tp={degree} would leave the node of {space.per_node} devices"
+                yield Rejection(f"tp={degree}", "node", reason)
+            elif not law.allows(axis, degree):
+                refusal = law.refuse(alone(axis, degree))
+                if refusal is not None:
+                    yield Rejection(f"{axis}={degree}", "illegal", str(refusal))
+
+
+def _too_large(mesh: Mesh, needs: Estimate) -> Rejection:
+    budget, heaviest = needs.budget or 0, needs.binding.total().nbytes
+    where = needs.binding.holding.label
+    reason = f"rank {where} needs {_gib(heaviest)}, {_gib(heaviest - budget)} more than there are"
+    return Rejection(str(mesh), "memory", reason, heaviest - budget)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
