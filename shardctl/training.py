@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +18,8 @@ Setting = None | bool | int | float | str | tuple["Setting", ...]
 
 ROOT: Final = "optimizer"
 """The first word of the canonical name of every optimizer state."""
+SETTINGS: Final = "optimizer.json"
+"""The file beside tensors that says what `Training` has besides them, where the layout has no place of its own."""
 _WORDS: Final = 3
 
 
@@ -70,3 +75,44 @@ def with_states(manifest: Manifest) -> Manifest:
     if manifest.training is None or not manifest.training.states:
         return manifest
     return replace(manifest, tensors={**manifest.tensors, **manifest.training.states})
+
+
+def found_states(manifest: Manifest, settings: bytes | None) -> Manifest:
+    """The manifest with those tensors that are states of others by their names as its training.
+
+    `settings` is what `SETTINGS` holds. Raises SourceError if it is malformed.
+    """
+    states = {}
+    for name, tensor in manifest.tensors.items():
+        parts = split_state(name)
+        if parts is not None and parts[1] in manifest.tensors:
+            states[name] = tensor
+    if not states:
+        return manifest
+    step, groups = load_settings(settings) if settings is not None else (None, ())
+    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name not in states}
+    return replace(manifest, tensors=tensors, training=Training(step=step, states=states, groups=groups))
+
+
+def dump_settings(training: Training) -> bytes:
+    """Step and groups as JSON."""
+    groups = [{"parameters": list(g.parameters), "settings": dict(g.settings)} for g in training.groups]
+    return (json.dumps({"step": training.step, "groups": groups}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
+    """What `dump_settings` wrote; raises SourceError if it did not."""
+    try:
+        said = json.loads(data)
+        step = said["step"]
+        groups = tuple(
+            Group(tuple(map(str, g["parameters"])), {str(k): _frozen(v) for k, v in g["settings"].items()})
+            for g in said["groups"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SourceError(f"{SETTINGS} is malformed: {error}") from error
+    return (step if isinstance(step, int) else None), groups
+
+
+def _frozen(value: Any) -> Setting:  # noqa: ANN401 - JSON
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -111,6 +111,14 @@ Include = Annotated[
 Exclude = Annotated[
     str | None, typer.Option(metavar="REGEX", rich_help_panel=_WRITING, help="No tensors whose name matches.")
 ]
+OptimizerStates = Annotated[
+    Literal["keep", "drop"] | None,
+    typer.Option(
+        show_default=False,
+        rich_help_panel=_WRITING,
+        help="What a training checkpoint has beside weights. Default: drop for hf and ranks.",
+    ),
+]
 
 Memory = Annotated[
     int | None,

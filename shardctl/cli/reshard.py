@@ -54,6 +54,7 @@ def reshard(
     keep_fp32: options.KeepFp32 = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    optimizer_states: options.OptimizerStates = None,
     memory: options.Memory = None,
     threads: options.Threads = None,
     config: options.Config = None,
@@ -75,6 +76,7 @@ def reshard(
         keep_fp32=keep_fp32,
         include=include,
         exclude=exclude,
+        optimizer_states=optimizer_states,
         memory=memory,
         threads=threads,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardctl.models import binding
+from shardctl.models.trained import bind_training
+from shardctl.models.wrapping import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,10 +92,13 @@ class Model:
     def bind(self, stored: Manifest, *, partial: bool = False) -> Manifest:
         """The same checkpoint under canonical names, in model order, its ties merged, its fused arrays taken apart.
 
+        Wrappers that a trainer put into the names are left out, and optimizer states follow their parameters.
         Raises SourceError for a missing tensor (unless `partial` says that some are) or a wrong shape, UnsupportedError
         for a tensor that is not known.
         """
-        return binding.bind(self, stored, partial=partial)
+        found = unwrapped(self, stored)
+        bound = binding.bind(self, found, partial=partial)
+        return replace(bound, training=bind_training(self, found.training)) if found.training is not None else bound
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -14,20 +14,24 @@ from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
 from shardctl.layouts import LAYOUTS, hf, ranks
 from shardctl.layouts.form import EXPERTS, form
+from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
 from shardctl.models import quantisation_config
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage import read
-from shardctl.verbs.opening import CONFIG
+from shardctl.training import SETTINGS
+from shardctl.verbs.described import CONFIG
+from shardctl.verbs.optimizer import check_form, filtered_states, settings_file, specs, states_of, with_optimizer
 from shardctl.workers import usual_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.manifest import Manifest, Opaque, Tensor
+    from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
     from shardctl.models.fusion import Fusion
     from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.optimizer import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class Wish:
     """Tensors whose name matches this regular expression are not cast."""
     include: str | None = None
     exclude: str | None = None
+    optimizer_states: States = None
+    """Whether the optimizer's states travel along; by default they do into layouts that trainers read."""
     memory: int = 1 << 30
     """Bytes of anonymous host memory."""
     threads: int | None = None
@@ -64,7 +70,7 @@ class Draft:
     layout: str
     mesh: Mesh
     have: Manifest
-    """What is converted: the checkpoint, filtered."""
+    """What is converted: the checkpoint, filtered; optimizer states are among its tensors if they travel along."""
     plan: CopyPlan
     placed: Placed | None
     """Who holds what, for a mesh layout."""
@@ -115,7 +121,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
     _check_meaningful(wish, mesh)
     _check_castable(checkpoint, wish)
-    have = filtered(checkpoint.manifest, wish)
+    have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
     dtypes = chosen_dtypes(have, wish)
     arrays = form(
         have,
@@ -124,6 +130,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         experts=wish.experts,
         spelled=layout == "hf" or wish.names == "keep",
     )
+    check_form(have, arrays)
     placed = None
     if layout == "hf":
         want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
@@ -140,7 +147,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         plan=plan,
         placed=placed,
         budget=budget(plan, wish.memory, wish.threads or usual_threads()),
-        carried=tuple(_carried(checkpoint, have, dtypes)),
+        carried=tuple(_carried(checkpoint, have, dtypes, layout)),
         options=_inherited(checkpoint) | _options(wish),
     )
 
@@ -180,9 +187,7 @@ def place(
 ) -> Placed:
     """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
     model = checkpoint.require_model(f"a mesh of {mesh}")
-    tensors = tuple(have.tensors.values())
-    specs = {tensor.name: model.tensors[tensor.name].spec for tensor in tensors}
-    return Placed(tensors, specs, mesh, divide(model, have, mesh, stages), names)
+    return Placed(tuple(have.tensors.values()), specs(model, have), mesh, divide(model, have, mesh, stages), names)
 
 
 def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
@@ -190,8 +195,8 @@ def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tupl
     pp = mesh.degree("pp")
     if stages is not None:
         return parse_stages(stages, model.layers, pp)
-    specs = {name: model.tensors[name].spec for name in have.tensors}
-    return balance(*layer_costs(have.tensors.values(), specs, model.layers), pp)
+    weights = [tensor for name, tensor in have.tensors.items() if name not in states_of(have)]
+    return balance(*layer_costs(weights, specs(model, have), model.layers), pp)
 
 
 def filtered(manifest: Manifest, wish: Wish) -> Manifest:
@@ -202,7 +207,7 @@ def filtered(manifest: Manifest, wish: Wish) -> Manifest:
     kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
     if not kept:
         raise UsageError("--include and --exclude leave no tensor", hint="shardctl inspect SRC lists the names")
-    return replace(manifest, tensors=kept)
+    return filtered_states(replace(manifest, tensors=kept), kept)
 
 
 def chosen_dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
@@ -212,9 +217,10 @@ def chosen_dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
     if wish.dtype not in FLOATS:
         raise UsageError(f"unknown --dtype {wish.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
     want, keep = FLOATS[wish.dtype], _pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
+    states = states_of(have)
 
     def chosen(tensor: Tensor) -> DType:
-        kept = tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name)
+        kept = tensor.name in states or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
         return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
 
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
@@ -227,7 +233,7 @@ def _pattern(option: str, text: str) -> re.Pattern[str]:
         raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
 
 
-def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]) -> list[Opaque]:
+def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType], layout: str) -> list[Opaque]:
     """The side files that travel along; after a cast, `config.json` says the new dtype."""
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
     carried = []
@@ -237,8 +243,13 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
         if side.name == CONFIG and cast:
             content = _mended(read(checkpoint.source, CONFIG), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
-        else:
+        elif side.name != SETTINGS:
             carried.append(side)
+    carried += settings_file(have, layout)
+    if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
+        config = (json.dumps(dict(checkpoint.config), indent=2, ensure_ascii=False) + "\n").encode()
+        content = _mended(config, cast.pop()) if cast else config
+        carried.append(Opaque(CONFIG, "synthesise", size=len(content), content=content))
     return carried
 
 
@@ -262,5 +273,6 @@ def _options(wish: Wish) -> dict[str, str]:
         "experts": wish.experts if wish.experts != "keep" else None,
         "include": wish.include,
         "exclude": wish.exclude,
+        "optimizer_states": wish.optimizer_states,
     }
     return {key: value for key, value in shaping.items() if value is not None}

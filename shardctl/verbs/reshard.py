@@ -23,6 +23,7 @@ from shardctl.storage.durable import told
 from shardctl.storage.local import LocalTarget
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.optimizer import states_of
 from shardctl.verify.agreement import require_agreement
 from shardctl.workers import Effort, Stop
 
@@ -239,6 +240,7 @@ def _record(work: Draft, outcome: Outcome, identity: str, extra: dict[str, int])
             spelling=have.spelling,
             stored=tuple(StoredBox(file, name, box) for file, _, name, box in stored),
         )
+    weights = {name: tensor for name, tensor in tensors.items() if name not in states_of(work.have)}
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
     sizes |= {side.name: len(side.content) if side.content is not None else side.size for side in work.carried}
     source_dtypes = {copy.source.name: copy.source.dtype for copy in work.plan.copies}
@@ -246,8 +248,8 @@ def _record(work: Draft, outcome: Outcome, identity: str, extra: dict[str, int])
         version=__version__,
         plan=identity,
         layout=work.layout,
-        digest=checkpoint_digest((n, t.dtype, t.shape, t.digest) for n, t in tensors.items()),
-        source_digest=checkpoint_digest((n, source_dtypes[n], t.shape, t.source_digest) for n, t in tensors.items()),
+        digest=checkpoint_digest((n, t.dtype, t.shape, t.digest) for n, t in weights.items()),
+        source_digest=checkpoint_digest((n, source_dtypes[n], t.shape, t.source_digest) for n, t in weights.items()),
         source={
             "format": work.have.format,
             "files": {path: file.size for path, file in sorted(work.have.files.items())},

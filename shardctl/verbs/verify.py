@@ -141,16 +141,16 @@ def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
     for warning in checkpoint.manifest.warnings:
         yield Finding("warning", "source", warning)
     yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
-    yield from structure.check_coverage(checkpoint.manifest)
+    yield from structure.check_coverage(checkpoint.whole)
     if checkpoint.record:
-        yield from structure.check_record(checkpoint.record, checkpoint.manifest)
+        yield from structure.check_record(checkpoint.record, checkpoint.whole)
     elif checkpoint.model is None and checkpoint.model_error is not None:
         yield Finding("warning", "model", f"names and shapes were not checked: {checkpoint.model_error.message}")
 
 
 def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[Level, str]:
     level, began = Level("content", strict=strict), time.monotonic()
-    tensors = list(checkpoint.manifest.tensors.values())
+    tensors = list(checkpoint.whole.tensors.values())
     found = content.measure(tensors, checkpoint.source, effort)
     _ended(effort.stop)
     digests = {t.name: tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
@@ -166,11 +166,12 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     level.seconds = time.monotonic() - began
     if not checkpoint.record:
         level.add(iter([Finding("warning", "digest", f"there is no {RECORD} to compare digests with")]))
-    return level, checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in tensors)
+    weights = checkpoint.manifest.tensors.values()
+    return level, checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
 
 
 def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
-    differences = content.replicas(list(checkpoint.manifest.tensors.values()), checkpoint.source, effort)
+    differences = content.replicas(list(checkpoint.whole.tensors.values()), checkpoint.source, effort)
     _ended(effort.stop)
     for d in differences:
         message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
@@ -204,6 +205,8 @@ def _identity(
     level, began = Level("identity", strict=bool(reading and reading.strict)), time.monotonic()
     with opened(against, reading) as other:
         mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
+        if checkpoint.manifest.training is not None and checkpoint.record is not None:  # they were kept
+            mine, theirs = checkpoint.whole.tensors, other.whole.tensors
         filtered = checkpoint.record is not None and checkpoint.record.filtered
         pairs = []
         for name in [*mine, *(n for n in theirs if n not in mine)]:

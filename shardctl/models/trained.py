@@ -1,0 +1,57 @@
+"""Which optimizer states belong to which tensor of a model: each by its parameter's canonical name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl.models.binding import meaning
+from shardctl.training import split_state, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.manifest import Tensor
+    from shardctl.models.model import Model
+    from shardctl.training import Training
+
+
+def bind_training(model: Model, stored: Training) -> Training:
+    """`stored` under canonical names, in the order of the model's tensors; states of fused arrays taken apart.
+
+    A state that has not its parameter's shape, such as a step, is every part's.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored.states.items():
+        state, parameter = split_state(name) or ("", name)
+        for part, held in _parts(model, parameter, tensor):
+            new = state_name(state, part)
+            spelling = (name,) if new != name else ()
+            found.setdefault(part, {})[new] = replace(held, name=new, spelling=spelling)
+    groups = tuple(
+        replace(group, parameters=tuple(part for name in group.parameters for part in _canonical(model, name)))
+        for group in stored.groups
+    )
+    states = {new: tensor for part in model.tensors for new, tensor in found.get(part, {}).items()}
+    return replace(stored, states=states, groups=groups)
+
+
+def _parts(model: Model, parameter: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    meant = meaning(model, parameter)
+    fusion = model.fusions.get(meant or "")
+    if fusion is not None and tensor.shape == fusion.shape:
+        for part, held in fusion.taken_apart(tensor):
+            yield model.aliases.get(part, part), held
+        return
+    for part in _canonical(model, parameter):
+        yield part, tensor
+
+
+def _canonical(model: Model, parameter: str) -> tuple[str, ...]:
+    """The tensors that a stored parameter is or holds."""
+    meant = meaning(model, parameter)
+    if meant is None:
+        return (parameter,)
+    fusion = model.fusions.get(meant)
+    parts = fusion.tensors if fusion is not None else (meant,)
+    return tuple(dict.fromkeys(model.aliases.get(part, part) for part in parts))

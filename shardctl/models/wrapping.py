@@ -1,0 +1,70 @@
+"""What trainers put around a model's names: the modules that wrap others, and the attribute that holds the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.binding import meaning
+from shardctl.training import split_state, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from shardctl.manifest import Manifest
+    from shardctl.models.model import Model
+    from shardctl.training import Training
+
+_WRAPPERS: Final = frozenset(
+    {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_original_module"}
+)
+"""Attributes that torch.compile, FSDP1, activation checkpointing and Lightning put into names, wherever they wrap."""
+
+
+def unwrapped(model: Model, stored: Manifest) -> Manifest:
+    """`stored` without the wrappers in its names, if they are what keeps `model` from knowing them all; else as it is.
+
+    First the wrappers of torch go, then as few leading words, common to all names, as do the rest (``module.`` of
+    DistributedDataParallel, an attribute of a trainer's own class).
+    """
+    if all(meaning(model, name) is not None for name in stored.tensors):
+        return stored
+    bare = {name: _bare(name) for name in stored.tensors}
+    for count in range(_common(bare.values()) + 1):
+        names = {name: name_without.split(".", count)[-1] for name, name_without in bare.items()}
+        if len(set(names.values())) == len(names) and all(meaning(model, n) is not None for n in names.values()):
+            return _renamed(stored, names)
+    return stored
+
+
+def _bare(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def _common(names: Iterable[str]) -> int:
+    """How many leading words all names share, and have others after."""
+    first: list[str] | None = None
+    for name in names:
+        words = name.split(".")[:-1]
+        if first is None:
+            first = words
+        same = next((n for n, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), None)
+        first = first[: min(len(words), len(first)) if same is None else same]
+    return len(first or ())
+
+
+def _renamed(stored: Manifest, names: Mapping[str, str]) -> Manifest:
+    tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in stored.tensors.items()}
+    training = stored.training and renamed(stored.training, lambda parameter: names.get(parameter, parameter))
+    return replace(stored, tensors=tensors, training=training)
+
+
+def renamed(training: Training, name: Callable[[str], str]) -> Training:
+    """The same with other names of parameters."""
+    states = {}
+    for full, tensor in training.states.items():
+        state, parameter = split_state(full) or ("", full)
+        new = state_name(state, name(parameter))
+        states[new] = replace(tensor, name=new)
+    groups = tuple(replace(group, parameters=tuple(map(name, group.parameters))) for group in training.groups)
+    return replace(training, states=states, groups=groups)
