@@ -83,10 +83,11 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
     name = stored.name
     if stored.shape != wanted.shape:
         raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
+    affine = {c.affine for c in wanted.chunks}
     for chunk in stored.chunks:
-        if chunk.dtype != stored.dtype:
+        if chunk.dtype is not stored.dtype and chunk.dtype != stored.dtype:
             raise UnsupportedError(f"{name} is stored as {chunk.dtype} at {chunk.box} but as {stored.dtype} elsewhere")
-    affine = {c.affine for c in stored.chunks} | {c.affine for c in wanted.chunks}
+        affine.add(chunk.affine)
     if len(affine) > 1:
         raise UnsupportedError(f"{name} needs the change {sorted(affine - {''})}, which is not supported yet")
     reads = _matched(stored, wanted, known)
@@ -96,11 +97,12 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
 def _matched(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> list[tuple[int, Box]]:
     """The boxes to read, each with the position of its chunk; layers are alike, so the answers are kept in `known`."""
     key = (wanted.shape, *(c.box for c in stored.chunks), None, *(c.box for c in wanted.chunks))
-    if key not in known:
+    reads = known.get(key)
+    if reads is None:
         parts = _parts(stored)
         prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
-        known[key] = _needed(wanted, parts)
-    return known[key]
+        reads = known[key] = _needed(wanted, parts)
+    return reads
 
 
 def cover(tensor: Tensor) -> tuple[Chunk, ...]:

@@ -70,6 +70,9 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for once a tensor and more, and names are distinct
+
 
 DTYPES: Final = (
     DType("BOOL", 8, "bool"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
@@ -153,6 +154,11 @@ def dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
     >>> dense_strides(BY_NAME["F32"], (2, 3))
     (12, 4)
     """
+    return _dense_strides(dtype, tuple(shape))
+
+
+@lru_cache(maxsize=4096)  # a model has few kinds of arrays
+def _dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = dtype.unit_bytes
     for extent in reversed(dtype.unit_shape(shape)):
@@ -166,7 +172,9 @@ def narrow(chunk: Chunk, box: Box) -> Chunk:
 
     Raises UnsupportedError if an edge falls inside a unit of a type narrower than a byte.
     """
-    if box == chunk.box or isinstance(chunk.where, Fill):
+    if box == chunk.box:
+        return chunk
+    if isinstance(chunk.where, Fill):
         return replace(chunk, box=box)
     if len(chunk.where.strides) != len(box.origin):  # rows of a narrow type that do not end on a byte
         raise UnsupportedError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.manifest import Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import Spec
+    from shardctl.placement import Spec, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Placed:
         Raises CutError, naming a tensor, if the mesh cannot cut it.
         """
         kinds, kind_of = self._kinds()
-        stages = self._on_stages()
+        stages = self._on_stages(kind_of)
         alike: dict[tuple[object, ...], list[Held]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
@@ -67,24 +67,27 @@ class Placed:
                     for shape, spec in kinds
                 ]
                 alike[key] = [
-                    Held(tensor, self._names(tensor, place, places), parts[kind_of[tensor.name]])
-                    for tensor, place, places in stages[at["pp"]]
-                    if parts[kind_of[tensor.name]]
+                    Held(tensor, names, parts[kind]) for tensor, names, kind in stages[at["pp"]] if parts[kind]
                 ]
             yield rank, alike[key]
 
-    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], Spec]], dict[str, int]]:
-        """The pairs of shape and cuts, of which a model has few, and which one each tensor is."""
+    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], Spec]], list[int]]:
+        """The pairs of shape and cuts, of which a model has few, and which one each tensor is.
+
+        The rows of a table share their cuts, so cuts are told apart by which object they are: to hash them would take
+        longer than all else here, and two kinds that are equal do no harm.
+        """
         numbers: dict[tuple[object, ...], int] = {}
         kinds: list[tuple[tuple[int, ...], Spec]] = []
-        kind_of = {}
+        kind_of = []
         for tensor in self.tensors:
             spec = self.specs[tensor.name]
-            number = numbers.setdefault((tensor.shape, spec.cuts, spec.member), len(numbers))
+            member = (spec.member.axis, spec.member.index, spec.member.count) if spec.member else None
+            number = numbers.setdefault((tensor.shape, id(spec.cuts), member), len(numbers))
             if number == len(kinds):
                 kinds.append((tensor.shape, spec))
                 check(tensor.name, tensor.shape, spec, self.mesh)
-            kind_of[tensor.name] = number
+            kind_of.append(number)
         return kinds, kind_of
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
@@ -94,16 +97,20 @@ class Placed:
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]
 
-    def _on_stages(self) -> list[list[tuple[Tensor, int, int]]]:
-        """For each stage its tensors, each with its place among the stages that hold it, and their number."""
+    def _on_stages(self, kind_of: Sequence[int]) -> list[list[tuple[Tensor, tuple[str, ...], int]]]:
+        """For each stage its tensors, each with the names that it has there, and its kind."""
         stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
         last = self.mesh.degree("pp") - 1
-        stages: list[list[tuple[Tensor, int, int]]] = [[] for _ in range(last + 1)]
-        for tensor in self.tensors:
+        stages: list[list[tuple[Tensor, tuple[str, ...], int]]] = [[] for _ in range(last + 1)]
+        known: dict[tuple[tuple[Where, int], ...], list[int]] = {}
+        for tensor, number in zip(self.tensors, kind_of, strict=True):
             where = self.specs[tensor.name].where
-            on = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
-            for place, stage in enumerate(sorted(on)):
-                stages[stage].append((tensor, place, len(on)))
+            on = known.get(where)
+            if on is None:
+                found = {stage_of_layer[n] if kind == "layer" else 0 if kind == "first" else last for kind, n in where}
+                on = known[where] = sorted(found)
+            for place, stage in enumerate(on):
+                stages[stage].append((tensor, self._names(tensor, place, len(on)), number))
         return stages
 
 

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PLAIN_KEY: Final = r'"([^"\\\x00-\x1f]{0,10000})"[ \t\n\r]*:[ \t\n\r]*'
+"""A key without escapes and its colon, as every known library spells it; the key itself is a group."""
+PLAIN_END: Final = r"[ \t\n\r]*,[ \t\n\r]*"
+"""What stands between a value and the next key."""
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SPACES: Final = (" ", "\t", "\n", "\r")
 _AFTER_KEY: Final = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
@@ -48,10 +52,14 @@ def _constant(name: str) -> float:
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_constant=_constant)
 
 
-def walk_object(text: str, at: int, member: Callable[[str, int], int]) -> int:
+def walk_object(
+    text: str, at: int, member: Callable[[str, int], int], *, plain: Callable[[int], int] | None = None
+) -> int:
     """Call `member(key, position of the value)` for each member of the object that starts at `at`.
 
-    `member` returns the position after the value. Returns the position after the closing brace.
+    `member` returns the position after the value. Returns the position after the closing brace. `plain`, called with
+    the position of a key, may take members at one go, each with the comma and the space that follow it, and returns
+    the position of the next key; what it leaves goes the general way.
 
     Raises:
         MalformedError: no such object starts there, or a key holds a lone surrogate.
@@ -62,6 +70,8 @@ def walk_object(text: str, at: int, member: Callable[[str, int], int]) -> int:
     if text[at : at + 1] == "}":
         return at + 1
     while True:
+        if plain is not None:
+            at = plain(at)
         key, at = read_string(text, at)
         if len(key) > _LONGEST_KEY:
             raise MalformedError(f"the key {excerpt(key, 0)} has more than {_LONGEST_KEY:,} characters")

@@ -221,9 +221,10 @@ def _tensor(parts: Sequence[_Stored], *, sharded: bool) -> Tensor:
             hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
             f"the {KEY} that says which part each holds",
         )
-    shape = _global_shape(parts) if sharded else first.array.shape
-    chunks = tuple(_chunk(part, shape) for part in parts)
-    return Tensor(first.array.name, first.array.dtype, shape, chunks)
+    if not sharded:
+        return Tensor(first.array.name, first.array.dtype, first.array.shape, (_chunk(first, first.array.shape),))
+    shape = _global_shape(parts)
+    return Tensor(first.array.name, first.array.dtype, shape, tuple(_chunk(part, shape) for part in parts))
 
 
 def _global_shape(parts: Sequence[_Stored]) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from shardctl.dtype import BY_NAME, DTYPES, DType
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.impostors import refuse_impostor
 from shardctl.formats.json_members import (
+    PLAIN_END,
+    PLAIN_KEY,
     MalformedError,
     end_of_text,
     read_flat_object,
@@ -48,11 +50,11 @@ _U64: Final = 1 << 64
 _METADATA: Final = "__metadata__"
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
-_PLAIN_ENTRY: Final = re.compile(
-    rf'\{{"dtype": ?"([A-Z0-9_]+)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
-    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}'
+_PLAIN_MEMBER: Final = re.compile(
+    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]+)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
+    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}{PLAIN_END}'
 )
-"""An entry as every known library spells it: not a rule of its own, only a third of the time of the general way."""
+"""A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +156,31 @@ class _Parsed:
         self.entries: list[Array] = []
         self.metadata: dict[str, str] = {}
         self._names: set[str] = set()
+        self._kinds: dict[tuple[str, str], tuple[DType, tuple[int, ...], int]] = {}
         self._start = start
         self._text = ""
 
     def read(self, text: str) -> None:
         self._text = text
-        end_of_text(text, walk_object(text, skip_space(text, 0), self._member))
+        end_of_text(text, walk_object(text, skip_space(text, 0), self._member, plain=self._plain))
+
+    def _plain(self, at: int) -> int:
+        """Take the plain members from `at` on; what is wrong with one is for `_member` to say."""
+        text, start, kinds, names, entries = self._text, self._start, self._kinds, self._names, self.entries
+        while (member := _PLAIN_MEMBER.match(text, at)) is not None:
+            name, dtype, extents, first, last = member.groups()
+            kind = kinds.get((dtype, extents))
+            if kind is None:
+                shape = [int(extent) for extent in extents.split(",")] if extents else []
+                known = _array(name, dtype, shape, 0, int(last) - int(first))
+                kind = kinds[dtype, extents] = known.dtype, known.shape, known.nbytes
+            begin, nbytes = int(first), kind[2]
+            if int(last) - begin != nbytes or name in names or name == _METADATA or len(entries) == MOST_ARRAYS:
+                break
+            names.add(name)
+            entries.append(Array(name, kind[0], kind[1], start + begin, nbytes))
+            at = member.end()
+        return at
 
     def _member(self, name: str, at: int) -> int:
         if name in self._names:
@@ -171,13 +192,6 @@ class _Parsed:
             return walk_object(self._text, at, self._metadata_member)
         if len(self.entries) == MOST_ARRAYS:
             raise UnsupportedError(f"the header lists more than {MOST_ARRAYS:,} tensors")
-        plain = _PLAIN_ENTRY.match(self._text, at)
-        if plain is not None:
-            dtype, extents, first, last = plain.groups()
-            shape = [int(extent) for extent in extents.split(",")] if extents else []
-            begin, end = int(first), int(last)
-            self.entries.append(_array(name, dtype, shape, self._start + begin, end - begin))
-            return plain.end()
         try:
             entry, at = read_flat_object(self._text, at, _LONGEST_ENTRY)
         except MalformedError as error:

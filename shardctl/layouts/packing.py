@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.formats.safetensors_header import encode_header
-from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
+from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.manifest import Tensor
     from shardctl.views import View
 
 
@@ -81,7 +80,9 @@ class FileBuilder:
     def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:
         """The target: the tensors of `have`, stored where they were packed."""
         tensors = {
-            name: replace(tensor, dtype=dtypes[name], chunks=tuple(self._chunks.get(name, ())))
+            name: Tensor(
+                tensor.name, dtypes[name], tensor.shape, tuple(self._chunks.get(name, ())), tensor.ties, tensor.spelling
+            )
             for name, tensor in have.tensors.items()
         }
         return Manifest(layout, tensors, self.files, have.objects, self._metadata)

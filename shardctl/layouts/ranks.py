@@ -70,17 +70,18 @@ def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> lis
     for group in groups:
         start = 0
         for array in group:
+            nbytes = array.nbytes if max_shard_size is not None else 0
             for number in range(start, len(files) + 1):
                 if number == len(files):
                     files.append([])
                     names.append(set())
                     sizes.append(0)
-                full = max_shard_size is not None and sizes[number] + array.nbytes > max_shard_size
+                full = max_shard_size is not None and sizes[number] + nbytes > max_shard_size
                 if array.name not in names[number] and not (full and files[number]):
                     break
             files[number].append(array)
             names[number].add(array.name)
-            sizes[number] += array.nbytes
+            sizes[number] += nbytes
             start = number + 1
     return files
 

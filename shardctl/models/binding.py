@@ -51,6 +51,8 @@ def meaning(model: Model, name: str) -> str | None:
     The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
     spelling. For a tied weight this may be any of its names, and the array of a fusion has none but its own.
     """
+    if name in model.tensors:
+        return name
     for reading in _readings(model, name):
         if reading in model.tensors or reading in model.aliases or reading in model.fusions:
             return reading
@@ -124,6 +126,11 @@ def _missing(model: Model, found: Mapping[str, object]) -> list[str]:
 
 def _merged(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
     """One global tensor from all that is stored of it, by the name each was meant as."""
+    if not expected.ties and len(stored) == 1:
+        (part,) = stored.values()
+        if part.name == expected.name and not part.ties and not part.spelling:
+            _check_shape(expected, part)
+            return part
     names = (expected.name, *expected.ties)
     order = {name: place for place, name in enumerate(names)}
     parts = [stored[name] for name in sorted(stored, key=lambda name: order.get(name, len(order)))]
@@ -144,6 +151,8 @@ def _merged(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
+    if stored.shape == expected.shape:
+        return
     same_rank = len(stored.shape) == len(expected.shape)
     if same_rank and all(
         a == b or dim in expected.free for dim, (a, b) in enumerate(zip(stored.shape, expected.shape, strict=True))

@@ -46,6 +46,8 @@ class _Plan:
     mine: bool
     """Whether the class has it; else it is known from other classes."""
     spare: bool
+    whole: int | None
+    """Which of the indices counts experts, if one does."""
 
 
 @dataclass(slots=True)
@@ -87,11 +89,12 @@ class _Builder:
             elif value != wanted:
                 return None
         pieces = INDEX.split(self.full(row.name))
-        whole = any(self.facts.indices[name].axis for name in pieces[1::2])
-        shape, cuts, free = self.extents(row.dims, mine=mine, expert=whole)
+        counting = [place for place, name in enumerate(pieces[1::2]) if self.facts.indices[name].axis]
+        shape, cuts, free = self.extents(row.dims, mine=mine, expert=bool(counting))
         if row.buffer:
             cuts = ((),) * len(shape)
-        return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare)
+        whole = counting[0] if counting else None
+        return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare, whole)
 
     def full(self, name: str) -> str:
         """A row's name with the base model's prefix of this class."""
@@ -164,11 +167,10 @@ class _Builder:
         if row.tie and (row.tied == "always" or self.facts.flags[row.tied]):
             self.tie(name, plan, where)
             return
-        member = self.member_of(plan, at)
-        key = (id(plan), where, member)
+        key = (id(plan), where, at[plan.whole] if plan.whole is not None else None)
         spec = self.specs.get(key)
         if spec is None:
-            spec = self.specs[key] = Spec(plan.cuts, (where,), member)
+            spec = self.specs[key] = Spec(plan.cuts, (where,), self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
         self.tensors[name] = ModelTensor(
             name,
@@ -192,11 +194,10 @@ class _Builder:
 
     def member_of(self, plan: _Plan, at: tuple[int, ...]) -> Member | None:
         """Which of the experts the tensor is, if it is one's."""
-        for name, value in zip(plan.indices, at, strict=True):
-            index = self.facts.indices[name]
-            if index.axis:
-                return Member(index.axis, value, len(index.values))
-        return None
+        if plan.whole is None:
+            return None
+        index = self.facts.indices[plan.indices[plan.whole]]
+        return Member(index.axis, at[plan.whole], len(index.values))
 
     def fusions(self, fused: Fused) -> Iterator[Fusion]:
         """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
