@@ -6,17 +6,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 
+from shardctl.manifest import Region
 from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
+from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
+from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
+from shardctl.verify.forward.shards import rank_of_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.mesh import Mesh
+    from shardctl.verify.forward import ForwardResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
@@ -51,3 +56,29 @@ def cut(source: Path, target: Path, mesh: Mesh, **wish: Any) -> Path:
     """Cut a checkpoint over a mesh, key/value heads replicated where there are too few."""
     reshard(source, target, Wish(mesh=mesh, **wish), reading=REPLICATE)
     return target
+
+
+def run(source: Path, shards: Path, **options: Any) -> ForwardResult:
+    """The forward pass of shards beside that of their source."""
+    with opened(source, REPLICATE) as whole, opened(shards, REPLICATE) as cut:
+        mesh, stages = (cut.record.mesh, cut.record.stages) if cut.record else (None, ())
+        return forward(
+            Candidate(cut.manifest, cut.source, cut.model, mesh, stages),
+            Original(whole.stored, whole.manifest, whole.source, whole.config, whole.model, whole.source.root),
+            ForwardOptions(**options),
+        )
+
+
+def place(path: Path, tensor: str, rank: int) -> tuple[Path, int, tuple[int, ...], int]:
+    """Where a rank's part of a tensor lies: its file, offset and shape, and the width of an element in bytes."""
+    with opened(path, REPLICATE) as checkpoint:
+        for chunk in checkpoint.manifest.tensors[tensor].chunks:
+            if isinstance(chunk.where, Region) and rank_of_file(chunk.where.file) == rank:
+                return path / chunk.where.file, chunk.where.offset, chunk.box.shape, chunk.dtype.unit_bytes
+    raise LookupError(f"rank {rank} holds nothing of {tensor}")
+
+
+def values(path: Path, tensor: str, rank: int) -> np.ndarray:
+    """A rank's part of a float32 tensor, as its file has it, to be read and written."""
+    file, offset, shape, _ = place(path, tensor, rank)
+    return np.memmap(file, np.float32, "r+", offset, shape)

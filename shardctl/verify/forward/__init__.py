@@ -10,8 +10,8 @@
             ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16),
         )
 
-`lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)` takes.
-torch and transformers are imported only by calls.
+`lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)`
+takes. torch and transformers are imported only by calls.
 """
 
 from __future__ import annotations

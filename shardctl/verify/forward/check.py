@@ -16,7 +16,7 @@ from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, start_values, versions
 from shardctl.verify.forward.executor import Executor, PartError
 from shardctl.verify.forward.generate import continued
-from shardctl.verify.forward.inputs import SEED, inputs_for
+from shardctl.verify.forward.inputs import SEED, inputs_for, towers
 from shardctl.verify.forward.leaves import Precision
 from shardctl.verify.forward.lens import lens
 from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
@@ -107,13 +107,15 @@ def forward(candidate: Candidate, original: Original, options: ForwardOptions | 
     """
     options, began = options or ForwardOptions(), time.monotonic()
     try:
-        result = _Check(candidate, original, options).run()
+        result = Comparison(candidate, original, options).run()
     except UnsupportedError as error:
         result = ForwardResult("skipped", error.message, dtype=options.dtype, device=options.device)
     return replace(result, seconds=time.monotonic() - began)
 
 
-class _Check:
+class Comparison:
+    """Two checkpoints, and how they are run."""
+
     def __init__(self, candidate: Candidate, original: Original, options: ForwardOptions) -> None:
         self.candidate, self.original, self.options = candidate, original, options
         self.config = _runnable(original)
@@ -122,11 +124,12 @@ class _Check:
         self.readers = _Counting(original.reader), _Counting(candidate.reader)
 
     def run(self) -> ForwardResult:
+        """Everything, and the verdict."""
         architecture = _architecture(self.config, self.original.model)
         kind = class_of(architecture)
         give_back_memory()
-        executor = self._executor(kind, self.options.dtype)
-        source, shards = self._weights(executor)
+        executor = self.executor(kind, self.options.dtype)
+        source, shards = self.weights(executor)
         self._initialise(executor, source, shards)
         model = executor.skeleton.model
         inputs = inputs_for(model, self.options.device, seed=self.options.seed)
@@ -137,6 +140,7 @@ class _Check:
                 raise UnsupportedError(f"{architecture} cannot be run in parts: {error}") from error
             raise
         name, expected = output_of(reference)
+        self._look(executor, source, shards)
         found = self._free(executor, inputs, shards)
         apart = distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
@@ -168,7 +172,8 @@ class _Check:
         extra = [*self.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
         return judged(result, list(dict.fromkeys(extra)), [*self.notes, *executor.notes])
 
-    def _executor(self, kind: Torch, dtype: str) -> Executor:
+    def executor(self, kind: Torch, dtype: str) -> Executor:
+        """A model of class `kind` without weights that computes in `dtype`."""
         import torch
 
         wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
@@ -178,7 +183,7 @@ class _Check:
         skeleton = Skeleton.of(model, self.options.device)
         return Executor(skeleton, Conversion(model), Precision(self.options.device, wanted, self.options.limit))
 
-    def _weights(self, executor: Executor) -> tuple[Weights, Weights]:
+    def weights(self, executor: Executor) -> tuple[Weights, Weights]:
         """Both checkpoints, each with a place for what it holds."""
         skeleton, conversion = executor.skeleton, executor.conversion
         entries = lens(self.original.stored, self.readers[0])
@@ -252,8 +257,8 @@ class _Check:
 
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """How far the source in bf16 is from the source in fp32."""
-        executor = self._executor(kind, "fp32")
-        source, shards = self._weights(executor)
+        executor = self.executor(kind, "fp32")
+        source, shards = self.weights(executor)
         self._initialise(executor, source, shards)
         return distance(output_of(executor.run(inputs, source))[1], expected.float())
 
@@ -265,15 +270,27 @@ class _Check:
             self.notes.append(f"the prompt was not continued: {reason}")
             return None
 
-    def _unreached(self, executor: Executor) -> None:
+    def _look(self, executor: Executor, source: Weights, shards: Weights) -> None:
+        """Run what sees images by itself, where the model was given text alone."""
+        for name, tower, inputs in towers(executor.skeleton.model, self._idle(executor), self.options.device):
+            try:
+                executor.run(inputs, source, shards, model=tower)
+            except (PartError, UnsupportedError) as error:
+                self.notes.append(f"{name} was not run: {error}")
+
+    def _idle(self, executor: Executor) -> list[str]:
+        """The parts that no input reached, and whose weights no other part has."""
         skeleton = executor.skeleton
         used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
-        idle = [
+        return [
             unit.name
             for unit in skeleton.units
             if unit.name not in executor.reached
             and any(used.isdisjoint(map(id, skeleton.slots[slot.names[0]])) for slot in unit.slots)
         ]
+
+    def _unreached(self, executor: Executor) -> None:
+        idle = self._idle(executor)
         if idle:
             self.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
 

@@ -54,14 +54,18 @@ class Executor:
     _resident: bool = False
     """Whether what is outside of blocks stays filled for a whole pass."""
 
-    def run(self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None = None) -> Torch:
+    def run(
+        self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None = None, *, model: Torch = None
+    ) -> Torch:
         """The model's output with `weights`; with others `beside`, each part runs with those too and is compared.
+
+        `model` is a model within the model, to which the inputs are given instead.
 
         Raises PartError if a part cannot run, and CoverageError if a rank lacks what it should hold.
         """
         if not self._resident:
             try:
-                output = self._pass(inputs, weights, beside)
+                output = self._pass(model or self.skeleton.model, inputs, weights, beside)
             except _FAILURES as error:
                 why = _first(error)
             else:
@@ -71,11 +75,11 @@ class Executor:
             self._resident = True
             self._note(f"what is outside of blocks stays in memory, because code may reach for it: {why}")
         try:
-            return self._pass(inputs, weights, beside)
+            return self._pass(model or self.skeleton.model, inputs, weights, beside)
         except _FAILURES as error:
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
-    def _pass(self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None) -> Torch:
+    def _pass(self, model: Torch, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None) -> Torch:
         import torch
 
         kept = [unit for unit in self.skeleton.units if self._resident and not unit.block]
@@ -84,15 +88,10 @@ class Executor:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     if weights.fills(slot):
                         self._put(slot, weights)
-                return self.skeleton.model(**_copied(dict(inputs)), **self._manner())
+                return model(**_copied(dict(inputs)), **_manner(model))
             finally:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     slot.clear()
-
-    def _manner(self) -> dict[str, bool]:
-        """No cache, which blocks that run twice would fill twice."""
-        known = inspect.signature(self.skeleton.model.forward).parameters
-        return {"return_dict": True, **({"use_cache": False} if "use_cache" in known else {})}
 
     @contextmanager
     def _wrapped(self, weights: Weights, beside: Weights | None) -> Iterator[None]:
@@ -227,6 +226,13 @@ class Executor:
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
+
+
+def _manner(model: Torch) -> dict[str, bool]:
+    """Named outputs, and no cache, which blocks that run twice would fill twice."""
+    known = inspect.signature(model.forward).parameters
+    wanted = {"use_cache": False, "return_dict": True}
+    return {name: value for name, value in wanted.items() if name in known or name == "return_dict"}
 
 
 def _first(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Iterator
 
 Torch = Any
 SEED: Final = 20_240_229
@@ -40,6 +40,38 @@ def inputs_for(model: Torch, device: str, *, seed: int = SEED) -> dict[str, Torc
     if not given:
         raise UnsupportedError(f"{type(model).__name__} wants {main}, which shardctl cannot make up")
     return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def towers(model: Torch, idle: Collection[str], device: str) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
+    """Models within the model that see images and contain `idle` parts, each with its name and inputs."""
+    import torch
+
+    generator, taken = torch.Generator().manual_seed(SEED), list[str]()
+    for name, module in model.named_modules():
+        inside = any(part.startswith(f"{name}.") for part in idle) and not any(name.startswith(t) for t in taken)
+        if not name or not inside or not hasattr(module, "main_input_name"):
+            continue
+        names = set(inspect.signature(module.forward).parameters)
+        if "pixel_values" in names and "input_ids" not in names and hasattr(module.config, "image_size"):
+            given = {"pixel_values": _pixels(module.config, generator)}
+            if "image_sizes" in names:
+                given["image_sizes"] = torch.tensor([given["pixel_values"].shape[-2:]] * BATCH)
+        elif {"hidden_states", "grid_thw"} <= names:
+            given = _patches(module.config, generator)
+        else:
+            continue
+        taken.append(f"{name}.")
+        yield name, module, {key: tensor.to(device) for key, tensor in given.items()}
+
+
+def _patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
+    """Pictures of two by two merged patches, as the vision part of Qwen2-VL takes them."""
+    import torch
+
+    side = 2 * int(vision.spatial_merge_size)
+    size = int(vision.in_channels) * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
+    grid = torch.tensor([[1, side, side]] * BATCH)
+    return {"hidden_states": torch.randn((BATCH * side * side, size), generator=generator), "grid_thw": grid}
 
 
 def _image_token(config: Torch) -> bool:
