@@ -20,6 +20,7 @@ from shardctl.models import quantisation_config
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage import read
 from shardctl.training import SETTINGS
+from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.optimizer import check_form, filtered_states, settings_file, specs, states_of, with_optimizer
 from shardctl.workers import usual_threads
@@ -101,6 +102,7 @@ class Draft:
         return state.hexdigest()[:32]
 
 
+@uncollected()
 def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     """Work out what `wish` means for a checkpoint.
 

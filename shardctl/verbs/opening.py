@@ -14,6 +14,7 @@ from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
 from shardctl.storage.local import LocalSource
 from shardctl.training import SETTINGS, found_states, with_states
+from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG, config_file, described, names_a_model
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def opened(
         source.close()
 
 
+@uncollected()
 def _open(
     source: LocalSource, reading: Reading, before: Callable[[LocalSource, Record], None] | None = None
 ) -> Checkpoint:

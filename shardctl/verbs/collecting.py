@@ -1,0 +1,28 @@
+"""When Python's collector of cycles may rest."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no cycles meanwhile, because none are made: as a `with` block, or as the decorator of a function.
+
+    Manifests and plans of 100,000 tensors are millions of objects that only refer to older ones. The collector, which
+    starts whenever many are made, finds nothing among them, and looks at all of them again and again: a third of the
+    time of reading headers. What is no longer referred to is freed as always.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
