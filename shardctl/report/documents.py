@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardctl.verbs.digest import Digested
     from shardctl.verbs.inspect import Inspected
     from shardctl.verbs.reshard import Resharded
-    from shardctl.verbs.verify import Verified
+    from shardctl.verbs.level import Verified
 
 Document = dict[str, Any]
 
@@ -54,6 +54,17 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
         "digest": found.digest,
         "warnings": list(found.warnings),
     }
+    if found.training is not None:
+        document["training"] = {
+            "writer": found.training.writer,
+            "ranks": found.training.ranks,
+            "step": found.training.step,
+            "groups": found.training.groups,
+            "states": {
+                share.state: {"tensors": share.tensors, "tensor_bytes": share.nbytes} for share in found.training.states
+            },
+            "notes": list(found.training.notes),
+        }
     if tensors:
         document["tensors"] = [
             {

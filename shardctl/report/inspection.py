@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.models import RuleRow
-    from shardctl.verbs.inspect import Inspected, TensorLine
+    from shardctl.verbs.inspect import Inspected, TensorLine, TrainingLine
 
 _TIES_SHOWN = 3
 
@@ -47,6 +47,8 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
     ties = [f"{name} = {tensor.name}" for tensor in found.tensors for name in tensor.ties]
     if ties:
         yield "ties", some(ties, _TIES_SHOWN)
+    if found.training is not None:
+        yield from _training(found.training)
     replicas = sum(tensor.chunks > 1 for tensor in found.tensors)
     if replicas:
         yield "pieces", f"{plural(replicas, 'tensor')} stored in several boxes"
@@ -56,6 +58,20 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
         yield "carried", some(found.carried)
     if found.dropped:
         yield "dropped", some(found.dropped)
+
+
+def _training(training: TrainingLine) -> Iterator[tuple[str, str]]:
+    if training.writer:
+        yield "writer", training.writer + (f", {plural(training.ranks, 'rank')}" if training.ranks else "")
+    for note in training.notes:
+        yield "read as", note
+    if training.step is not None:
+        yield "step", f"{training.step:,}"
+    for number, share in enumerate(training.states):
+        amount = f"{plural(share.tensors, 'tensor')}, {file_size(share.nbytes)}"
+        yield "" if number else "optimizer", f"{share.state}: {amount}"
+    if training.groups:
+        yield "settings", f"{plural(training.groups, 'group')} of parameters"
 
 
 def _model(found: Inspected) -> str:

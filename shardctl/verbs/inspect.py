@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardctl.models import rule_table
+from shardctl.training import split_state
 from shardctl.verbs.opening import Reading, opened
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from shardctl.mesh import Mesh
     from shardctl.models import RuleRow
+    from shardctl.training import Training
     from shardctl.verbs.opening import Checkpoint
 
 
@@ -41,6 +43,30 @@ class TensorLine:
     chunks: int
     """Stored boxes, replicas included."""
     files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateShare:
+    """One kind of optimizer state, such as `exp_avg`."""
+
+    state: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLine:
+    """What a training checkpoint has beside the weights."""
+
+    writer: str
+    ranks: int | None
+    """How many processes wrote it."""
+    step: int | None
+    groups: int
+    """Groups of parameters with settings of their own."""
+    states: tuple[StateShare, ...]
+    notes: tuple[str, ...]
+    """How the files were understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +101,8 @@ class Inspected:
     rules: tuple[RuleRow, ...]
     """The effective rule table."""
     warnings: tuple[str, ...]
+    training: TrainingLine | None = None
+    """None if no trainer wrote it."""
     hypothetical: bool = False
     """Whether there are no weights: all this is what the config describes."""
 
@@ -107,6 +135,7 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         digest=record.digest if record else "",
         rules=rule_table(model) if model else (),
         warnings=manifest.warnings,
+        training=_training(manifest.training) if manifest.training is not None else None,
         hypothetical=checkpoint.hypothetical,
     )
 
@@ -126,6 +155,23 @@ def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:
         share[2] += tensor.nbytes
     rows = (DTypeShare(name, *share) for name, share in shares.items())
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _training(training: Training) -> TrainingLine:
+    shares: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, tensor in training.states.items():
+        state, _ = split_state(name) or (name, "")
+        share = shares[state]
+        share[0] += 1
+        share[1] += tensor.nbytes
+    return TrainingLine(
+        writer=training.writer,
+        ranks=training.ranks,
+        step=training.step,
+        groups=len(training.groups),
+        states=tuple(StateShare(state, *share) for state, share in sorted(shares.items())),
+        notes=training.notes,
+    )
 
 
 def _lines(checkpoint: Checkpoint) -> list[TensorLine]:

@@ -185,7 +185,7 @@ class _Save:
     def notes(self) -> Iterable[str]:
         """How the keys were understood."""
         if self.sorted.model:
-            yield f"the weights' names are what follows {'.'.join(self.sorted.model)!r} in the keys"
+            yield f"weights are named by what follows {'.'.join(self.sorted.model)!r} in the keys"
         if not self.alone:
             yield f"{len(self.metadata)} ranks saved without talking to each other; copies of a box must be equal"
 
