@@ -269,6 +269,8 @@ def _spread(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]
         strides[axis], below = below, below * degree
     if mesh.ep == 1 and mesh.etp == mesh.degree("tp"):
         axes = tuple(dense for axis in axes for dense in _FOLLOWED.get(axis, (axis,)))
+    if not axes:
+        return 1, 1
     if axes[0] not in _AMONG_EXPERTS:
         together = _numbers([(mesh.degree(axis), strides[axis]) for axis in axes])
         return len(together), len({rank // per_node for rank in together})

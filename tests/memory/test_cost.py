@@ -1,0 +1,203 @@
+"""The stated cost: operations by the published formula, time as simple arithmetic, and ranks that make sense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_8B, LLAMA_3_405B, MIXTRAL_8X7B, deepseek_v3, llama_405b, stock
+
+from shardctl.memory.cost import Pace, _spread, price
+from shardctl.memory.devices import GB, GIB, device
+from shardctl.memory.estimate import gather
+from shardctl.memory.heaviest import Heaviest
+from shardctl.memory.operations import attention_operations, matrix_operations, touched
+from shardctl.memory.search import Bulk
+from shardctl.memory.term import Term
+from shardctl.memory.workload import Serving, Training
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import anatomy
+
+H100 = device("h100")
+
+
+def cost(config, inventory, text, work, on=H100, *, cache=0, pace=None):
+    mesh = Mesh.parse(text)
+    holdings = Heaviest(inventory).hold(mesh, Bulk(inventory).stages(mesh))
+    terms = [(Term("cache", "kv cache", cache),) for _ in holdings]
+    return price(anatomy(config), gather(holdings, terms), mesh, work, on, pace=pace)
+
+
+def operations(config, inventory, tokens, text="tp=1"):
+    mesh = Mesh.parse(text)
+    holdings = Heaviest(inventory).hold(mesh, Bulk(inventory).stages(mesh))
+    return sum(matrix_operations(anatomy(config), one, mesh, tokens) for one in holdings)
+
+
+# Narayanan et al. 2021, appendix: 72 B s L h^2 (1 + s / 6h + V / 12 L h) forward and backward without recomputation.
+def test_gpt_3_takes_the_operations_of_the_published_formula():
+    s, layers, h, vocabulary = 2048, 96, 12288, 50257
+    formula = 72 * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
+    whole = 3 * operations(GPT_3, stock(GPT_3), s)
+    whole += 3 * attention_operations(anatomy(GPT_3).layers, Mesh.of(), s, s)
+    assert whole == pytest.approx(formula, rel=1e-4)
+
+
+def test_llama_405b_took_the_operations_that_meta_states():
+    # Grattafiori et al. 2024, sec. 1: 3.8e25 for 15.6e12 tokens; most had sequences of 8192.
+    per_token = 3 * operations(LLAMA_3_405B, llama_405b(), 1)
+    per_token += 3 * attention_operations(anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 4096)
+    assert 15.6e12 * per_token == pytest.approx(3.8e25, rel=0.06)
+
+
+def test_experts_work_for_the_tokens_that_choose_them():
+    # DeepSeek-AI 2024: 37B parameters are active for each token; the embedding's 0.9B are looked up.
+    assert operations(DEEPSEEK_V3, deepseek_v3(), 1) / 2 == pytest.approx(37.5e9 - 0.93e9, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["tp=2", "pp=2", "dp=2,ep=2", "tp=2,ep=2", "dp=2,tp=2,ep=2,etp=2", "dp=8,ep=8"])
+def test_ranks_share_the_operations(text):
+    inventory, mesh = stock(MIXTRAL_8X7B), Mesh.parse(text)
+    whole = operations(MIXTRAL_8X7B, inventory, 1)
+    assert operations(MIXTRAL_8X7B, inventory, 1, text) == pytest.approx(whole / mesh.degree("tp"), rel=0.01)
+
+
+def test_codes_of_four_bits_are_counted_as_the_weights_they_are():
+    plain = {**LLAMA_3_8B, "num_hidden_layers": 2}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    whole = operations(plain, stock(plain), 1)
+    packed = operations(plain, stock({**plain, "quantization_config": settings}), 1)
+    assert packed == pytest.approx(whole, rel=0.02)
+
+
+def test_a_tied_head_works_on_the_last_stage_only():
+    tied = {**LLAMA_3_8B, "tie_word_embeddings": True}
+    assert operations(tied, stock(tied), 1, "pp=2") == operations(LLAMA_3_8B, stock(LLAMA_3_8B), 1)
+
+
+def test_few_tokens_touch_few_experts():
+    parts = anatomy(MIXTRAL_8X7B)
+    assert touched(parts, Mesh.of(), 1) == pytest.approx(2 / 8)
+    assert touched(parts, Mesh.of(), 2) == pytest.approx(1 - (6 / 8) ** 2)
+    assert touched(parts, Mesh.of(dp=8, ep=8), 1) == pytest.approx(1 - (6 / 8) ** 8)
+    assert touched(anatomy(LLAMA_3_8B), Mesh.of(), 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "expected"),
+    [
+        ("dp=4,tp=8", ("tp",), (8, 1)),
+        ("dp=4,tp=8", ("dp", "cp"), (4, 4)),
+        ("dp=8,tp=4", ("dp", "cp"), (8, 4)),
+        ("tp=8,dp=4", ("tp",), (8, 4)),
+        ("pp=2,dp=2,tp=2", ("pp",), (2, 1)),
+        ("pp=2,dp=4,tp=4", ("pp",), (2, 2)),
+        ("dp=16,ep=8", ("ep",), (8, 1)),
+        ("dp=16,ep=8", ("replica",), (2, 2)),
+        ("dp=16,ep=16", ("ep",), (16, 2)),
+        ("pp=2,dp=2,tp=8,ep=16", ("ep",), (16, 2)),
+        ("fsdp=4,tp=4,ep=4", ("efsdp",), (4, 2)),
+        ("dp=2,fsdp=2,cp=2,tp=4", ("replica",), (4, 2)),
+        ("dp=2,fsdp=2,cp=2,tp=4", ("efsdp",), (2, 2)),
+        ("dp=2,fsdp=2,cp=2,tp=4", ("fsdp",), (2, 2)),
+    ],
+)
+def test_which_ranks_are_on_a_node_follows_from_the_order_of_the_axes(text, axes, expected):
+    assert _spread(Mesh.parse(text), axes, 8) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=2,dp=2,fsdp=2,cp=2,tp=2", "tp=2,pp=2,fsdp=4", "pp=2,dp=2,fsdp=2,tp=2,ep=4", "fsdp=4,tp=2,ep=2,etp=2"]
+)
+def test_those_ranks_are_the_ones_whose_other_indices_agree(text):
+    mesh = Mesh.parse(text)
+    places = [mesh.coordinate(rank) for rank in range(mesh.world)]
+    for known in (("pp", "dp", "fsdp", "cp", "tp"), ("pp", "etp", "ep", "efsdp", "replica")):
+        for axis in known:
+            rest = [other for other in known if other != axis]
+            alike = [r for r, at in enumerate(places) if all(at[o] == places[0][o] for o in rest)]
+            assert _spread(mesh, (axis,), 2) == (len(alike), len({rank // 2 for rank in alike}))
+
+
+def test_time_is_bytes_over_bandwidth_and_operations_over_rate():
+    slow = replace(H100, flops_bf16=1e12, memory_bandwidth=1e9, link_bandwidth=1e9, network_bandwidth=1e8)
+    exact = Pace(operations=1, memory=1, links=1, near=0, far=0)
+    inventory = stock(LLAMA_3_8B)
+    work = Serving(context=100)
+    one = cost(LLAMA_3_8B, inventory, "tp=1", work, slow, cache=GB, pace=exact)
+    assert one.share("weights read") == pytest.approx(inventory.nbytes / 1e9)
+    assert one.share("cache read") == pytest.approx(1)
+    two = cost(LLAMA_3_8B, inventory, "tp=2", work, slow, pace=exact)
+    sums = next(share for share in two.shares if share.name == "activations between tp ranks")
+    assert sums.seconds == pytest.approx(sums.nbytes / 1e9)
+    assert "link" in sums.formula
+    far = cost(LLAMA_3_8B, inventory, "tp=2", work, replace(slow, per_node=1), pace=exact)
+    assert far.share("activations between tp ranks") == pytest.approx(10 * sums.seconds)
+    many = cost(LLAMA_3_8B, inventory, "tp=1", replace(work, batch=10**6), slow, pace=exact)
+    assert many.share("weights read") + many.share("compute") == pytest.approx(
+        operations(LLAMA_3_8B, inventory, 10**6) / 1e12
+    )
+
+
+def test_a_stage_that_waits_is_a_bubble():
+    work = Training(sequence=4096, microbatches=8, profile="megatron")
+    one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "pp=4", work)
+    within = one.share("compute") + one.share("activations between stages")
+    assert one.share("bubble") == pytest.approx(within * 3 / 8)
+    halves = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "pp=4", replace(work, schedule="interleaved", virtual_stages=2))
+    within = halves.share("compute") + halves.share("activations between stages")
+    assert halves.share("bubble") == pytest.approx(within * 3 / 16)
+
+
+def test_recomputing_costs_another_forward_pass():
+    work = Training(sequence=4096)
+    plain, again = (
+        cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", replace(work, recompute=how)) for how in ("none", "full")
+    )
+    assert again.share("compute") == pytest.approx(4 / 3 * plain.share("compute"))
+
+
+def test_what_is_sent_behind_the_computation_counts_only_where_it_takes_longer():
+    work = Training(sequence=4096, microbatches=4)
+    near = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "fsdp=8", work)
+    assert near.share("parameters") == 0
+    slow = replace(H100, link_bandwidth=1 * GB)
+    far = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "fsdp=8", work, slow)
+    hidden = far.share("compute")
+    sent = sum(share.nbytes for share in far.shares if share.name in {"parameters", "gradients"}) / (0.8 * GB)
+    assert far.share("parameters") + far.share("gradients") == pytest.approx(sent - hidden, rel=0.01)
+
+
+# Grattafiori et al. 2024, table 4: tp8, pp16, dp64 and 32 sequences per dp rank reached 430 TFLOP/s per device. The
+# schedule was interleaved; in how many chunks it does not say.
+@pytest.mark.parametrize("chunks", [2, 4, 7])
+def test_llama_405b_is_as_fast_as_meta_measured_within_a_fifth(chunks):
+    work = Training(
+        sequence=8192, microbatches=32, profile="megatron", zero=1, schedule="interleaved", virtual_stages=chunks
+    )
+    found = cost(LLAMA_3_405B, llama_405b(), "pp=16,dp=64,tp=8", work)
+    per_token = 3 * operations(LLAMA_3_405B, llama_405b(), 1)
+    reached = per_token * found.tokens / found.seconds / found.ranks / 1e12
+    assert 430 * 0.8 < reached < 430 * 1.2
+    assert found.tokens == 64 * 32 * 8192
+
+
+def test_tp_across_nodes_costs_more_than_stages():
+    inventory = stock(LLAMA_3_8B)
+    work = Training(sequence=4096, microbatches=32, profile="megatron")
+    assert cost(LLAMA_3_8B, inventory, "tp=16", work).score > cost(LLAMA_3_8B, inventory, "pp=2,tp=8", work).score
+
+
+def test_a_device_that_is_a_size_takes_the_pace_of_a_known_one():
+    work = Serving(context=100)
+    one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", work, device(80 * GIB))
+    assert one == cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", work)
+    assert one.device == "H100-80GB"
+
+
+def test_the_shares_are_all_of_it():
+    found = cost(MIXTRAL_8X7B, stock(MIXTRAL_8X7B), "pp=2,dp=8,ep=8", Training(sequence=4096, microbatches=4))
+    assert found.seconds == pytest.approx(sum(share.seconds for share in found.shares))
+    assert {"compute", "bubble", "update", "tokens to experts and back"} <= {share.name for share in found.shares}
+    assert len({share.name for share in found.shares}) == len(found.shares)
+    assert found.score == pytest.approx(found.seconds * 16 / (8 * 4 * 4096))
