@@ -35,6 +35,8 @@ def plan(
     batch: purpose.Batch = None,
     kv_dtype: purpose.KvDtype = None,
     gpu: purpose.Gpu = None,
+    gpus: purpose.Gpus = None,
+    search: purpose.Search = False,
     optimizer: purpose.Optimizer = None,
     zero: purpose.Zero = None,
     profile: purpose.ProfileName = None,
@@ -95,6 +97,8 @@ def plan(
         schedule=schedule,
         virtual_stages=vp,
         offload=offload,
+        devices=gpus,
+        search=search,
     )
     planned = verb(src, wish, reading=reading, purpose=asked)
     streams.warn(planned.warnings)

@@ -1,11 +1,10 @@
-"""What every rank of a mesh needs for a workload: holdings, and the terms of serving or training over them."""
+"""What every rank of a mesh needs for a workload: what it holds, and the terms of serving or training over that."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardctl.memory.estimate import Estimate, gather
-from shardctl.memory.holding import hold
 from shardctl.memory.serving import serve
 from shardctl.memory.term import Term
 from shardctl.memory.training import train
@@ -15,14 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.memory.holding import Holding
-    from shardctl.memory.inventory import Inventory
     from shardctl.memory.workload import Training
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import Anatomy
 
 
 def forecast(
-    inventory: Inventory,
+    holdings: Sequence[Holding],
     anatomy: Anatomy | None,
     mesh: Mesh,
     stages: Sequence[int],
@@ -30,13 +28,16 @@ def forecast(
     *,
     dtype: str,
 ) -> Estimate:
-    """What the distinct ranks of `mesh` need; `stages` are layers per pipeline stage, `dtype` that of activations.
+    """What the ranks of `holdings` need; `stages` are layers per pipeline stage, `dtype` that of activations.
 
     Without a workload, or for a model whose layers are not described, the weights alone, which are exact.
-    Raises CutError, naming a tensor, if the mesh cannot cut it.
+    Raises UsageError for a workload that the runtime or the model cannot do.
     """
-    holdings = hold(inventory, mesh, stages)
-    return gather(holdings, [_terms(h, anatomy, mesh, stages, work, dtype) for h in holdings])
+    known: dict[int, tuple[Term, ...]] = {}
+    for holding in holdings:
+        if id(holding.parts) not in known:  # what is needed follows from the amounts, which many ranks share
+            known[id(holding.parts)] = _terms(holding, anatomy, mesh, stages, work, dtype)
+    return gather(holdings, [known[id(holding.parts)] for holding in holdings])
 
 
 def _terms(

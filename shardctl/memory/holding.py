@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -91,26 +91,34 @@ class Holding:
 def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holding, ...]:
     """What the distinct ranks of `mesh` hold; `stages` are the layers of each pipeline stage.
 
+    Ranks of a stage that hold as much of everything share one tuple of parts.
     Raises CutError, naming a tensor, if the mesh cannot cut it.
     """
     for kind in inventory.kinds:
         check(kind.example, kind.shape, kind.spec, mesh)
-    starts = [sum(stages[:n]) for n in range(len(stages) + 1)]
-    spans = [range(a, b) for a, b in pairwise(starts)]
-    by_stage = [[k for k in inventory.kinds if _on(k, n, spans)] for n in range(len(spans))]
+    by_stage, spans = _staged(inventory, stages)
     places = [mesh.coordinate(rank) for rank in range(mesh.world)]
     alike = Counter(_key(at) for at in places)
     seen: set[tuple[int, ...]] = set()
-    parts: dict[tuple[object, ...], tuple[int, int]] = {}
+    sizes: dict[tuple[object, ...], tuple[int, int]] = {}
+    same: dict[tuple[object, ...], tuple[Part, ...]] = {}
     found = []
     for rank, at in enumerate(places):
         if _key(at) in seen:
             continue
         seen.add(_key(at))
         stage = at["pp"]
-        held = tuple(_parts(by_stage[stage], mesh, at, parts))
+        held = tuple(_parts(by_stage[stage], mesh, at, sizes))
+        amounts = (stage, *((part.kind.example, part.count, part.gathered, part.elements) for part in held))
+        held = same.setdefault(amounts, held)
         found.append(Holding(rank, mesh.label(rank), at, alike[_key(at)], stage, spans[stage], held))
     return tuple(found)
+
+
+def _staged(inventory: Inventory, stages: Sequence[int]) -> tuple[list[list[Kind]], list[range]]:
+    """The kinds and the layers of each stage."""
+    spans = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]
+    return [[k for k in inventory.kinds if _on(k, n, spans)] for n in range(len(spans))], spans
 
 
 def _key(at: Mapping[str, int]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.memory.estimate import Estimate, RankEstimate
+    from shardctl.memory.holding import Part
     from shardctl.memory.term import Sum
     from shardctl.mesh import Mesh
 
@@ -80,6 +81,8 @@ def _bar(rank: RankEstimate, full: int, budget: int | None) -> Text:
         place = max(place, until)
     limit = round(_BAR * budget / full) if budget and full else _BAR
     bar.append("·" * max(limit - place, 0), style="dim")
+    if limit < place:  # beyond the budget: the bar is broken where the device ends
+        return Text.assemble(bar[:limit], ("│", "bold red"), bar[limit:])
     return bar
 
 
@@ -106,6 +109,8 @@ def terms(rank: RankEstimate) -> RenderableType:
     """Every addend of one rank, with its formula, its inputs and its source."""
     rows: list[Sequence[object]] = [("term", "bytes", "", "formula, with inputs and source")]
     for term in rank.terms:
+        if not term.high:
+            continue
         sure = "exact" if term.exact else f"{memory_size(term.low)} to {memory_size(term.high)}"
         where = f" on {term.tier}" if term.tier != "device" else ""
         rows.append((term.name + where, memory_size(term.nbytes), sure, _explained(term.formula, term.inputs.items())))
@@ -122,11 +127,15 @@ def _explained(formula: str, inputs: Iterable[tuple[str, float | str]]) -> str:
 
 
 def kinds(rank: RankEstimate) -> RenderableType:
-    """Every kind of tensor that one rank holds a part of: exact, from headers."""
-    rows: list[Sequence[object]] = [("tensors", "first of them", "dtype", "whole", "held", "bytes")]
+    """Every kind of tensor that one rank holds a part of, layers taken together: exact, from headers."""
+    groups: dict[tuple[object, ...], list[Part]] = {}
     for part in rank.holding.parts:
         kind = part.kind
+        groups.setdefault((kind.shape, kind.dtype, kind.spec.cuts, kind.spec.member, part.elements), []).append(part)
+    rows: list[Sequence[object]] = [("tensors", "first of them", "dtype", "whole", "held of each", "bytes")]
+    for parts in groups.values():
+        kind, number = parts[0].kind, sum(part.count for part in parts)
         shape = " x ".join(map(str, kind.shape)) or "scalar"
-        held = f"{part.elements:,} elements"
-        rows.append((part.count, kind.example, kind.dtype.name, shape, held, memory_size(part.nbytes)))
+        held = f"{parts[0].elements:,} elements"
+        rows.append((number, kind.example, kind.dtype.name, shape, held, memory_size(sum(p.nbytes for p in parts))))
     return table(rows, right=frozenset({0, 4, 5}), indent=2)

@@ -10,6 +10,7 @@ from rich.console import Group
 from shardctl.memory.workload import Serving
 from shardctl.report.grid import line, table
 from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
+from shardctl.report.search_table import ranking
 from shardctl.report.sizes import count, file_size, memory_size, plural
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
     if detail in {"rank", "tensor"}:
         parts.append(_ranks(planned))
     parts += _needs(planned, detail)
+    if planned.explored is not None:
+        parts += ranking(planned.explored, everything=detail == "tensor")
     parts += [line(text) for text in (_replication(planned), _conversion(planned)) if text]
     return Group(*parts)
 

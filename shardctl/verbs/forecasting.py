@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.memory.forecast import forecast
+from shardctl.memory.holding import hold
 from shardctl.memory.inventory import Inventory, take_stock
 from shardctl.memory.workload import Serving, Training
 from shardctl.models import Config
@@ -52,13 +53,19 @@ class Purpose:
     virtual_stages: int | None = None
     offload: Offload | None = None
 
-    def training(self, mesh: Mesh) -> bool:
-        """Whether it is about training."""
+    devices: int | None = None
+    """How many there are to search over; by default the ranks of the mesh."""
+    search: bool = False
+    """Whether all meshes of them are compared."""
+
+    def decided(self, mesh: Mesh) -> Use:
+        """What they are for: as said, else training where something is asked that only training has."""
         if self.use is not None:
-            return self.use == "train"
+            return self.use
         asked = (self.microbatches, self.profile, self.optimizer, self.zero, self.recompute, self.schedule)
         more = (self.virtual_stages, self.offload)
-        return mesh.degree("fsdp") > 1 or any(option is not None for option in (*asked, *more))
+        trains = mesh.degree("fsdp") > 1 or any(option is not None for option in (*asked, *more))
+        return "train" if trains else "serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +115,9 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other.
     """
-    work = _work(about, mesh, purpose) if purpose is not None else None
-    estimate = forecast(about.inventory, about.anatomy, mesh, stages, work, dtype=about.dtype)
+    work = workload(about, purpose, purpose.decided(mesh)) if purpose is not None else None
+    holdings = hold(about.inventory, mesh, stages)
+    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype)
     if purpose is None:
         return Forecast(estimate, None, about.dtype)
     if purpose.device is not None:
@@ -132,12 +140,16 @@ def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:
         return None, error.message
 
 
-def _work(about: Subject, mesh: Mesh, purpose: Purpose) -> Serving | Training | None:
+def workload(about: Subject, purpose: Purpose, use: Use) -> Serving | Training | None:
+    """What the devices do, with the defaults that the model decides; None for one whose layers are not described.
+
+    Raises UsageError for options that contradict each other.
+    """
     if about.anatomy is None:
         return None
     limit = about.anatomy.positions or USUAL_CONTEXT
     tokens = purpose.seq_len or min(limit, USUAL_CONTEXT)
-    if not purpose.training(mesh):
+    if use == "serve":
         return Serving(context=tokens, batch=purpose.batch or 1, kv_dtype=purpose.kv_dtype)
     if purpose.kv_dtype is not None:
         raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")

@@ -12,11 +12,13 @@ from shardctl.storage.room import existing, free_space
 from shardctl.verbs.drafting import Wish, divide, draft, filtered
 from shardctl.verbs.forecasting import Forecast, Purpose, foresee, subject
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.searching import Explored, explore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardctl.memory.holding import Holding
+    from shardctl.memory.search import Candidate
     from shardctl.verbs.drafting import Draft
     from shardctl.verbs.forecasting import Subject
     from shardctl.verbs.opening import Checkpoint
@@ -86,6 +88,8 @@ class Planned:
     """Bytes held by the distinct ranks together, over `weight_bytes`."""
     forecast: Forecast
     """What the ranks need, in the order of `ranks`."""
+    explored: Explored | None
+    """The meshes that were compared, if that was asked for."""
     conversion: Conversion | None
     """None where there is nothing to convert: a model of which there is only a config."""
     warnings: tuple[str, ...]
@@ -93,6 +97,8 @@ class Planned:
     @property
     def fits(self) -> bool:
         """Whether the answer is yes: devices and host can hold it, as far as limits were given."""
+        if self.explored is not None and not self.explored.found.ranked:
+            return False
         return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
 
 
@@ -110,16 +116,29 @@ def plan(
     """
     purpose = purpose or Purpose()
     with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
-        if checkpoint.hypothetical:
-            return imagine(str(path), checkpoint, wish, purpose)
-        near = Path(destination or path)
-        try:
-            return describe(str(path), draft(checkpoint, wish), near, purpose)
-        except MemoryBudgetError as error:
-            planned = describe(str(path), draft(checkpoint, replace(wish, memory=error.needed)), near, purpose)
-            assert planned.conversion is not None  # noqa: S101 - there is a draft
-            impossible = replace(planned.conversion, possible=False)
-            return replace(planned, warnings=(*planned.warnings, error.message), conversion=impossible)
+        explored = explore(subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
+        if explored is not None and wish.mesh is None and explored.found.ranked:
+            wish = _best(wish, explored.found.ranked[0])
+        planned = _planned(str(path), checkpoint, wish, purpose, Path(destination or path))
+        return replace(planned, explored=explored)
+
+
+def _best(wish: Wish, found: Candidate) -> Wish:
+    """The wish for the mesh that a search found."""
+    stages = ",".join(map(str, found.stages)) if found.mesh.degree("pp") > 1 else None
+    return replace(wish, mesh=found.mesh if found.mesh.world > 1 else None, stages=stages)
+
+
+def _planned(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, near: Path) -> Planned:
+    if checkpoint.hypothetical:
+        return imagine(path, checkpoint, wish, purpose)
+    try:
+        return describe(path, draft(checkpoint, wish), near, purpose)
+    except MemoryBudgetError as error:
+        planned = describe(path, draft(checkpoint, replace(wish, memory=error.needed)), near, purpose)
+        assert planned.conversion is not None  # noqa: S101 - there is a draft
+        impossible = replace(planned.conversion, possible=False)
+        return replace(planned, warnings=(*planned.warnings, error.message), conversion=impossible)
 
 
 def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None) -> Planned:
@@ -136,7 +155,7 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None)
         free_bytes=free_space(existing(near)),
     )
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    return _planned(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
+    return _result(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
@@ -145,10 +164,10 @@ def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> 
     mesh = wish.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
     stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)
-    return _planned(path, checkpoint, about, mesh, stages, purpose, "", {}, None)
+    return _result(path, checkpoint, about, mesh, stages, purpose, "", {}, None)
 
 
-def _planned(
+def _result(
     path: str,
     checkpoint: Checkpoint,
     about: Subject,
@@ -173,6 +192,7 @@ def _planned(
         ranks=ranks,
         replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
         forecast=forecast,
+        explored=None,
         conversion=conversion,
         warnings=checkpoint.manifest.warnings,
     )

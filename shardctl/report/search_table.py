@@ -1,0 +1,83 @@
+"""The meshes that a search compared, as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.report.grid import line, table
+from shardctl.report.sizes import memory_size, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from shardctl.memory.cost import Cost
+    from shardctl.memory.search import Candidate
+    from shardctl.verbs.searching import Explored
+
+_RANKED: Final = 8
+_REJECTED: Final = 6
+"""Lines that a person reads; `--detail tensor` and `--json` have them all."""
+
+
+def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableType]:
+    """The meshes that fit, the cheapest first, with what their time is spent on; and why others do not."""
+    found = explored.found
+    most = None if everything else _RANKED
+    parts: list[RenderableType] = []
+    if found.ranked:
+        head = f"{plural(len(found.ranked), 'mesh')} of {plural(found.devices, 'device')}".replace("meshs", "meshes")
+        cost = found.ranked[0].cost
+        by = f", by device-seconds per token on {cost.device} (modelled)" if cost else ", by memory"
+        parts.append(line(head + by, "bold"))
+        parts.append(table([_HEAD, *map(_row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2))
+        if most is not None and len(found.ranked) > most:
+            parts.append(line(f"  and {len(found.ranked) - most} more", "dim"))
+    else:
+        parts.append(line(f"no mesh of {plural(found.devices, 'device')} fits", "bold red"))
+    if explored.fewest is not None and explored.fewest.mesh.world != found.devices:
+        few = explored.fewest
+        parts.append(line(f"the fewest that fit: {plural(few.mesh.world, 'device')}, as {few.mesh}"))
+    least = None if everything else _REJECTED
+    rows = [(rejection.what, rejection.reason) for rejection in found.rejected[:least]]
+    if rows:
+        parts.append(line(f"not possible, or too large: {len(found.rejected):,}"))
+        parts.append(table(rows, indent=2))
+    return parts
+
+
+_HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
+
+
+def _row(one: Candidate) -> Sequence[str]:
+    spare = memory_size(one.slack) if one.estimate.budget is not None else ""
+    if one.cost is None:
+        return str(one.mesh), memory_size(one.peak), spare, "", "", ""
+    return (
+        str(one.mesh),
+        memory_size(one.peak),
+        spare,
+        _time(one.cost.seconds),
+        _time(one.cost.score),
+        _shares(one.cost),
+    )
+
+
+def _shares(cost: Cost) -> str:
+    """What takes a percent of the time or more, the most first."""
+    names = dict.fromkeys(share.name for share in cost.shares)
+    whole = cost.seconds or 1.0
+    rows = sorted(((100 * cost.share(name) / whole, name) for name in names), reverse=True)
+    return ", ".join(f"{name} {part:.0f} %" for part, name in rows if part >= 1)
+
+
+def _time(seconds: float) -> str:
+    """A span from microseconds to days.
+
+    >>> _time(0.0000123), _time(0.0456), _time(3.2)
+    ('12.3 us', '45.6 ms', '3.20 s')
+    """
+    if seconds < 1e-3:  # noqa: PLR2004
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

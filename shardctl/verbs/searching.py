@@ -1,0 +1,77 @@
+"""From a purpose and a number of devices to the meshes that are worth having."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.memory.cost import Cost, price
+from shardctl.memory.devices import Device, device
+from shardctl.memory.forecast import forecast
+from shardctl.memory.heaviest import Heaviest
+from shardctl.memory.legal import Law
+from shardctl.memory.search import SERVING, TRAINING, Candidate, Found, Space, search, smallest
+from shardctl.memory.workload import Serving, Training
+from shardctl.mesh import Mesh
+from shardctl.verbs.forecasting import workload
+
+if TYPE_CHECKING:
+    from shardctl.memory.estimate import Estimate
+    from shardctl.verbs.forecasting import Purpose, Subject
+
+_USUAL: Final = "h100-80g"
+"""Whose nodes and speed are assumed if no device is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explored:
+    """What was found among all meshes of some devices."""
+
+    found: Found
+    fewest: Candidate | None
+    """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explorer:
+    """What a search asks of each mesh."""
+
+    about: Subject
+    work: Serving | Training | None
+    device: Device
+    heaviest: Heaviest
+
+    def law(self) -> Law:
+        """Which degrees the model allows."""
+        return Law(self.about.inventory, self.work.sequence if isinstance(self.work, Training) else None)
+
+    def space(self) -> Space:
+        """What is tried."""
+        return Space(TRAINING if isinstance(self.work, Training) else SERVING, self.device.per_node)
+
+    def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
+        """What the heaviest rank of each stage needs."""
+        holdings = self.heaviest.hold(mesh, stages)
+        return forecast(holdings, self.about.anatomy, mesh, stages, self.work, dtype=self.about.dtype)
+
+    def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
+        """What a mesh costs, for a model whose layers are described."""
+        assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
+        assert self.work is not None  # noqa: S101
+        return price(self.about.anatomy, estimate, mesh, self.work, self.device, dtype=self.about.dtype)
+
+
+def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
+    """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
+
+    Raises UsageError for a purpose that contradicts itself.
+    """
+    work = workload(about, purpose, purpose.decided(mesh or Mesh.of()))
+    explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
+    law, space = explorer.law(), explorer.space()
+    budget = purpose.device.usable_bytes if purpose.device is not None else None
+    fewest = smallest(law, explorer.estimate, space=space, budget=budget) if budget is not None else None
+    devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
+    pricer = explorer.price if work is not None else None
+    found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget)
+    return Explored(found, fewest[1] if fewest else None)
