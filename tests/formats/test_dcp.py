@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import io
+import os
+import pickle
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from dcp_builder import Runs, changed
 from numpy.lib.stride_tricks import as_strided
 
 from shardctl import formats
+from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.manifest import Fill
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
 WHOLE = ("fsdp2", "tp", "fsdp-tp", "fsdp1", "flat", "alone", "accelerate", "kinds", "tied", "hf", "hf-whole")
@@ -86,3 +94,252 @@ def test_every_optimizer_state_is_what_torch_makes_of_it(name):
         found = groups[group["params"][0]]
         assert sorted(found.parameters) == sorted(group["params"])
         assert found.settings == {key: value for key, value in group.items() if key != "params"}
+
+
+# What is wrong has a verdict
+
+
+def first(metadata, key="model.norm.weight"):
+    """The place of a tensor of the fixture `tp`."""
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+def moved(**fields):
+    def change(metadata):
+        for name, value in fields.items():
+            setattr(first(metadata), name, value)
+
+    return change
+
+
+def overlapping(metadata):
+    tensor = metadata.state_dict_metadata["lm_head.weight"]
+    tensor.chunks[1].offsets = torch.Size((tensor.chunks[1].offsets[0] - 1, 0))
+
+
+def outside(metadata):
+    tensor = metadata.state_dict_metadata["lm_head.weight"]
+    tensor.chunks[1].offsets = torch.Size((40, 0))
+
+
+def twice(metadata):
+    """Two entries share the bytes of one."""
+    info = first(metadata)
+    other = first(metadata, "model.layers.0.input_layernorm.weight")
+    other.relative_path, other.offset, other.length = info.relative_path, info.offset, info.length
+
+
+def swapped(metadata):
+    """Metadata of another save: what is at the place has another shape."""
+    one, two = first(metadata), first(metadata, "model.embed_tokens.weight")
+    for field in ("relative_path", "offset", "length"):
+        a, b = getattr(one, field), getattr(two, field)
+        setattr(one, field, b)
+        setattr(two, field, a)
+
+
+def nowhere(metadata):
+    del metadata.storage_data[next(i for i in metadata.storage_data if i.fqn == "model.norm.weight")]
+
+
+def other_dtype(metadata):
+    metadata.state_dict_metadata["model.norm.weight"].properties.dtype = torch.int32
+
+
+def unknown_dtype(metadata):
+    metadata.state_dict_metadata["model.norm.weight"].properties.dtype = torch.complex128
+
+
+def boxless(metadata):
+    metadata.state_dict_metadata["model.norm.weight"].chunks = []
+
+
+def no_storage(metadata):
+    metadata.storage_data = None
+
+
+def with_planner(metadata):
+    metadata.planner_data = collections.Counter("abc")
+
+
+DAMAGED = {
+    "absolute path": (moved(relative_path="/etc/passwd"), HostileError, "not the name of a file beside it"),
+    "path upwards": (moved(relative_path="../tp/__0_0.distcp"), HostileError, "not the name of a file beside it"),
+    "windows path": (moved(relative_path="..\\__0_0.distcp"), HostileError, "not the name of a file beside it"),
+    "folder": (moved(relative_path="a/__0_0.distcp"), HostileError, "not the name of a file beside it"),
+    "no such file": (moved(relative_path="__7_0.distcp"), SourceError, "__7_0.distcp is missing"),
+    "offset too far": (moved(offset=1 << 40), SourceError, "should reach byte"),
+    "negative offset": (moved(offset=-1), SourceError, "is malformed"),
+    "length too long": (moved(length=1 << 40), SourceError, "should reach byte"),
+    "length too short": (moved(length=100), SourceError, "zip archive"),
+    "length is a flag": (moved(length=True), SourceError, "is malformed"),
+    "inside another": (moved(offset=100, length=900), HostileError, "lies inside another entry"),
+    "overlapping boxes": (overlapping, HostileError, "overlap in [23:24, 0:16]"),
+    "box outside": (outside, SourceError, "is not inside the shape [48, 16]"),
+    "one item twice": (twice, HostileError, "lies inside another entry"),
+    "of another save": (swapped, SourceError, "but the metadata says"),
+    "item without a place": (nowhere, SourceError, "does not say where 'model.norm.weight'"),
+    "another type": (other_dtype, SourceError, "is F32 [16], but the metadata says I32 [16]"),
+    "a type of torch alone": (unknown_dtype, UnsupportedError, "torch.complex128, which safetensors cannot hold"),
+    "no box": (boxless, SourceError, "without a box"),
+    "no storage": (no_storage, UnsupportedError, "a storage of its own"),
+    "a planner's class": (with_planner, UnsupportedError, "mentions collections.Counter"),
+    "zstd": (moved(transform_descriptors=["stream.zstd/1"]), UnsupportedError, "stream.zstd/1"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_metadata_that_lies_is_refused(name, tmp_path):
+    change, error, message = DAMAGED[name]
+    with pytest.raises(error) as caught:
+        scan(changed(FIXTURES / "tp", tmp_path / "bad", change))
+    assert message in caught.value.message
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("where", ["whole", "planner", "checkpoint id", "offset"])
+def test_metadata_that_runs_code_is_refused_and_does_not_run(where, protocol, tmp_path):
+    mark = tmp_path / "ran"
+
+    def change(metadata):
+        attack = Runs(os.system, f"touch {mark}")
+        if where == "whole":
+            return attack
+        if where == "planner":
+            metadata.planner_data = {"a": attack}
+        elif where == "checkpoint id":
+            metadata.storage_meta.checkpoint_id = attack
+        else:
+            first(metadata).offset = attack
+        return None
+
+    with pytest.raises(HostileError, match="runs code"):
+        scan(changed(FIXTURES / "tp", tmp_path / "bad", change, protocol))
+    assert not mark.exists()
+
+
+def test_getattr_chains_are_refused(tmp_path):
+    chain = Runs(getattr, Runs(getattr, dict, "__class__"), "__subclasses__")
+    with pytest.raises(HostileError):
+        scan(changed(FIXTURES / "tp", tmp_path / "bad", lambda _: chain))
+
+
+def test_an_item_that_runs_code_is_refused_and_does_not_run(tmp_path):
+    """An item's own pickle, not the metadata's."""
+    mark = tmp_path / "ran"
+    place = tmp_path / "bad"
+    buffer = io.BytesIO()
+    torch.save(Runs(os.system, f"touch {mark}"), buffer)
+
+    def change(metadata):
+        info = first(metadata)
+        info.relative_path, info.offset, info.length = "__9_0.distcp", 0, buffer.getbuffer().nbytes
+
+    changed(FIXTURES / "tp", place, change)
+    (place / "__9_0.distcp").write_bytes(buffer.getvalue())
+    with pytest.raises(HostileError, match="runs code"):
+        scan(place)
+    assert not mark.exists()
+
+
+def test_a_setting_that_runs_code_is_refused_and_does_not_run(tmp_path):
+    mark, place = tmp_path / "ran", tmp_path / "bad"
+    buffer = io.BytesIO()
+    torch.save(Runs(os.system, f"touch {mark}"), buffer)
+
+    def change(metadata):
+        info = first(metadata, "optim.param_groups.0.lr")
+        info.relative_path, info.offset, info.length = "__9_0.distcp", 0, buffer.getbuffer().nbytes
+
+    changed(FIXTURES / "fsdp2", place, change)
+    (place / "__9_0.distcp").write_bytes(buffer.getvalue())
+    with pytest.raises(HostileError, match="runs code"):
+        scan(place)
+    assert not mark.exists()
+
+
+def test_a_missing_file_is_named(tmp_path):
+    place = shutil.copytree(FIXTURES / "fsdp2", tmp_path / "bad")
+    (place / "__2_1.distcp").unlink()
+    with pytest.raises(SourceError, match=r"__2_1.distcp is missing, with parts of .* entries such as 'model\."):
+        scan(place)
+
+
+def test_a_file_cut_short_is_named(tmp_path):
+    place = shutil.copytree(FIXTURES / "fsdp2", tmp_path / "bad")
+    with (place / "__2_1.distcp").open("r+b") as file:
+        file.truncate(50_000)
+    with pytest.raises(SourceError, match=r"__2_1.distcp has 50,000 bytes, but '.*' should reach byte"):
+        scan(place)
+
+
+def test_a_save_that_did_not_finish_is_named(tmp_path):
+    place = shutil.copytree(FIXTURES / "fsdp2", tmp_path / "bad")
+    (place / ".metadata").unlink()
+    with pytest.raises(SourceError, match=r"__0_0.distcp is there, but .metadata is not") as caught:
+        scan(place)
+    assert "did not finish" in caught.value.hint
+
+
+def test_a_box_that_no_chunk_covers_is_named(tmp_path):
+    def change(metadata):
+        metadata.state_dict_metadata["lm_head.weight"].chunks.pop(1)
+
+    place = changed(FIXTURES / "tp", tmp_path / "bad", change)
+    shutil.copy(FIXTURES / "config.json", place)
+    with pytest.raises(
+        CoverageError, match=r"lm_head.weight \[48, 16\]: elements \[24:48, 0:16\] are stored in no file"
+    ):
+        reshard(place, tmp_path / "out")
+
+
+def test_the_metadata_of_ranks_that_save_alone_must_agree(tmp_path):
+    place = shutil.copytree(FIXTURES / "alone", tmp_path / "bad")
+    path = place / "__1.metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - our own fixture
+    metadata.state_dict_metadata["model.model.norm.weight"].size = torch.Size((17,))
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        SourceError, match=r"'model.model.norm.weight' is float32 \[16\] for one rank and float32 \[17\]"
+    ):
+        scan(place)
+
+
+def test_copies_of_ranks_that_save_alone_must_be_equal(tmp_path):
+    place = shutil.copytree(FIXTURES / "alone", tmp_path / "bad")
+    shutil.copy(FIXTURES / "config.json", place)
+    (chunk, _) = scan(place).tensors["model.norm.weight"].chunks
+    with (place / chunk.where.file).open("r+b") as file:
+        file.seek(chunk.where.offset)
+        file.write(b"\x01")
+    with pytest.raises(SourceError, match=r"model.norm.weight"):
+        reshard(place, tmp_path / "out")
+
+
+def test_several_checkpoints_in_one_folder_are_not_guessed_between(tmp_path):
+    shutil.copytree(FIXTURES / "tp", tmp_path / "pytorch_model_fsdp_0")
+    shutil.copytree(FIXTURES / "tp", tmp_path / "pytorch_model_fsdp_1")
+    with pytest.raises(SourceError, match="holds several checkpoints: pytorch_model_fsdp_0, pytorch_model_fsdp_1"):
+        scan(tmp_path)
+
+
+def test_an_optimizer_alone_is_no_model():
+    with pytest.raises(SourceError, match="holds states of an optimizer, and no weights") as caught:
+        scan(FIXTURES / "accelerate" / "optimizer_0")
+    assert "directory above" in caught.value.hint
+
+
+def test_nothing_of_torch_1_is_mistaken(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch.distributed._shard.checkpoint.metadata\nMetadata\n.")
+    with pytest.raises(UnsupportedError, match=r"torch 1\.12 or 1\.13"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"<html>", b"\0" * 64, b"\x80\x04"]
+)
+def test_metadata_that_is_none_is_named(content, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(SourceError, match=r"\.metadata"):
+        scan(tmp_path)

@@ -65,19 +65,24 @@ class Items:
             HostileError: it tries to run code or to exhaust the reader.
             UnsupportedError: its bytes were transformed, or written by another library.
         """
+        where = f"{item.file}: {key!r}"
+        if item.transforms:
+            raise UnsupportedError(
+                f"{where} was changed by {', '.join(map(ascii, item.transforms))} after it was saved",
+                hint="parts of such a stream cannot be read alone; load the checkpoint and save it without extensions",
+            )
         kind = _Shape(item.length, dtype.name, shape)
         known = self._known.get(kind)
         if known is not None and read(self._source, item.file, item.offset, len(known.head)) == known.head:
             return Region(item.file, item.offset + len(known.head), known.strides)
-        region = self._read(item, key, dtype, shape)
+        region = self._read(item, key, where, dtype, shape)
         start = region.offset - item.offset
         if 0 < start <= _HEAD:
             self._known[kind] = _Layout(read(self._source, item.file, item.offset, start), region.strides)
         return region
 
-    def _read(self, item: Item, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
-        where = f"{item.file}: {key!r}"
-        self._check_readable(item, where)
+    def _read(self, item: Item, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
+        self._check_magic(item, where)
         saved = read_zip(self._source, item.file, start=item.offset, size=item.length)
         view = as_tensor(saved.tree, where)
         if view is None:
@@ -91,12 +96,7 @@ class Items:
             raise UnsupportedError(f"{where} repeats elements: its strides make {view.storage.nbytes:,} bytes more")
         return saved.region(view, key)
 
-    def _check_readable(self, item: Item, where: str) -> None:
-        if item.transforms:
-            raise UnsupportedError(
-                f"{where} was changed by {', '.join(map(ascii, item.transforms))} after it was saved",
-                hint="parts of such a stream cannot be read alone; load the checkpoint and save it without extensions",
-            )
+    def _check_magic(self, item: Item, where: str) -> None:
         head = read(self._source, item.file, item.offset, min(item.length, len(MAGIC)))
         if head != MAGIC:
             raise UnsupportedError(
