@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -130,6 +131,24 @@ def test_what_encoders_and_decoders_are():
     assert all(layer.encoder for name in ("bert", "vit", "clip") for layer in anatomy(fixture(name)).layers)
     assert anatomy(fixture("whisper")).source_positions == 32
     assert anatomy(fixture("whisper")).positions == 16
+
+
+def test_codes_in_blocks_are_the_same_layers():
+    """gpt-oss as the Hub has it: its experts' matrices are four-bit codes, in tensors of other shapes."""
+    config = fixture("gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    assert anatomy(config) == anatomy(fixture("gpt_oss"))
+    assert all(layer.gated for layer in anatomy(config).layers)
+
+
+@pytest.mark.parametrize("name", [name for name in FIXTURES if not name.startswith("t5")])
+def test_heads_are_tied_that_transformers_ties(name):
+    """But for T5, which transformers 5 always declares tied (tests/models/test_families.py)."""
+    config = fixture(name)
+    kind = getattr(transformers, config["architectures"][0])
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_dict(config))
+    theirs = model.get_output_embeddings() is not None and bool(model.all_tied_weights_keys)
+    assert anatomy(config).tied == theirs
 
 
 def test_hybrids_by_layer():

@@ -202,6 +202,7 @@ def test_a_published_cache_of_the_llama_3_1_series():
         ("Llama-3.1-70B", 8, 327_680 // 8),
         ("Llama-3.1-70B", 16, 327_680 // 8),  # each head is on two ranks
         ("Llama-3.1-70B", 64, 327_680 // 8),
+        ("Llama-3.1-70B", 5, 327_680 // 4),  # the heaviest rank has two heads
         ("GPT-3", 8, 4_718_592 // 8),
         ("DeepSeek-V3", 8, 70_272),  # all heads share the latent
     ],
