@@ -10,6 +10,7 @@ from shardctl.memory.term import CATEGORIES, Category, total
 from shardctl.mesh import HOLDING
 from shardctl.report.memory_bars import heaviest
 from shardctl.report.planning import verdict, workload
+from shardctl.report.search_table import row
 from shardctl.report.sizes import count, file_size, memory_size, plural
 from shardctl.report.visible import visible
 
@@ -49,7 +50,14 @@ code{font-size:.92em}@media print{body{margin:0;max-width:none}}
 def page(planned: Planned) -> str:
     """The whole page."""
     title = f"{planned.architecture or 'checkpoint'} on {planned.mesh}"
-    parts = [*_head(planned), *_memory(planned), *_mesh(planned), *_formulas(planned), *_conversion(planned)]
+    parts = [
+        *_head(planned),
+        *_memory(planned),
+        *_mesh(planned),
+        *_alternatives(planned),
+        *_formulas(planned),
+        *_conversion(planned),
+    ]
     body = "\n".join(parts)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
@@ -125,6 +133,17 @@ def _mesh(planned: Planned) -> Iterator[str]:
     yield "</div>"
     if mesh.world > _DRAWN:
         yield f'<p class="dim">and {mesh.world - _DRAWN:,} more ranks</p>'
+
+
+def _alternatives(planned: Planned) -> Iterator[str]:
+    if planned.explored is None:
+        return
+    found = planned.explored.found
+    yield f"<h2>{plural(len(found.ranked), 'alternative')} on {plural(found.devices, 'device')}, the cheapest first</h2>"
+    head = ("mesh", "memory", "to spare", "time of a step or token", "device-seconds per token", "of which")
+    yield from _table(head, (map(_text, row(one)) for one in found.ranked))
+    yield f"<h2>Not possible, or too large: {len(found.rejected):,}</h2>"
+    yield from _table(("mesh", "why not"), ((_text(one.what), _text(one.reason)) for one in found.rejected))
 
 
 def _formulas(planned: Planned) -> Iterator[str]:

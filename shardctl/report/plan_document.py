@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from shardctl.memory.term import total
 from shardctl.memory.workload import Serving
 from shardctl.report.documents import Document, head, mesh_fields
 
 if TYPE_CHECKING:
-    from shardctl.memory.estimate import Estimate, RankEstimate
+    from shardctl.memory.cost import Cost
+    from shardctl.memory.estimate import Estimate
+    from shardctl.memory.search import Candidate
     from shardctl.memory.term import Term, Tier
     from shardctl.verbs.forecasting import Forecast
-    from shardctl.verbs.plan import Planned, RankPlan
+    from shardctl.verbs.plan import Planned
+    from shardctl.verbs.searching import Explored
 
 
 def planned(result: Planned) -> Document:
@@ -27,7 +31,12 @@ def rehearsed(result: Planned, destination: str) -> Document:
 
 def plan_fields(result: Planned) -> Document:
     """The plan itself, for `plan` and for `reshard --dry-run`."""
-    needs = result.forecast.estimate.ranks
+    groups: list[tuple[Term, ...]] = []
+    places = []
+    for need in result.forecast.estimate.ranks:
+        if need.terms not in groups:
+            groups.append(need.terms)
+        places.append(groups.index(need.terms))
     return {
         "path": result.path,
         "layout": result.layout,
@@ -36,25 +45,28 @@ def plan_fields(result: Planned) -> Document:
         "weight_bytes": result.weight_bytes,
         "mesh": mesh_fields(result.mesh),
         "stages": [asdict(stage) for stage in result.stages],
-        "ranks": [_rank(rank, need) for rank, need in zip(result.ranks, needs, strict=True)],
+        "ranks": [asdict(rank) | {"needs": place} for rank, place in zip(result.ranks, places, strict=True)],
+        "needs": [_needs(terms) for terms in groups],
         "replication": result.replication,
         "purpose": _purpose(result.forecast),
         "device": _device(result.forecast),
         "verdict": _verdict(result.forecast.estimate),
+        "search": _search(result.explored) if result.explored else None,
         "conversion": asdict(result.conversion) if result.conversion else None,
         "warnings": list(result.warnings),
     }
 
 
-def _rank(rank: RankPlan, need: RankEstimate) -> Document:
+def _needs(terms: tuple[Term, ...]) -> Document:
+    """What each of some ranks needs, by tier and term by term; of what is on the device always."""
     tiers: tuple[Tier, ...] = ("device", "host", "nvme")
-    sums = {tier: need.total(tier) for tier in tiers}
+    sums = {tier: total(terms, tier) for tier in tiers}
     totals = {
         tier: {"total_bytes": s.nbytes, "low_bytes": s.low, "high_bytes": s.high, "exact": s.exact}
         for tier, s in sums.items()
         if tier == "device" or s.nbytes
     }
-    return asdict(rank) | {"needs": totals, "terms": [_term(term) for term in need.terms]}
+    return {"totals": totals, "terms": [_term(term) for term in terms]}
 
 
 def _term(term: Term) -> Document:
@@ -100,4 +112,38 @@ def _verdict(estimate: Estimate) -> Document:
         "budget_bytes": estimate.budget,
         "fits": estimate.fits,
         "certain": estimate.certain,
+    }
+
+
+def _search(explored: Explored) -> Document:
+    found, fewest = explored.found, explored.fewest
+    return {
+        "devices": found.devices,
+        "ranked": [_candidate(one) for one in found.ranked],
+        "rejected": [
+            {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected
+        ],
+        "fewest": _candidate(fewest) if fewest else None,
+    }
+
+
+def _candidate(one: Candidate) -> Document:
+    return {
+        "mesh": mesh_fields(one.mesh),
+        "stages": list(one.stages),
+        "peak_bytes": one.peak,
+        "spare_bytes": one.slack if one.estimate.budget is not None else None,
+        "cost": _cost(one.cost) if one.cost else None,
+    }
+
+
+def _cost(cost: Cost) -> Document:
+    return {
+        "device": cost.device,
+        "seconds": cost.seconds,
+        "tokens": cost.tokens,
+        "device_seconds_per_token": cost.score,
+        "shares": [
+            {"name": s.name, "seconds": s.seconds, "moved_bytes": s.nbytes, "formula": s.formula} for s in cost.shares
+        ],
     }

@@ -31,7 +31,7 @@ def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableT
         cost = found.ranked[0].cost
         by = f", by device-seconds per token on {cost.device} (modelled)" if cost else ", by memory"
         parts.append(line(head + by, "bold"))
-        parts.append(table([_HEAD, *map(_row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2))
+        parts.append(table([_HEAD, *map(row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2))
         if most is not None and len(found.ranked) > most:
             parts.append(line(f"  and {len(found.ranked) - most} more", "dim"))
     else:
@@ -50,7 +50,8 @@ def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableT
 _HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
 
 
-def _row(one: Candidate) -> Sequence[str]:
+def row(one: Candidate) -> Sequence[str]:
+    """A mesh: what its heaviest rank needs and has to spare, its time, and what that is spent on."""
     spare = memory_size(one.slack) if one.estimate.budget is not None else ""
     if one.cost is None:
         return str(one.mesh), memory_size(one.peak), spare, "", "", ""

@@ -1,0 +1,119 @@
+"""What `plan` forecasts: its JSON is what its schema says, its page stands alone, and its exit code is its answer."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ROOT / "fixtures" / "configs_public"
+SCHEMA = json.loads((ROOT / "docs" / "schema" / "plan.json").read_text())
+CONFIGS = sorted(PUBLIC.glob("*.json")) + sorted((ROOT / "fixtures" / "configs").glob("*.json"))
+LLAMA = PUBLIC / "llama-3.1-8b.json"
+
+
+def checked(text: str) -> dict:
+    document = json.loads(text)
+    jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
+    return document
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_architecture_gives_a_document_that_the_schema_describes(say, config):
+    found = say("plan", config, "--json")
+    document = checked(found.out)
+    assert found.code == 0
+    weights = sum(t["term_bytes"] for t in document["ranks"][0]["terms"] if t["category"] == "weights")
+    assert weights >= document["weight_bytes"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--tp", "8", "--gpu", "h100-80g"),
+        ("--tp", "2", "--pp", "4", "--kv-dtype", "fp8", "--batch", "64", "--gpu", "24GiB"),
+        ("--fsdp", "8", "--recompute", "full", "--gpu", "a100-80g"),
+        ("--mesh", "pp=2,dp=2,tp=4", "--zero", "1", "--profile", "megatron", "--microbatches", "8"),
+        ("--dp", "4", "--zero", "3", "--profile", "deepspeed", "--offload", "cpu"),
+        ("--tp", "2", "--search", "--gpus", "8", "--gpu", "h100-80g"),
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_every_kind_of_answer_is_what_the_schema_describes(say, options):
+    found = say("plan", LLAMA, *options, "--json")
+    document = checked(found.out)
+    assert found.code == document["exit_code"]
+    assert document["status"] == ("no" if found.code == 3 else "ok")
+
+
+def test_failures_are_what_the_schema_describes(say):
+    found = say("plan", LLAMA, "--tp", "5", "--json")
+    assert checked(found.out)["exit_code"] == found.code == 2
+
+
+def test_the_schema_refuses_what_it_does_not_describe(say):
+    document = json.loads(say("plan", LLAMA, "--json").out)
+    document["ranks"][0]["weight_bytes"] = -1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
+
+
+def test_it_is_refused_when_it_does_not_fit(say):
+    large = say("plan", PUBLIC / "llama-3.1-70b.json", "--gpu", "a10g", "--json")
+    assert large.code == 3
+    verdict = checked(large.out)["verdict"]
+    assert verdict["fits"] is False
+    assert verdict["total_bytes"] > verdict["budget_bytes"]
+    assert say("plan", LLAMA, "--gpu", "h100-80g").code == 0
+
+
+class _Page(HTMLParser):
+    """Collects what a page refers to, and whether its elements are closed."""
+
+    VOID = frozenset({"meta", "br", "i"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        self.links += [value for name, value in attrs if name in {"src", "href", "data", "action"}]
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone(say, tmp_path):
+    page = tmp_path / "plan.html"
+    options = ("--mesh", "pp=2,fsdp=2,tp=2", "--gpu", "h100-80g", "--search", "--report", page)
+    assert say("plan", LLAMA, *options).code == 0
+    text = page.read_text()
+    parser = _Page()
+    parser.feed(text)
+    assert parser.open == []
+    assert parser.links == []
+    assert "script" not in parser.seen
+    assert "link" not in parser.seen
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "The mesh: pp2 x fsdp2 x tp2" in text
+    for formula in ("stage 0", "stage 1", "weights"):
+        assert formula in text
+
+
+def test_a_path_cannot_inject_markup_into_the_page(say, tmp_path):
+    folder = tmp_path / "<img src=x onerror=alert(1)>"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(LLAMA.read_bytes())
+    page = tmp_path / "plan.html"
+    assert say("plan", folder, "--report", page).code == 0
+    assert "<img" not in page.read_text()
