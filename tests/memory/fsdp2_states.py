@@ -1,4 +1,5 @@
-"""A program that shards a model as single ranks of many and prints the bytes of its states, by torch's own storages.
+"""A program that shards a model as single ranks of many and prints the bytes of its states, by torch's own storages,
+and of what it gathers, by torch's own tracker.
 
 The ranks are fake: collectives do nothing, which leaves sizes as they are.
 """
@@ -10,10 +11,11 @@ import sys
 import warnings
 from pathlib import Path
 
-import bitsandbytes
 import torch
 import torch.distributed as dist
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,17 +27,18 @@ def storage(tensors):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}.values())
 
 
-def sharded(ranks, rank, path):
+def joined(ranks, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    config = transformers.LlamaConfig.from_dict(json.loads(Path(path).read_text()))
+    return init_device_mesh("cpu", (ranks,))
+
+
+def sharded(mesh, path):
+    config = transformers.LlamaConfig.from_dict(json.loads(Path(path).read_text()) | {"use_cache": False})
     model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    tokens = torch.zeros((1, 8), dtype=torch.long)
-    model(input_ids=tokens, labels=tokens).loss.backward()
     return model
 
 
@@ -67,7 +70,11 @@ def muon(model):
 
 
 def measured(ranks, rank, path):
-    model = sharded(ranks, rank, path)
+    import bitsandbytes
+
+    model = sharded(joined(ranks, rank), path)
+    tokens = torch.zeros((1, 8), dtype=torch.long)
+    model(input_ids=tokens, labels=tokens).loss.backward()
     parameters = list(model.parameters())
     found = {
         "parameters": sum(p._local_tensor.untyped_storage().nbytes() for p in parameters),
@@ -86,10 +93,30 @@ def measured(ranks, rank, path):
     return found
 
 
+def peak(path):
+    """Bytes by kind when a forward and a backward pass of one rank of four need most, by torch's own tracker."""
+    mesh = joined(4, 0)
+    with FakeTensorMode():
+        model = sharded(mesh, path)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tracker = FSDPMemTracker(model, optimizer)
+        tokens = torch.zeros((1, 8), dtype=torch.long)
+        tracker.track_inputs((tokens,))
+        with tracker:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()  # the first pass sets up what the later ones find
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    (found,) = tracker.get_tracker_snapshot("peak").values()
+    dist.destroy_process_group()
+    return {getattr(kind, "name", kind): nbytes for kind, nbytes in found.items()}
+
+
 def main():
     warnings.simplefilter("ignore")
     path, *places = sys.argv[1:]
-    print(json.dumps([measured(*map(int, place.split("/")), path) for place in places]))
+    print(json.dumps([measured(*map(int, place.split("/")), path) for place in places] if places else peak(path)))
 
 
 if __name__ == "__main__":

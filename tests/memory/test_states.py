@@ -254,24 +254,26 @@ def test_units_that_are_gathered():
 
 
 SHARDED = Path(__file__).with_name("fsdp2_states.py")
+CODED = {"vocab_size": 150}
+"""Enough rows for states in 8 bits."""
+DEEPER = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+PLACES = [(1, 0), (7, 0), (7, 6)]
+"""Ranks, and which of them; among 7 nothing divides evenly, and the last has nothing of some tensors."""
+
+
+def fsdp2(place, changes, *ranks):
+    """What torch says of a Llama that FSDP2 shards."""
+    path = place / "config.json"
+    path.write_text(json.dumps(json.loads((CONFIGS / "llama.json").read_text()) | changes))
+    said = subprocess.run([sys.executable, SHARDED, path, *ranks], check=True, capture_output=True, text=True)
+    return json.loads(said.stdout.splitlines()[-1])
 
 
 def test_fsdp2_states_to_the_byte(tmp_path):
-    """torch 2.13, fully_shard: storage of parameters and gradients, and states of optimizers, on one rank of many.
-
-    Among 7 ranks nothing divides evenly, and the last has nothing of some tensors. bitsandbytes 0.50 allocates.
-    """
-    changes = {"vocab_size": 150}  # enough for states in 8 bits
-    config, places = tmp_path / "config.json", [(1, 0), (4, 0), (7, 0), (7, 6)]
-    config.write_text(json.dumps(json.loads((CONFIGS / "llama.json").read_text()) | changes))
-    said = subprocess.run(
-        [sys.executable, SHARDED, config, *(f"{ranks}/{rank}" for ranks, rank in places)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    inventory = of_config("llama", **changes)
-    for (ranks, rank), sizes in zip(places, json.loads(said.splitlines()[-1]), strict=True):
+    """torch 2.13, fully_shard: storage of parameters and gradients, and states of optimizers, bitsandbytes' too."""
+    inventory = of_config("llama", **CODED)
+    said = fsdp2(tmp_path, CODED, *(f"{ranks}/{rank}" for ranks, rank in PLACES))
+    for (ranks, rank), sizes in zip(PLACES, said, strict=True):
         for name, nbytes in sizes["optimizers"].items():
             found = terms(inventory, f"fsdp={ranks}", rank=rank, optimizer=name)
             by_name = {t.name: t for t in found}
@@ -279,3 +281,16 @@ def test_fsdp2_states_to_the_byte(tmp_path):
             assert by_name["F32 gradients"].nbytes == sizes["gradients"]
             assert sum(t.nbytes for t in found if t.category == "optimizer") == nbytes, (name, ranks, rank)
             assert all(t.exact for t in found if t.category == "optimizer")
+
+
+def test_fsdp2_units_as_torch_tracks_them(tmp_path):
+    """torch 2.13, FSDPMemTracker: what is gathered and what waits to be reduced at the peak of a backward pass.
+
+    The tracker counts the gradients of activations with those of parameters that are not yet reduced.
+    """
+    found = {t.name: t for t in terms(of_config("llama", **DEEPER), "fsdp=4", optimizer="sgd")}
+    peak = fsdp2(tmp_path, DEEPER)
+    assert found["gathered units"].nbytes == peak["UNSHARDED_PARAM"] + peak["ALL_GATHER"]
+    assert found["F32 weights"].nbytes == peak["SHARDED_PARAM"]
+    waiting = peak["UNSHARDED_GRAD"] + peak["TEMP"] + peak["REDUCE_SCATTER"]
+    assert found["gradients before they are shared"].nbytes == pytest.approx(waiting, rel=0.03)
