@@ -139,7 +139,7 @@ def _alternatives(planned: Planned) -> Iterator[str]:
     if planned.explored is None:
         return
     found = planned.explored.found
-    yield f"<h2>{plural(len(found.ranked), 'alternative')} on {plural(found.devices, 'device')}, the cheapest first</h2>"
+    yield f"<h2>Alternatives on {plural(found.devices, 'device')}, the cheapest first: {len(found.ranked):,}</h2>"
     head = ("mesh", "memory", "to spare", "time of a step or token", "device-seconds per token", "of which")
     yield from _table(head, (map(_text, row(one)) for one in found.ranked))
     yield f"<h2>Not possible, or too large: {len(found.rejected):,}</h2>"
@@ -176,8 +176,8 @@ def _conversion(planned: Planned) -> Iterator[str]:
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     """A table; a cell that begins with a digit is aligned to the right, and cells are HTML already."""
     yield "<table><tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
-    for row in rows:
-        cells = (f'<td class="n">{cell}</td>' if cell[:1].isdigit() else f"<td>{cell}</td>" for cell in row)
+    for line in rows:
+        cells = (f'<td class="n">{cell}</td>' if cell[:1].isdigit() else f"<td>{cell}</td>" for cell in line)
         yield "<tr>" + "".join(cells) + "</tr>"
     yield "</table>"
 

@@ -85,10 +85,16 @@ def _term(term: Term) -> Document:
 
 
 def _purpose(seen: Forecast) -> Document:
-    if seen.work is None:
-        return {"use": None, "why_not": seen.unmodelled, "workload": None}
-    use = "serve" if isinstance(seen.work, Serving) else "train"
-    return {"use": use, "why_not": "", "workload": asdict(seen.work)}
+    use = None
+    if seen.work is not None:
+        use = "serve" if isinstance(seen.work, Serving) else "train"
+    return {
+        "use": use,
+        "why_not": seen.unmodelled,
+        "workload": asdict(seen.work) if seen.work is not None else None,
+        "longest_context": seen.longest_context,
+        "largest_batch": seen.largest_batch,
+    }
 
 
 def _device(seen: Forecast) -> Document | None:

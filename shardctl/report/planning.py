@@ -52,8 +52,17 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
     parts += bars(seen.estimate)
     if detail == "tensor":
         parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
+    if seen.longest_context is not None and seen.largest_batch is not None:
+        parts.append(line(_room(seen.longest_context, seen.largest_batch, seen.work)))
     parts.append(line(verdict(planned), "bold green" if seen.estimate.fits else "bold red" if seen.device else ""))
     return parts
+
+
+def _room(context: int, batch: int, work: Serving | Training) -> str:
+    """What would fit instead."""
+    assert isinstance(work, Serving)  # noqa: S101 - only serving has a cache
+    at_once = plural(work.batch, "sequence")
+    return f"room for {plural(batch, 'sequence')} of {work.context:,} tokens, or {at_once} of {context:,} tokens"
 
 
 def verdict(planned: Planned) -> str:

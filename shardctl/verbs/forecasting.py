@@ -9,6 +9,7 @@ from shardctl.errors import UnsupportedError, UsageError
 from shardctl.memory.forecast import forecast
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import Inventory, take_stock
+from shardctl.memory.serving import largest_batch, longest_context
 from shardctl.memory.workload import Serving, Training
 from shardctl.models import Config
 from shardctl.placement import Spec
@@ -80,6 +81,10 @@ class Forecast:
     device: Device | None = None
     unmodelled: str = ""
     """Why only the weights are stated, if so."""
+    longest_context: int | None = None
+    """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
+    largest_batch: int | None = None
+    """The most sequences that fit at this context; None likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +125,18 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype)
     if purpose is None:
         return Forecast(estimate, None, about.dtype)
-    if purpose.device is not None:
-        estimate = estimate.within(purpose.device.usable_bytes)
-    return Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled)
+    seen = Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled)
+    if purpose.device is None:
+        return seen
+    budget = purpose.device.usable_bytes
+    seen = replace(seen, estimate=estimate.within(budget))
+    if not isinstance(work, Serving) or about.anatomy is None:
+        return seen
+    limits = [
+        most(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
+        for most in (longest_context, largest_batch)
+    ]
+    return replace(seen, longest_context=limits[0], largest_batch=limits[1])
 
 
 def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:
