@@ -254,10 +254,11 @@ def _cp(law: Law) -> int:
 
 
 def _fsdp(rest: int, inner: int, space: Space) -> list[int]:
+    """Degrees of fsdp, of which dp multiplies each to `rest`."""
+    if "dp" not in space.axes:
+        return [rest] if rest == 1 or "fsdp" in space.axes else []
     if "fsdp" not in space.axes:
         return [1]
-    if "dp" not in space.axes:
-        return [rest]
     near = space.per_node // inner if inner <= space.per_node else 1
     return sorted({1, rest, near if near and rest % near == 0 else 1})
 

@@ -14,7 +14,7 @@ from shardctl.memory.holding import hold
 from shardctl.mesh import Mesh
 
 CONFIGS = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.json"))
-MESHES = ("tp=2", "pp=2,fsdp=2,tp=2", "dp=2,fsdp=3", "fsdp=2,tp=2,ep=2", "dp=2,cp=2,tp=1,ep=2,etp=1", "tp=2,pp=2")
+MESHES = ("tp=2", "pp=2,fsdp=3", "tp=2,pp=2,fsdp=2,dp=2,ep=2")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -1,0 +1,204 @@
+"""A search tries every mesh people would, ranks what fits, and says of each other mesh why not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, QWEN2_7B, deepseek_v3, llama_405b, stock
+
+from shardctl.errors import UsageError
+from shardctl.memory.cost import price
+from shardctl.memory.devices import GIB, device
+from shardctl.memory.estimate import gather
+from shardctl.memory.heaviest import Heaviest
+from shardctl.memory.legal import Law
+from shardctl.memory.search import SERVING, TRAINING, Bulk, Space, first_fit, meshes, search, smallest
+from shardctl.memory.term import Term
+from shardctl.memory.workload import Serving, Training
+from shardctl.mesh import Mesh
+from shardctl.models.anatomy import anatomy
+
+H100 = device("h100")
+SERVE, TRAIN = Space(SERVING), Space(TRAINING)
+
+
+def estimator(inventory, factor=1):
+    """Each rank needs `factor` times its weights."""
+    heaviest = Heaviest(inventory)
+
+    def estimate(mesh, stages):
+        holdings = heaviest.hold(mesh, stages)
+        return gather(holdings, [(Term("states", "weights", one.nbytes * factor),) for one in holdings])
+
+    return estimate
+
+
+@cache
+def few_layers():
+    return stock({**DEEPSEEK_V3, "num_hidden_layers": 8})
+
+
+def pricer(config, work):
+    parts = anatomy(config)
+    return lambda mesh, _stages, estimate: price(parts, estimate, mesh, work, H100)
+
+
+def test_every_mesh_of_the_devices_is_there_once_and_is_allowed():
+    law = Law(stock(LLAMA_3_8B), 32768)
+    found = list(meshes(16, law, TRAIN))
+    assert len(set(found)) == len(found)
+    assert all(mesh.world == 16 for mesh in found)
+    assert all(law.refuse(mesh) is None for mesh in found)
+    degrees = [1, 2, 4, 8, 16]
+    for pp, shared, cp, tp in product(degrees, degrees, [1, 2, 4, 8], [1, 2, 4, 8]):
+        if pp * shared * cp * tp == 16:
+            assert Mesh.of(pp=pp, dp=shared, cp=cp, tp=tp) in found
+            assert Mesh.of(pp=pp, fsdp=shared, cp=cp, tp=tp) in found
+    assert Mesh.of(dp=2, fsdp=8) in found
+    assert Mesh.of(dp=2, fsdp=4, tp=2) in found
+
+
+def test_experts_are_divided_over_tp_a_node_or_a_stage():
+    found = {str(mesh) for mesh in meshes(32, Law(deepseek_v3()), SERVE) if str(mesh).startswith("dp8 x tp4")}
+    assert found == {
+        "dp8 x tp4",
+        "dp8 x tp4 x ep4",
+        "dp8 x tp4 x ep8",
+        "dp8 x tp4 x ep32",
+        "dp8 x tp4 x ep2 x etp4",
+        "dp8 x tp4 x ep8 x etp4",
+    }
+
+
+def test_only_what_a_space_has_is_tried():
+    law = Law(stock(LLAMA_3_8B), 32768)
+    assert {str(mesh) for mesh in meshes(4, law, Space(frozenset({"tp"})))} == {"tp4"}
+    assert not list(meshes(16, law, Space(frozenset({"tp"}))))
+    assert {str(mesh) for mesh in meshes(4, law, Space(frozenset({"tp", "dp"})))} == {"dp4", "dp2 x tp2", "tp4"}
+    assert all(mesh.degree("tp") <= 2 for mesh in meshes(16, law, replace(SERVE, per_node=2)))
+    short = [mesh for mesh in meshes(16, Law(stock(LLAMA_3_8B), 4096), TRAIN) if mesh.degree("cp") > 1]
+    assert short == []
+
+
+def test_what_does_not_fit_says_by_how_much():
+    inventory = stock(LLAMA_3_70B)
+    found = search(2, Law(inventory), estimator(inventory), space=SERVE, budget=H100.usable_bytes)
+    assert [str(one.mesh) for one in found.ranked] == ["pp2", "tp2"]
+    (rejected,) = found.rejected
+    assert (rejected.what, rejected.why) == ("dp2", "memory")
+    assert rejected.reason == "its weights alone take at least 131.4 GiB of 79.2 GiB on some rank"
+    assert rejected.over == inventory.nbytes - H100.usable_bytes
+    tight = search(2, Law(inventory), estimator(inventory, 2), space=SERVE, budget=H100.usable_bytes)
+    assert tight.ranked == ()
+    by_name = {one.what: one for one in tight.rejected}
+    heaviest = max(one.nbytes for one in Heaviest(inventory).hold(Mesh.of(tp=2), (80,)))
+    assert by_name["tp2"].over == 2 * heaviest - H100.usable_bytes
+    assert by_name["tp2"].reason == "rank tp0 needs 131.4 GiB, 52.2 GiB more than there are"
+    assert [one.over for one in tight.rejected] == sorted(one.over for one in tight.rejected)
+
+
+def test_what_is_not_possible_says_why():
+    inventory = stock(QWEN2_7B)
+    found = search(32, Law(inventory), estimator(inventory), space=SERVE)
+    impossible = {one.what: one for one in found.rejected}
+    assert impossible["tp=8"].why == "illegal"
+    assert "28 attention heads; tp can be 1, 2, 4" in impossible["tp=8"].reason
+    assert impossible["tp=16"].why == impossible["tp=32"].why == "node"
+    assert impossible["tp=16"].reason == "tp=16 would leave the node of 8 devices"
+    assert "needs at least 32 layers" in impossible["pp=32"].reason
+    assert all(one.mesh.degree("tp") <= 4 for one in found.ranked)
+
+
+def test_what_the_estimate_refuses_is_a_reason():
+    inventory = stock(LLAMA_3_8B)
+
+    def refusing(mesh, stages):
+        if mesh.degree("pp") > 1:
+            raise UsageError("no pipelines today")
+        return estimator(inventory)(mesh, stages)
+
+    found = search(2, Law(inventory), refusing, space=SERVE)
+    assert [(one.what, one.reason) for one in found.rejected] == [("pp2", "no pipelines today")]
+    assert {str(one.mesh) for one in found.ranked} == {"tp2", "dp2"}
+    assert first_fit(2, Law(inventory), refusing, space=Space(frozenset({"pp"})), budget=1 << 50) is None
+
+
+def test_the_cheapest_comes_first_and_says_why():
+    inventory = stock(LLAMA_3_70B)
+    work = Serving(context=4096)
+    found = search(
+        8, Law(inventory), estimator(inventory), pricer(LLAMA_3_70B, work), space=SERVE, budget=H100.usable_bytes
+    )
+    scores = [one.cost.score for one in found.ranked]
+    assert scores == sorted(scores)
+    assert len(set(scores)) > 1
+    assert str(found.ranked[0].mesh) == "dp4 x tp2"
+    assert {"weights read", "activations between tp ranks"} <= {share.name for share in found.ranked[0].cost.shares}
+    assert all(0 <= one.slack == H100.usable_bytes - one.peak for one in found.ranked)
+
+
+def test_llama_405b_trains_on_the_mesh_that_is_known_to_work():
+    inventory = llama_405b()
+    # 128 devices hold 18 bytes per parameter of a 128th each, and little more: uneven stages must not break it.
+    found = search(128, Law(inventory, 8192), estimator(inventory, 9), space=TRAIN, budget=H100.usable_bytes)
+    known = next(one for one in found.ranked if one.mesh == Mesh.of(pp=16, tp=8))
+    assert known.stages == (7, *[8] * 14, 7)
+    assert known.slack > 0
+
+
+def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
+    inventory = stock(LLAMA_3_70B)
+    law = Law(inventory)
+    budget = H100.usable_bytes
+    devices, one = smallest(law, estimator(inventory), space=SERVE, budget=budget)
+    assert (devices, one.mesh.world) == (2, 2)
+    assert smallest(law, estimator(inventory), space=SERVE, budget=inventory.nbytes)[0] == 1
+    devices, one = smallest(Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget)
+    assert (devices, one.mesh.world) == (88, 88)
+    assert first_fit(80, Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
+    assert smallest(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
+
+
+def test_stages_are_balanced_by_bytes():
+    inventory = stock(LLAMA_3_8B)
+    stages = Bulk(inventory).stages(Mesh.of(pp=4))
+    assert sum(stages) == 32
+    # The head weighs more than two layers, and so does the embedding.
+    assert stages[0] < stages[1]
+    assert stages[-1] < stages[1]
+
+
+@pytest.mark.parametrize("text", ["tp=8", "pp=4,tp=2", "fsdp=8", "dp=8,ep=8", "dp=4,tp=2,ep=4,etp=2", "fsdp=8,ep=4"])
+def test_some_rank_has_at_least_the_least(text):
+    mesh, inventory = Mesh.parse(text), few_layers()
+    bulk = Bulk(inventory)
+    most = max(one.nbytes for one in Heaviest(inventory).hold(mesh, bulk.stages(mesh)))
+    assert 0.6 * most < bulk.least(mesh) <= most
+
+
+def test_64_devices_for_405b_are_searched_in_two_seconds():
+    inventory = llama_405b()
+    work = Training(sequence=8192, profile="megatron")
+    started = time.process_time()
+    found = search(
+        64,
+        Law(inventory, 8192),
+        estimator(inventory, 4),
+        pricer(LLAMA_3_405B, work),
+        space=TRAIN,
+        budget=H100.usable_bytes,
+    )
+    assert found.ranked
+    assert time.process_time() - started < 2
+
+
+def test_a_search_over_experts_stays_bounded():
+    law = Law(deepseek_v3(), 8192)
+    assert len(list(meshes(64, law, TRAIN))) < 400
+    assert len(list(meshes(2048, law, TRAIN))) < 1000
+    found = search(64, law, estimator(deepseek_v3(), 9), space=TRAIN, budget=H100.usable_bytes)
+    assert found.estimated < len(list(meshes(64, law, TRAIN)))
