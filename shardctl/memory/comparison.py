@@ -1,0 +1,105 @@
+"""The table that introductions to sharding show: what each way to share a model's states leaves on a device.
+
+Rajbhandari et al. 2020 (ZeRO), sec. 3 and 5, figure 1 and table 1; what they send: sec. 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+from shardctl.memory.communication import sent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.inventory import Inventory
+
+SOURCE: Final = "Rajbhandari et al. 2020, sec. 5 and 7"
+_OPTIMIZER, _GRADIENTS, _PARAMETERS = 1, 2, 3
+"""The ZeRO stage from which on each is shared."""
+_FORMULAS: Final = (
+    ("data parallel", "(w + g + k) * P"),
+    ("ZeRO-1", "(w + g) * P + k * P / N"),
+    ("ZeRO-2", "w * P + (g + k) * P / N"),
+    ("ZeRO-3", "(w + g + k) * P / N"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to share model states among data-parallel devices."""
+
+    name: str
+    zero: int
+    """Its stage; 0 for plain data parallelism."""
+    nbytes: int
+    """Bytes of model states on each device: parameters, gradients and optimizer states."""
+    reduction: float
+    """How many times less that is than without sharing."""
+    sent_bytes: int
+    """Bytes that each device sends in a step."""
+    relative: float
+    """Those over what plain data parallelism sends; 1 on one device, which sends nothing."""
+    formula: str
+    inputs: Mapping[str, float]
+    source: str = SOURCE
+
+
+def compare(
+    inventory: Inventory, devices: int, *, parameter: float = 2, gradient: float = 2, optimizer: float = 12
+) -> tuple[Strategy, ...]:
+    """Plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
+
+    `parameter`, `gradient` and `optimizer` are bytes per parameter, by default those of mixed-precision Adam: fp32
+    master, momentum and variance. Activations come on top, and no axis but data parallelism divides anything.
+    Raises UsageError for fewer than one device.
+    """
+    trained = sum(kind.count * prod(kind.shape) for kind in inventory.kinds if kind.trainable)
+    return strategies(trained, devices, parameter=parameter, gradient=gradient, optimizer=optimizer)
+
+
+def strategies(
+    parameters: int, devices: int, *, parameter: float = 2, gradient: float = 2, optimizer: float = 12
+) -> tuple[Strategy, ...]:
+    """The same for so many parameters.
+
+    >>> [round(one.nbytes / 1e9, 2) for one in strategies(7_500_000_000, 64)]
+    [120.0, 31.41, 16.64, 1.88]
+    """
+    if devices < 1:
+        raise UsageError(f"a comparison needs at least one device, and there are {devices}")
+    own = -(-parameters // devices)
+    whole = parameters * (parameter + gradient + optimizer)
+    plain = sent("all-reduce", parameters * gradient, devices)
+    found = []
+    for zero, (name, formula) in enumerate(_FORMULAS):
+        held = (
+            (own if zero >= _PARAMETERS else parameters) * parameter
+            + (own if zero >= _GRADIENTS else parameters) * gradient
+            + (own if zero >= _OPTIMIZER else parameters) * optimizer
+        )
+        volume = _sent(zero, parameters * parameter, parameters * gradient, devices)
+        found.append(
+            Strategy(
+                name,
+                zero,
+                round(held),
+                whole / held if held else 1.0,
+                round(volume),
+                volume / plain if plain else 1.0,
+                formula,
+                {"P": parameters, "N": devices, "w": parameter, "g": gradient, "k": optimizer},
+            )
+        )
+    return tuple(found)
+
+
+def _sent(zero: int, weights: float, gradients: float, devices: int) -> float:
+    """Gradients are reduced; where states are shared, they are scattered and parameters gathered: once, or twice."""
+    if zero == 0:
+        return sent("all-reduce", gradients, devices)
+    gathers = 2 if zero >= _PARAMETERS else 1
+    return sent("reduce-scatter", gradients, devices) + gathers * sent("all-gather", weights, devices)
