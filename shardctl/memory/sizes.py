@@ -34,6 +34,7 @@ Size = Literal[
     "contexts",
     "rows",
     "scores",
+    "biases",
     "intermediate",
     "steps",
     "router",
@@ -47,7 +48,8 @@ Size = Literal[
 norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
 dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
 latent attention compresses to; what it makes keys and values from. `repeated_...`: keys, values, once per query head.
-`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `intermediate`:
+`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: the same,
+once for all sequences. `intermediate`:
 of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens times experts.
 `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the tokens that this rank's experts get.
 `logits`, `gathered_logits`: of the part of the vocabulary that is this rank's; of all of it."""
@@ -141,6 +143,8 @@ def _attention(sizes: dict[Size, float], attention: Attention, style: Style, sha
     sizes["rows"] = n * heads
     # Windows change nothing here: what is not fused computes all scores, and then masks them.
     sizes["scores"] = n * heads * share.keys
+    if style.position_biases:
+        sizes["biases"] = heads * share.queries * share.keys
     if style.head_norms:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
         sizes["head_norm_rows"] = n * (heads + kv_heads)

@@ -95,6 +95,7 @@ _HEAD_NORMS: Final = frozenset(
     )
 )
 """With norms of queries and keys."""
+_BIASED: Final = frozenset(("longt5", "mt5", "t5", "udop", "umt5"))
 _DROPOUTS: Final = (
     "hidden_dropout_prob",
     "resid_pdrop",
@@ -148,6 +149,8 @@ class Style:
     """Whether attention's scores are bounded by a hyperbolic tangent."""
     capped_logits: bool = False
     """Whether the logits are."""
+    position_biases: bool = False
+    """Whether scores get learned biases, which fused attention must be given as a tensor (T5)."""
     query_latent: int = 0
     """Elements of the compressed queries of latent attention; 0 where they are not compressed."""
     key_latent: int = 0
@@ -176,6 +179,7 @@ def style(config: Mapping[str, object]) -> Style:
         steps=_STEPS.get(activation, 0),
         capped_scores=bool(values.values.get("attn_logit_softcapping", kind == "gemma2")),
         capped_logits=bool(values.values.get("final_logit_softcapping", kind == "gemma2")),
+        position_biases=kind in _BIASED,
         query_latent=values.count("q_lora_rank", 0),
         key_latent=values.count("kv_lora_rank", 0),
     )
