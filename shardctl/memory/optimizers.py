@@ -195,6 +195,7 @@ OPTIMIZERS: Final = (
             Slot("variances of vectors", _unfactored),
         ),
         "Shazeer and Stern 2018, sec. 3; transformers 5.23, optimization.Adafactor; torch 2.13, torch.optim.Adafactor",
+        temporary=True,
     ),
     Optimizer(
         "muon",

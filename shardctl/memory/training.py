@@ -25,7 +25,8 @@ def train(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, *, sta
 
     The optimizer's step comes when activations are gone, so its copies count only for what they need beyond those.
 
-    Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
+    Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do, and UnsupportedError for
+    layers whose activations are not known.
     """
     held = activations(anatomy, holding, mesh, work, stages=stages)
     freed = total(held)

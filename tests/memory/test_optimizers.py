@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import bitsandbytes
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
@@ -104,6 +107,40 @@ def test_bytes_per_element_of_a_large_matrix(name, bytes_per_element):
     shape = (4096, 4096)
     found = told(name, [shape], "BF16", hidden=True) - optimizer(name).constant
     assert found == bytes_per_element * 4096 * 4096
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes that kernels make and that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if torch.is_tensor(leaf) and id(leaf) not in given and not leaf._is_view():
+                self._add(leaf.untyped_storage().nbytes())
+                weakref.finalize(leaf.untyped_storage(), self._add, -leaf.untyped_storage().nbytes())
+        return made
+
+    def _add(self, nbytes):
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-momentum", "adafactor"])
+def test_a_step_of_foreach_kernels_makes_one_copy_of_the_parameters(name):
+    """torch 2.13, torch.optim: `foreach` takes about the size of the parameters more, if anything."""
+    shapes = [(256, 256)] * 4
+    real = REAL[name](parameters(shapes, torch.float32))
+    real.param_groups[0]["foreach"] = True
+    real.step()
+    with Live() as live:
+        real.step()
+    copies = live.most / (4 * 4 * 256 * 256)
+    assert copies == pytest.approx(1 if optimizer(name).temporary else 0, abs=0.01)
 
 
 def test_only_large_states_are_paged():

@@ -1,0 +1,72 @@
+"""A training rank needs states, activations and runtime, each once, and what comes after them only beyond them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardctl.manifest import Tensor
+from shardctl.memory.activations import activations
+from shardctl.memory.holding import hold
+from shardctl.memory.inventory import take_stock
+from shardctl.memory.states import states
+from shardctl.memory.term import CATEGORIES, total
+from shardctl.memory.training import train
+from shardctl.memory.transients import STEP
+from shardctl.memory.workload import PROFILES, Training
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.models.anatomy import anatomy
+
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+
+
+def ranks(name, mesh, work, stages):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    model = describe(config, kv_heads="replicate")
+    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
+    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    described = anatomy(config)
+    return [
+        (h, train(described, h, mesh, work, stages=stages), activations(described, h, mesh, work, stages=stages))
+        for h in hold(inventory, mesh, stages)
+    ]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_terms_of_every_profile(profile, zero, recompute):
+    work = Training(64, profile=profile, zero=zero, recompute=recompute)
+    mesh = Mesh.of(dp=2, tp=2, pp=2)
+    for holding, terms, held in ranks("llama", mesh, work, [1, 1]):
+        names = [t.name for t in terms]
+        assert len(names) == len(set(names))
+        assert {t.category for t in terms} <= set(CATEGORIES)
+        assert {"weights", "gradients", "optimizer", "activations", "runtime"} <= {t.category for t in terms}
+        assert all(t.low <= t.nbytes <= t.high for t in terms)
+        assert all(t.formula and t.source for t in terms if not t.exact)
+        own = {t.name for t in (*states(holding, mesh, work), *held)}
+        assert own - {STEP} <= set(names)
+
+
+@pytest.mark.parametrize(("sequence", "counts"), [(8, True), (4096, False)])
+def test_copies_of_a_step_count_beyond_activations(sequence, counts):
+    """The optimizer runs when activations are gone: of both only the larger is needed."""
+    work, mesh = Training(sequence), Mesh.of(fsdp=2)
+    for holding, terms, held in ranks("llama", mesh, work, [2]):
+        (alone,) = (t for t in states(holding, mesh, work) if t.name == STEP)
+        step = sum(t.nbytes for t in terms if t.name == STEP)
+        freed = total(held).nbytes
+        assert step == max(0, alone.nbytes - freed)
+        assert (step > 0) == counts
+
+
+def test_frozen_and_offloaded_states_are_on_their_tiers():
+    work = Training(64, profile="deepspeed", zero=3, offload="nvme", offload_parameters=True)
+    for _, terms, _ in ranks("llama", Mesh.of(dp=2), work, [2]):
+        assert {t.tier for t in terms} == {"device", "host", "nvme"}
+        assert all(t.tier == "nvme" for t in terms if t.category == "optimizer")
+        assert all(t.tier == "device" for t in terms if t.category in {"activations", "runtime"})
