@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from shardctl.verbs.diff import Diffed
     from shardctl.verbs.digest import Digested
     from shardctl.verbs.inspect import Inspected
+    from shardctl.verbs.level import Level, Verified
     from shardctl.verbs.reshard import Resharded
-    from shardctl.verbs.level import Verified
+    from shardctl.verify.forward.result import ForwardResult
 
 Document = dict[str, Any]
 
@@ -130,19 +132,63 @@ def verified(result: Verified) -> Document:
         "against": result.against,
         "ok": result.ok,
         "digest": result.digest,
-        "levels": [
-            {
-                "name": level.name,
-                "status": level.status,
-                "reason": level.reason,
-                "tensors": level.tensors,
-                "tensor_bytes": level.nbytes,
-                "seconds": round(level.seconds, 3),
-                "findings": [asdict(finding) for finding in level.findings],
-            }
-            for level in result.levels
-        ],
+        "levels": [_level(level) for level in result.levels],
     }
+
+
+def _level(level: Level) -> Document:
+    document: Document = {
+        "name": level.name,
+        "status": level.status,
+        "reason": level.reason,
+        "tensors": level.tensors,
+        "tensor_bytes": level.nbytes,
+        "seconds": round(level.seconds, 3),
+        "findings": [asdict(finding) for finding in level.findings],
+    }
+    if level.name in ("load", "forward"):
+        document["notes"] = list(level.notes)
+    if level.name == "load":
+        document["ranks"] = [
+            {
+                "rank": loaded.rank,
+                "label": loaded.label,
+                "device": loaded.device,
+                "loaded_bytes": loaded.nbytes,
+                "seconds": round(loaded.seconds, 6),
+                "peak_bytes": loaded.peak_bytes,
+                "planned_bytes": loaded.planned_bytes,
+            }
+            for loaded in level.ranks
+        ]
+    if level.forward is not None and level.forward.status != "skipped":
+        document["forward"] = _forward(level.forward)
+    return document
+
+
+def _forward(result: ForwardResult) -> Document:
+    """What a forward pass found; a distance that is infinite, because nothing could be compared, is null."""
+    worst, bounds, generated = result.worst, result.tolerance, result.generated
+    return {
+        "engine": result.engine,
+        "dtype": result.dtype,
+        "device": result.device,
+        "architecture": result.architecture,
+        "versions": dict(result.versions),
+        "worst": {"name": worst.name, "error": _finite(worst.error)} if worst is not None else None,
+        "blocks": [{"name": block.name, "error": _finite(block.error)} for block in result.blocks],
+        "output": result.output,
+        "output_error": _finite(result.output_error),
+        "flips": result.flips,
+        "positions": result.positions,
+        "tolerance": {name: _finite(bound) for name, bound in asdict(bounds).items()} if bounds is not None else None,
+        "generated": asdict(generated) | {"same": generated.same} if generated is not None else None,
+        "read_bytes": result.read_bytes,
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if isfinite(number) else None
 
 
 def diffed(result: Diffed) -> Document:

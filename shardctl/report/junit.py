@@ -7,8 +7,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 from xml.etree import ElementTree as ET
 
+from shardctl.report.verification import forward_rows, loaded_row
+
 if TYPE_CHECKING:
-    from shardctl.verbs.verify import Level, Verified
+    from shardctl.verbs.level import Level, Verified
     from shardctl.verify.finding import Finding
 
 _NOT_XML: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -20,7 +22,7 @@ def junit(verified: Verified) -> bytes:
     root = ET.Element("testsuites", name="shardctl verify")
     totals = {"tests": 0, "failures": 0, "skipped": 0, "errors": 0}
     for level in verified.levels:
-        suite = _suite(level, verified.path)
+        suite = _suite(level, verified.path, required=level in verified.unmet)
         root.append(suite)
         for key in totals:
             totals[key] += int(suite.get(key, "0"))
@@ -31,8 +33,9 @@ def junit(verified: Verified) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'.encode()
 
 
-def _suite(level: Level, path: str) -> ET.Element:
+def _suite(level: Level, path: str, *, required: bool) -> ET.Element:
     suite = ET.Element("testsuite", name=level.name)
+    _tell(suite, level)
     failed: dict[str, list[Finding]] = defaultdict(list)
     warnings = []
     for finding in level.findings:
@@ -46,15 +49,29 @@ def _suite(level: Level, path: str) -> ET.Element:
         failure.text = _clean("\n".join(_line(finding) for finding in findings))
     if not failed:
         case = _case(suite, level.name, level, path)
-        if level.status == "skipped":
+        if required:
+            message = f"{level.name} is required and was skipped: {level.reason}"
+            ET.SubElement(case, "failure", type="required", message=_clean(message))
+        elif level.status == "skipped":
             ET.SubElement(case, "skipped", message=_clean(level.reason))
     if warnings:
         ET.SubElement(suite, "system-out").text = _clean("\n".join(_line(finding) for finding in warnings))
-    counts = {"tests": max(len(failed), 1), "failures": len(failed), "errors": 0}
-    for key, count in (counts | {"skipped": int(level.status == "skipped")}).items():
+    counts = {"tests": max(len(failed), 1), "failures": len(failed) + required, "errors": 0}
+    for key, count in (counts | {"skipped": int(level.status == "skipped" and not required)}).items():
         suite.set(key, str(count))
     suite.set("time", f"{level.seconds:.3f}")
     return suite
+
+
+def _tell(suite: ET.Element, level: Level) -> None:
+    """Add what a level says besides its outcome, as properties."""
+    ranks = [(f"rank {r.rank}" if r.rank is not None else "whole", " ".join(loaded_row(r)[1:])) for r in level.ranks]
+    forward = forward_rows(level.forward) if level.forward is not None else []
+    said = [*ranks, *forward, *(("note", note) for note in level.notes)]
+    if said:
+        properties = ET.SubElement(suite, "properties")
+        for name, value in said:
+            ET.SubElement(properties, "property", name=name, value=_clean(value))
 
 
 def _case(suite: ET.Element, name: str, level: Level, path: str) -> ET.Element:

@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.report.sizes import duration, file_size, rate
-from shardctl.report.verification import SHOWN, verdict
+from shardctl.report.verification import RANKS, SHOWN, forward_rows, loaded_row, verdict
 from shardctl.report.visible import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.verbs.verify import Verified
+    from shardctl.verbs.level import Verified
 
 _SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|#&])")
 
@@ -43,6 +43,20 @@ def _lines(verified: Verified) -> Iterator[str]:
             for level in verified.levels
         ),
     )
+    for level in verified.levels:
+        if level.ranks:
+            yield ""
+            head = ("rank", "device", "read", "rate", "peak", "plan")
+            yield from _table(head, (loaded_row(loaded) for loaded in level.ranks[:RANKS]))
+            if len(level.ranks) > RANKS:
+                yield ""
+                yield f"And {len(level.ranks) - RANKS:,} more ranks."
+        if level.forward is not None and forward_rows(level.forward):
+            yield ""
+            yield from _table(("forward", ""), forward_rows(level.forward))
+        for note in level.notes:
+            yield ""
+            yield f"Note: {level.name}: {_escaped(note)}"
     findings = verified.findings
     if findings:
         yield ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
 from shardctl.report.grid import line, table
-from shardctl.report.sizes import duration, file_size, plural, rate
+from shardctl.report.sizes import duration, file_size, memory_size, plural, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardctl.verbs.verify import Level, Verified
+    from shardctl.verbs.level import Level, LoadedRank, Verified
     from shardctl.verify.finding import Finding
+    from shardctl.verify.forward.result import ForwardResult
 
+RANKS: Final = 16
+"""Ranks in full; --json has them all."""
 SHOWN: Final = 50
 """Findings in full; --json and --junit have them all."""
 
@@ -26,6 +30,7 @@ def verification(verified: Verified) -> RenderableType:
     """The outcome of each level, each finding, the digest if it was computed, and the verdict."""
     findings = verified.findings
     parts: list[RenderableType] = [table([_level(level) for level in verified.levels], right=frozenset({2, 3, 4}))]
+    parts += [part for level in verified.levels for part in _details(level)]
     parts += [text for finding in findings[:SHOWN] for text in _finding(finding)]
     if len(findings) > SHOWN:
         parts.append(line(f"and {len(findings) - SHOWN:,} more findings; --json lists them all"))
@@ -40,12 +45,16 @@ def verdict(verified: Verified) -> str:
     errors = sum(finding.severity == "error" for finding in verified.findings)
     warnings = len(verified.findings) - errors
     odd = f" ({plural(warnings, 'warning')})" if warnings else ""
-    return f"ok{odd}" if verified.ok else f"FAILED: {plural(errors, 'finding')}{odd}"
+    if verified.ok:
+        return f"ok{odd}"
+    unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
+    wrong = [plural(errors, "finding")] if errors or not unmet else []
+    return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"
 
 
 def _level(level: Level) -> tuple[str, ...]:
     if level.status == "skipped":
-        return level.name, "skipped", level.reason
+        return level.name, "skipped"
     read = file_size(level.nbytes) if level.nbytes else ""
     return (
         level.name,
@@ -55,6 +64,66 @@ def _level(level: Level) -> tuple[str, ...]:
         duration(level.seconds),
         rate(level.nbytes, level.seconds),
     )
+
+
+def _details(level: Level) -> Iterator[RenderableType]:
+    """What a level says besides its outcome."""
+    if level.reason:
+        yield line(f"skipped: {level.name}: {level.reason}")
+    if level.ranks:
+        yield table([loaded_row(loaded) for loaded in level.ranks[:RANKS]], right=frozenset({2, 3, 4, 5}), indent=4)
+        if len(level.ranks) > RANKS:
+            yield line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
+    if level.forward is not None:
+        yield table(forward_rows(level.forward), indent=4)
+    for note in level.notes:
+        yield line(f"note: {level.name}: {note}")
+
+
+def loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
+    """A rank, its device, bytes, speed, peak, and what was planned."""
+    name = "whole" if loaded.rank is None else f"rank {loaded.rank}"
+    return (
+        f"{name} ({loaded.label})" if loaded.label else name,
+        loaded.device,
+        file_size(loaded.nbytes),
+        rate(loaded.nbytes, loaded.seconds),
+        f"peak {memory_size(loaded.peak_bytes)}",
+        f"plan {memory_size(loaded.planned_bytes)}" if loaded.planned_bytes is not None else "",
+    )
+
+
+def forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
+    """What ran, how far it was off, and what the two said to a prompt; nothing if nothing ran."""
+    if result.status == "skipped":
+        return []
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    rows = [("engine", f"{result.engine}, {result.dtype} on {result.device}" + (f"; {versions}" if versions else ""))]
+    bounds = result.tolerance
+    if result.worst is not None:
+        rounding = f", rounding {bounds.floor:.1e}" if bounds is not None and not bounds.exact else ""
+        allowed = _allowed(bounds.block) if bounds is not None else ""
+        rows.append(("worst block", f"{result.worst.name} {_apart(result.worst.error)}{allowed}{rounding}"))
+    if result.output:
+        flips = f"; {result.flips:,} of {result.positions:,} positions choose another token" if result.positions else ""
+        allowed = _allowed(bounds.logits) if bounds is not None else ""
+        rows.append((result.output, f"{_apart(result.output_error)}{allowed}{flips}"))
+    if result.generated is not None:
+        rows.append(("prompt", repr(result.generated.prompt)))
+        rows.append(("source", repr(result.generated.source.text)))
+        same = "the same" if result.generated.same else repr(result.generated.shards.text)
+        rows.append(("shards", same))
+    return rows
+
+
+def _apart(distance: float) -> str:
+    return "equal" if distance == 0 else f"{distance:.1e} off" if isfinite(distance) else "not comparable"
+
+
+def _allowed(bound: float) -> str:
+    if not bound:
+        return ", must be equal"
+    return f", allowed {bound:.0e}" if isfinite(bound) else ", not judged"
 
 
 def _finding(finding: Finding) -> Iterator[Text]:

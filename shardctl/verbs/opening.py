@@ -123,12 +123,12 @@ def opened(
 def _open(
     source: LocalSource, reading: Reading, before: Callable[[LocalSource, Record], None] | None = None
 ) -> Checkpoint:
-    only = _only_config(source, reading)
-    if only is not None:
-        return _described(source, only, reading)
     record = load(read(source, RECORD)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
+    only = _only_config(source, reading)
+    if only is not None:
+        return _described(source, only, reading)
     stored = formats.scan(source, override=reading.container)
     if record is not None and stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)

@@ -3,82 +3,39 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import Interrupted, UsageError
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
-from shardctl.record import RECORD, Record, load
-from shardctl.storage.local import LocalSource
+from shardctl.record import RECORD
+from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
+from shardctl.verbs.on_devices import Trial, forward_level, load_level
 from shardctl.verbs.opening import Checkpoint, Reading, opened
-from shardctl.verify import content, structure
+from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_sums
 from shardctl.verify.finding import Finding
 from shardctl.workers import Effort, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from shardctl.manifest import Tensor
+    from shardctl.record import Record
+    from shardctl.storage.local import LocalSource
 
-LEVELS: Final = ("quick", "full")
-"""In order; each implies the former."""
-
-
-@dataclass(slots=True)
-class Level:
-    """The outcome of one level of checks."""
-
-    name: str
-    """`structure`, `content` or `identity`."""
-    status: Literal["passed", "failed", "skipped"] = "passed"
-    reason: str = ""
-    """Why it was skipped."""
-    findings: list[Finding] = field(default_factory=list)
-    tensors: int = 0
-    """Tensors checked."""
-    nbytes: int = 0
-    """Bytes of tensors read."""
-    seconds: float = 0.0
-    strict: bool = False
-    """Makes every warning an error."""
-
-    def add(self, findings: Iterator[Finding]) -> None:
-        """Note findings; an error fails the level."""
-        self.findings += (replace(found, severity="error") if self.strict else found for found in findings)
-        if self.errors:
-            self.status = "failed"
-
-    @property
-    def errors(self) -> list[Finding]:
-        """The findings that fail the level."""
-        return [finding for finding in self.findings if finding.severity == "error"]
+_PLACES = 16
+"""Places of one tensor in a message: any of its files may be the wrong one."""
+__all__ = ["LEVELS", "Level", "LoadedRank", "Trial", "Verified", "verify"]
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Everything `verify` found."""
-
-    path: str
-    against: str
-    digest: str
-    """Of the elements as they are now; empty below level full."""
-    levels: tuple[Level, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return all(level.status != "failed" for level in self.levels)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All findings, errors first."""
-        return sorted((f for level in self.levels for f in level.findings), key=lambda f: f.severity)
+class _NotAsRecordedError(Exception):
+    """The files are not those of the record: headers cannot be trusted to be all there."""
 
 
 def verify(
@@ -86,55 +43,98 @@ def verify(
     *,
     level: str = "quick",
     against: str | Path | None = None,
+    require: str | None = None,
+    trial: Trial | None = None,
     reading: Reading | None = None,
     effort: Effort | None = None,
 ) -> Verified:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
 
     `against` compares every element, and every copy of it, with another checkpoint, in whatever layouts the two are.
+    `require` is a level that must not be skipped, as one is that lacks what it needs; it is run if `level` is lower.
+    `trial` says how the levels `load` and `forward` are run.
     """
-    if level not in LEVELS:
-        raise UsageError(f"unknown level {level!r}", hint=f"the levels are {', '.join(LEVELS)}")
-    effort, strict = effort or Effort(), bool(reading and reading.strict)
-    first = Level("structure", strict=strict)
-    began = time.monotonic()
-    record = _record(Path(path))
-    if record is not None:
-        with closing(LocalSource(Path(path))) as source:
+    for asked in filter(None, (level, require)):
+        if asked not in LEVELS:
+            raise UsageError(f"unknown level {asked!r}", hint=f"the levels are {', '.join(LEVELS)}")
+    order = list(LEVELS)
+    highest = max(level, require or level, key=order.index)
+    names = [n for n in LEVELS[highest] if n != "identity" or against is not None]
+    if against is not None and "identity" not in names:
+        names.append("identity")
+    run = _Run(
+        names, against, trial or Trial(), replace(reading or Reading(), kv_heads="replicate"), effort or Effort()
+    )
+    levels, digest = run.of(path)
+    return Verified(str(path), str(against or ""), digest, tuple(levels), LEVELS[require] if require else ())
+
+
+@dataclass(slots=True)
+class _Run:
+    """One verification on its way."""
+
+    names: list[str]
+    """The levels to run, in order."""
+    against: str | Path | None
+    trial: Trial
+    reading: Reading
+    effort: Effort
+
+    @property
+    def strict(self) -> bool:
+        return self.reading.strict
+
+    def of(self, path: str | Path) -> tuple[list[Level], str]:
+        """The levels and the digest, which is empty if it was not computed."""
+        first, began = Level("structure", strict=self.strict), time.monotonic()
+
+        def recorded(source: LocalSource, record: Record) -> None:
             first.add(structure.check_files(record, source.files()))
             if not first.errors:
                 first.add(structure.check_hashes(record, source.root))
-    if first.errors:  # the headers cannot be trusted to be all there
-        first.seconds = time.monotonic() - began
-        return _cut_short(path, level, against, first, "files are not as recorded")
-    with opened(path, reading) as checkpoint:
-        first.add(_structure(checkpoint))
-        first.tensors, first.seconds = len(checkpoint.manifest.tensors), time.monotonic() - began
-        if first.errors:
-            return _cut_short(path, level, against, first, "the structure is wrong")
-        levels, digest = [first], ""
-        with stopping(effort.stop):
-            if level == "full":
-                second, digest = _content(checkpoint, effort, strict=strict)
-                levels.append(second)
-            if against is not None:
-                third = _identity(checkpoint, against, reading, effort)
-                if level != "full":
-                    third.add(_copies(checkpoint, effort))
-                levels.append(third)
-        return Verified(str(path), str(against or ""), digest, tuple(levels))
+            if first.errors:
+                raise _NotAsRecordedError
 
+        try:
+            with ExitStack() as stack:
+                checkpoint = stack.enter_context(opened(path, self.reading, before=recorded))
+                first.add(_structure(checkpoint))
+                first.tensors = len(checkpoint.manifest.tensors)
+                first.seconds = time.monotonic() - began
+                if any(finding.check != alignment.CHECK for finding in first.errors):
+                    return self._cut_short(first, "the structure is wrong"), ""
+                other = None
+                if self.against is not None:
+                    other = stack.enter_context(opened(self.against, self.reading))
+                rest, digest = self._rest(checkpoint, other)
+                return [first, *rest], digest
+        except _NotAsRecordedError:
+            first.seconds = time.monotonic() - began
+            return self._cut_short(first, "files are not as recorded"), ""
 
-def _cut_short(path: str | Path, level: str, against: str | Path | None, first: Level, reason: str) -> Verified:
-    """The result when a failed first level makes the others meaningless."""
-    names = (["content"] if level == "full" else []) + (["identity"] if against is not None else [])
-    skipped = (Level(name, "skipped", reason) for name in names)
-    return Verified(str(path), str(against or ""), "", (first, *skipped))
+    def _rest(self, checkpoint: Checkpoint, other: Checkpoint | None) -> tuple[list[Level], str]:
+        levels, digests = [], dict[str, str]()
+        with stopping(self.effort.stop):
+            if "content" in self.names:
+                level, digests = _content(checkpoint, self.effort, strict=self.strict)
+                levels.append(level)
+            if other is not None:
+                level = _identity(checkpoint, other, self.against, self.effort, strict=self.strict)
+                if "content" not in self.names:
+                    level.add(_copies(checkpoint, self.effort))
+                levels.append(level)
+            if "load" in self.names:
+                levels.append(load_level(checkpoint, other, digests, self.trial, self.effort, strict=self.strict))
+        if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
+            levels.append(forward_level(checkpoint, other, self.trial, strict=self.strict))
+        weights = checkpoint.manifest.tensors.values()
+        if "content" not in self.names:
+            return levels, ""
+        return levels, checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
 
-
-def _record(path: Path) -> Record | None:
-    file = path / RECORD
-    return load(file.read_bytes()) if file.is_file() else None
+    def _cut_short(self, first: Level, reason: str) -> list[Level]:
+        """The levels when a failed first one makes the others meaningless."""
+        return [first, *(Level(name, "skipped", reason) for name in self.names[1:])]
 
 
 def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -146,9 +146,13 @@ def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from structure.check_record(checkpoint.record, checkpoint.whole)
     elif checkpoint.model is None and checkpoint.model_error is not None:
         yield Finding("warning", "model", f"names and shapes were not checked: {checkpoint.model_error.message}")
+    if checkpoint.model is not None:
+        mesh = checkpoint.record.mesh if checkpoint.record else None
+        yield from alignment.check_alignment(checkpoint.manifest, checkpoint.model, mesh)
 
 
-def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[Level, str]:
+def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[Level, dict[str, str]]:
+    """The level, and the digest of each tensor as it is now."""
     level, began = Level("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.whole.tensors.values())
     found = content.measure(tensors, checkpoint.source, effort)
@@ -166,8 +170,7 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     level.seconds = time.monotonic() - began
     if not checkpoint.record:
         level.add(iter([Finding("warning", "digest", f"there is no {RECORD} to compare digests with")]))
-    weights = checkpoint.manifest.tensors.values()
-    return level, checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
+    return level, digests
 
 
 def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
@@ -191,36 +194,32 @@ def _oddities(tensor: Tensor, found: content.Content) -> Iterator[Finding]:
 
 def _changed(tensor: Tensor, recorded: str, found: str) -> Finding:
     places = [f"{c.where.file} {c.box}" for c in tensor.chunks if isinstance(c.where, Region)]
-    shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")  # noqa: PLR2004
+    shown = ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
     message = f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {shown}"
     return Finding("error", "digest", message, tensor.name, next(iter(tensor.files), ""), str(tensor.chunks[0].box))
 
 
 def _identity(
-    checkpoint: Checkpoint,
-    against: str | Path,
-    reading: Reading | None,
-    effort: Effort,
+    checkpoint: Checkpoint, other: Checkpoint, against: str | Path | None, effort: Effort, *, strict: bool
 ) -> Level:
-    level, began = Level("identity", strict=bool(reading and reading.strict)), time.monotonic()
-    with opened(against, reading) as other:
-        mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
-        if checkpoint.manifest.training is not None and checkpoint.record is not None:  # they were kept
-            mine, theirs = checkpoint.whole.tensors, other.whole.tensors
-        filtered = checkpoint.record is not None and checkpoint.record.filtered
-        pairs = []
-        for name in [*mine, *(n for n in theirs if n not in mine)]:
-            problem = _pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=_was_cast(checkpoint))
-            if problem:
-                level.add(iter([problem]))
-            elif name in mine:
-                pairs.append((mine[name], theirs[name]))
-        differences = content.compare(pairs, checkpoint.source, other.source, effort)
-        _ended(effort.stop)
-        for d in differences:
-            message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
-            level.add(iter([Finding("error", "identity", message, d.tensor, d.file, str(d.first))]))
-        level.tensors, level.nbytes = len(pairs), sum(t.nbytes for t, _ in pairs)
+    level, began = Level("identity", strict=strict), time.monotonic()
+    mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
+    if checkpoint.manifest.training is not None and checkpoint.record is not None:  # they were kept
+        mine, theirs = checkpoint.whole.tensors, other.whole.tensors
+    filtered = checkpoint.record is not None and checkpoint.record.filtered
+    pairs = []
+    for name in [*mine, *(n for n in theirs if n not in mine)]:
+        problem = _pair(name, mine.get(name), theirs.get(name), filtered=filtered, cast=_was_cast(checkpoint))
+        if problem:
+            level.add(iter([problem]))
+        elif name in mine:
+            pairs.append((mine[name], theirs[name]))
+    differences = content.compare(pairs, checkpoint.source, other.source, effort)
+    _ended(effort.stop)
+    for d in differences:
+        message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
+        level.add(iter([Finding("error", "identity", message, d.tensor, d.file, str(d.first))]))
+    level.tensors, level.nbytes = len(pairs), sum(t.nbytes for t, _ in pairs)
     level.seconds = time.monotonic() - began
     return level
 

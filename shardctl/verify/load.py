@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shardctl.bands import Band, ChunkIndex, split
 from shardctl.box import Box
-from shardctl.errors import CoverageError, SourceError, UnsupportedError
+from shardctl.errors import CoverageError, Mismatch, SourceError, UnsupportedError
 from shardctl.verify.forward.lens import torch_type
 from shardctl.workers import spread
 
@@ -121,9 +121,30 @@ class Wanted:
 def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
     """Each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
 
-    Raises CoverageError for elements that are stored nowhere, UnsupportedError for a type that torch does not have.
-    If `effort.stop` was set on the way, the tensors are not whole.
+    Raises Mismatch if the device has not the memory, CoverageError for elements that are stored nowhere,
+    UnsupportedError for a type that torch does not have. If `effort.stop` was set, the tensors are not whole.
     """
+    import torch
+
+    try:
+        return _load(wanted, reader, device, effort)
+    except torch.OutOfMemoryError as error:
+        size = sum(tensor.chunks[0][0].dtype.nbytes(tensor.shape) for tensor in wanted.values())
+        raise Mismatch(
+            f"{size:,} bytes do not fit on {device}: {str(error).partition('.')[0]}",
+            hint="shardctl plan says what each rank needs",
+        ) from error
+
+
+def forget(device: str) -> None:
+    """Give memory that no tensor uses any more back to the device."""
+    import torch
+
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
     import torch
 
     cuda = device.startswith("cuda")

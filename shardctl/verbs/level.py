@@ -1,0 +1,109 @@
+"""What a verification came to, level by level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.verify.finding import Finding
+    from shardctl.verify.forward.result import ForwardResult
+
+LEVELS: Final[dict[str, tuple[str, ...]]] = {
+    "quick": ("structure",),
+    "full": ("structure", "content", "identity"),
+    "load": ("structure", "content", "identity", "load"),
+    "forward": ("structure", "content", "identity", "load", "forward"),
+}
+"""What can be asked for, each with what it implies; `identity` only where there is something to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """What one rank took to load."""
+
+    rank: int | None
+    """None for a checkpoint that is not cut."""
+    label: str
+    """Its place in the mesh, such as ``pp0 tp1``."""
+    device: str
+    nbytes: int
+    """Bytes of its tensors as they are stored; both copies of a tie that is stored twice."""
+    seconds: float
+    peak_bytes: int
+    """The most that was allocated on the device while they were loaded; on the CPU what they take."""
+    planned_bytes: int | None
+    """What `plan` says that its weights take, ties counted once; None where the mesh or the model is not known."""
+
+
+@dataclass(slots=True)
+class Level:
+    """The outcome of one level of checks."""
+
+    name: str
+    """`structure`, `content`, `identity`, `load` or `forward`."""
+    status: Literal["passed", "failed", "skipped"] = "passed"
+    reason: str = ""
+    """Why it was skipped."""
+    findings: list[Finding] = field(default_factory=list)
+    tensors: int = 0
+    """Tensors checked."""
+    nbytes: int = 0
+    """Bytes of tensors read."""
+    seconds: float = 0.0
+    strict: bool = False
+    """Makes every warning an error."""
+    notes: list[str] = field(default_factory=list)
+    """What was done otherwise than asked, and with what."""
+    ranks: list[LoadedRank] = field(default_factory=list)
+    """Of `load`."""
+    forward: ForwardResult | None = None
+    """Of `forward`."""
+
+    def add(self, findings: Iterator[Finding]) -> None:
+        """Note findings; an error fails the level."""
+        self.findings += (replace(found, severity="error") if self.strict else found for found in findings)
+        if self.errors:
+            self.status = "failed"
+
+    def skip(self, reason: str) -> Level:
+        """The level, skipped, unless something has failed already."""
+        self.reason = reason
+        if self.status != "failed":
+            self.status = "skipped"
+        return self
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that fail the level."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Everything `verify` found."""
+
+    path: str
+    against: str
+    digest: str
+    """Of the elements as they are now; empty below level full."""
+    levels: tuple[Level, ...]
+    required: tuple[str, ...] = ()
+    """Levels that must not be skipped."""
+
+    @property
+    def unmet(self) -> tuple[Level, ...]:
+        """The required levels that were skipped."""
+        return tuple(level for level in self.levels if level.status == "skipped" and level.name in self.required)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, and nothing that is required was skipped."""
+        return all(level.status != "failed" for level in self.levels) and not self.unmet
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, errors first."""
+        return sorted((f for level in self.levels for f in level.findings), key=lambda f: f.severity)

@@ -1,0 +1,266 @@
+"""The levels of `verify` that use devices: every rank loaded where it will live, and the model that they form run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardctl.digest import tensor_digest
+from shardctl.errors import CutError, Interrupted, Mismatch, UnsupportedError
+from shardctl.memory.holding import hold
+from shardctl.memory.inventory import take_stock
+from shardctl.mesh import HOLDING
+from shardctl.verbs.level import Level, LoadedRank
+from shardctl.verbs.load import experts
+from shardctl.verify import rank_files
+from shardctl.verify.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.manifest import Chunk
+    from shardctl.verbs.opening import Checkpoint
+    from shardctl.verify.load import Loaded
+    from shardctl.verify.loaded import Array, Digests, Placed
+    from shardctl.workers import Effort
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How the levels that use devices are run; every field is an option of the command line."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, one device such as `cuda:1`, or `auto`: CUDA where there is some."""
+    memory: int | None = None
+    """Bytes that a rank may take of its device."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What the forward pass computes in."""
+    prompt: str = ""
+    """A text that the source and the shards are both to continue."""
+    tokens: int = 16
+    """How many tokens of it."""
+    processes: int | None = None
+    """How many processes the ranks may be run in, one each; None decides by itself."""
+    virtual: bool = False
+    """Whether all ranks are run in one process."""
+    second_opinion: bool = False
+    """Whether transformers' own tensor parallelism is asked as well."""
+
+
+def load_level(
+    checkpoint: Checkpoint,
+    other: Checkpoint | None,
+    digests: Mapping[str, str],
+    trial: Trial,
+    effort: Effort,
+    *,
+    strict: bool,
+) -> Level:
+    """Load what each rank holds onto its device, and compare it there with `other`, or by the digests.
+
+    `digests` are those that the level before measured, of tensors that no record has. Ranks follow one another, each on
+    the device of its number modulo that of devices; replicas by dp and cp are loaded once.
+    """
+    from shardctl.verify.load import devices
+
+    level, began = Level("load", strict=strict), time.monotonic()
+    try:
+        places = devices(trial.device)
+        began = time.monotonic()  # importing torch is no part of it
+        _load(level, checkpoint, other, digests, places, trial.memory, effort)
+    except UnsupportedError as error:
+        level.skip(error.message)
+    level.seconds = time.monotonic() - began
+    return level
+
+
+def _load(
+    level: Level,
+    checkpoint: Checkpoint,
+    other: Checkpoint | None,
+    digests: Mapping[str, str],
+    places: Sequence[str],
+    limit: int | None,
+    effort: Effort,
+) -> None:
+    from shardctl.verify.load import Wanted, forget
+    from shardctl.verify.load import load as load_tensors
+    from shardctl.verify.loaded import Digests, arrays, placed
+
+    every, planned, summed = arrays(checkpoint.stored), planned_bytes(checkpoint), Digests()
+    tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
+    for rank, held in _ranks(checkpoint, every):
+        device = places[(rank or 0) % len(places)]
+        wanted = {key: Wanted.part(key[1], [every[key]]) for key in held}
+        try:
+            loaded = load_tensors(wanted, checkpoint.source, device, effort)
+        except Mismatch as error:
+            level.add(iter([Finding("error", "memory", f"{_who(checkpoint, rank)}: {error.message}")]))
+            continue
+        _go_on(effort)
+        level.nbytes += loaded.nbytes
+        level.ranks.append(_told(checkpoint, rank, device, loaded, planned))
+        level.add(_within_budget(level.ranks[-1], limit))
+        parts = list(placed(checkpoint.manifest, every, loaded.tensors))
+        level.add(_equal(checkpoint, other, rank, parts, summed, device, effort))
+        _go_on(effort)
+        del loaded, parts
+        forget(device)
+    level.tensors = len(checkpoint.manifest.tensors)
+    if other is None:
+        level.add(_as_recorded(checkpoint, summed, {**digests, **tensors}))
+
+
+def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tuple[int | None, list[Array]]]:
+    """Each rank that holds something of its own, and the arrays that it holds."""
+    if not rank_files.ranks_of(checkpoint.stored):
+        yield None, list(every)
+        return
+    mesh, divided = checkpoint.record.mesh if checkpoint.record else None, experts(checkpoint)
+    for rank in rank_files.distinct_ranks(checkpoint.stored, mesh):
+        chunks = rank_files.held_by(rank, checkpoint.stored, mesh, divided)
+        yield rank, [(chunk.where.file, chunk.name) for _, chunk in chunks if hasattr(chunk.where, "file")]
+
+
+def _told(
+    checkpoint: Checkpoint,
+    rank: int | None,
+    device: str,
+    loaded: Loaded[Array],
+    planned: Mapping[int | None, int],
+) -> LoadedRank:
+    mesh = checkpoint.record.mesh if checkpoint.record else None
+    return LoadedRank(
+        rank=rank,
+        label=mesh.label(rank) if mesh is not None and rank is not None else "",
+        device=device,
+        nbytes=loaded.nbytes,
+        seconds=loaded.seconds,
+        peak_bytes=loaded.peak_bytes,
+        planned_bytes=planned.get(rank),
+    )
+
+
+def _within_budget(loaded: LoadedRank, limit: int | None) -> Iterator[Finding]:
+    if limit is not None and loaded.peak_bytes > limit:
+        rank = f"rank {loaded.rank} ({loaded.label})" if loaded.rank is not None else "the checkpoint"
+        message = f"{rank} took {loaded.peak_bytes:,} bytes of {loaded.device}, of which it may take {limit:,}"
+        yield Finding("error", "memory", message)
+
+
+def _equal(
+    checkpoint: Checkpoint,
+    other: Checkpoint | None,
+    rank: int | None,
+    parts: list[Placed],
+    summed: Digests,
+    device: str,
+    effort: Effort,
+) -> Iterator[Finding]:
+    """What of a rank's memory is not as in the source, or not as in the first rank that holds the same."""
+    from shardctl.verify.loaded import compare
+
+    who = _who(checkpoint, rank)
+    if other is None:
+        for one in summed.add(parts, effort):
+            message = f"{one.tensor} {one.first} on {who}, from {one.file}, is not what another rank has of it"
+            yield Finding("error", "load", message, one.tensor, one.file, str(one.first))
+        return
+    for one in compare(parts, other.manifest, other.source, device, effort):
+        message = (
+            f"{one.tensor} on {who}, from {one.file}, differs from the source in {one.count:,} elements, "
+            f"first at {one.first}"
+        )
+        yield Finding("error", "load", message, one.tensor, one.file, str(one.first))
+
+
+def _as_recorded(checkpoint: Checkpoint, summed: Digests, digests: Mapping[str, str]) -> Iterator[Finding]:
+    for name, tensor in checkpoint.manifest.tensors.items():
+        found = tensor_digest(summed.of(tensor), tensor.dtype, tensor.shape)
+        if digests.get(name, found) != found:
+            message = f"{name} as loaded has digest {found}, not {digests[name]}; it is in {', '.join(tensor.files)}"
+            yield Finding("error", "load", message, name, next(iter(tensor.files), ""))
+
+
+def planned_bytes(checkpoint: Checkpoint) -> dict[int | None, int]:
+    """Bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
+    mesh = checkpoint.record.mesh if checkpoint.record else None
+    tensors = checkpoint.manifest.tensors
+    if not rank_files.ranks_of(checkpoint.stored):
+        return {None: sum(tensor.nbytes for tensor in tensors.values())}
+    model = checkpoint.model
+    if mesh is None or model is None or checkpoint.record is None or not tensors.keys() <= model.tensors.keys():
+        return {}
+    specs = {name: model.tensors[name].spec for name in tensors}
+    try:
+        holdings = hold(take_stock(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
+    except CutError:  # cut by rules that are not known here
+        return {}
+    by_place = {_place(holding.coordinate): holding.nbytes for holding in holdings}
+    return {rank: by_place[_place(mesh.coordinate(rank))] for rank in range(mesh.world)}
+
+
+def _place(coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(coordinate[axis] for axis in HOLDING)
+
+
+def _who(checkpoint: Checkpoint, rank: int | None) -> str:
+    if rank is None:
+        return "the device"
+    mesh = checkpoint.record.mesh if checkpoint.record else None
+    return f"rank {rank} ({mesh.label(rank)})" if mesh is not None else f"rank {rank}"
+
+
+def _go_on(effort: Effort) -> None:
+    if effort.stop:
+        raise Interrupted("interrupted before the end; nothing is proved", signal=effort.stop.signal)
+
+
+def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial, *, strict: bool) -> Level:
+    """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
+    level, began = Level("forward", strict=strict), time.monotonic()
+    try:
+        _forward(level, checkpoint, other, trial)
+    except UnsupportedError as error:
+        level.skip(error.message)
+    level.seconds = time.monotonic() - began
+    return level
+
+
+def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial) -> None:
+    from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
+    from shardctl.verify.load import devices
+
+    right = other or checkpoint
+    if other is None:
+        level.notes.append("compared with the same elements on one device; --against SRC compares with the source")
+    original = Original(
+        stored=right.stored,
+        manifest=right.manifest,
+        reader=right.source,
+        config=right.config or checkpoint.config,
+        model=right.model or checkpoint.model,
+        folder=right.source.root,
+    )
+    record = checkpoint.record
+    candidate = Candidate(
+        manifest=checkpoint.manifest,
+        reader=checkpoint.source,
+        model=checkpoint.model,
+        mesh=record.mesh if record is not None and rank_files.ranks_of(checkpoint.stored) else None,
+        stages=record.stages if record is not None else (),
+        rank_of=rank_files.rank_of,
+    )
+    options = ForwardOptions(
+        dtype=trial.dtype, device=devices(trial.device)[0], prompt=trial.prompt, tokens=trial.tokens
+    )
+    result = forward(candidate, original, options)
+    level.forward = result
+    level.notes += result.notes
+    level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
+    level.add(iter(result.findings))
+    if result.status == "skipped":
+        level.skip(result.reason)
+    elif result.status == "failed":
+        level.status = "failed"
