@@ -81,7 +81,9 @@ Stages = Annotated[
 
 To = Annotated[
     str | None,
-    typer.Option(metavar="hf|ranks", rich_help_panel=_WRITING, help="The layout. Default: ranks if there is a mesh."),
+    typer.Option(
+        metavar="hf|ranks|dcp", rich_help_panel=_WRITING, help="The layout. Default: ranks if there is a mesh."
+    ),
 ]
 Names = Annotated[
     Literal["transformers", "keep"],

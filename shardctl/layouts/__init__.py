@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from shardctl.layouts import hf, ranks
+from shardctl.layouts import dcp, hf, ranks
 
-LAYOUTS: Final = (hf.NAME, ranks.NAME)
+LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME)
 """What `--to` accepts."""

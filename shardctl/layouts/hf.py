@@ -24,7 +24,7 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, max_shard_size
     """Every array of `form` whole, in the source's order of tensors."""
     groups: list[list[Array]] = [[]]
     room = max_shard_size
-    for array in _arrays(have, form, dtypes):
+    for array in whole_arrays(have, form, dtypes):
         if array.nbytes > room and groups[-1]:
             groups.append([])
             room = max_shard_size
@@ -33,7 +33,7 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, max_shard_size
     return _build(have, groups, dtypes)
 
 
-def _arrays(have: Manifest, form: Form, dtypes: dict[str, DType]) -> Iterator[Array]:
+def whole_arrays(have: Manifest, form: Form, dtypes: dict[str, DType]) -> Iterator[Array]:
     """Every array once, where its first tensor is."""
     for tensor in have.tensors.values():
         dtype, place = dtypes[tensor.name], form.places.get(tensor.name)

@@ -16,12 +16,15 @@ from shardctl.views import merged
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from shardctl.box import Box
     from shardctl.dtype import DType
     from shardctl.layouts.form import Form, Place
     from shardctl.manifest import Manifest
     from shardctl.pieces import Held, Placed
 
 NAME: Final = "ranks"
+_Known = dict[object, "list[Box]"]
+"""Boxes of arrays of experts, by what they are worked out from; those of all layers are alike."""
 
 
 def pack(
@@ -29,15 +32,16 @@ def pack(
 ) -> Manifest:
     """The files of every rank that holds weights no earlier dp or cp replica holds."""
     builder = FileBuilder(container_metadata(have))
+    known: _Known = {}
     for rank, held in placed.ranks():
-        files = _files(_arrays(held, form, dtypes), max_shard_size)
+        files = _files(rank_arrays(held, form, dtypes, known), max_shard_size)
         for number, arrays in enumerate(files, 1):
             path = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
             builder.add(path, arrays, _sharding(arrays))
     return builder.manifest(NAME, have, dtypes)
 
 
-def _arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType]) -> Iterator[list[Array]]:
+def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], known: _Known) -> Iterator[list[Array]]:
     """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
     shared: dict[str, list[Held]] = {}
     for piece in held:
@@ -49,15 +53,18 @@ def _arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType]) -> Itera
             for name in piece.names:
                 yield [Array.of(name, piece.tensor, dtype, box) for box in piece.boxes]
         elif shared[place.array][0] is piece:
-            yield _joined(shared[place.array], place, form, dtype)
+            yield _joined(shared[place.array], place, form, dtype, known)
 
 
-def _joined(pieces: Sequence[Held], place: Place, form: Form, dtype: DType) -> list[Array]:
-    """The fewest boxes of an array of experts that hold `pieces` of them."""
-    views = [place.fusion.places.views[form.places[piece.tensor.name].position] for piece in pieces]
-    boxes = merged(
-        view.image(piece.tensor.shape, box) for piece, view in zip(pieces, views, strict=True) for box in piece.boxes
-    )
+def _joined(pieces: Sequence[Held], place: Place, form: Form, dtype: DType, known: _Known) -> list[Array]:
+    """The fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
+    positions = [form.places[piece.tensor.name].position for piece in pieces]
+    views = [place.fusion.places.views[position] for position in positions]
+    key = (id(place.fusion.places), *positions, None, *(piece.boxes for piece in pieces))
+    boxes = known.get(key)
+    if boxes is None:
+        images = (v.image(p.tensor.shape, box) for p, v in zip(pieces, views, strict=True) for box in p.boxes)
+        boxes = known[key] = merged(images)
     parts = tuple((piece.tensor, view) for piece, view in zip(pieces, views, strict=True))
     return [Array(place.array, dtype, place.fusion.shape, box, parts) for box in boxes]
 

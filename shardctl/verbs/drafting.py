@@ -12,7 +12,7 @@ from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
-from shardctl.layouts import LAYOUTS, hf, ranks
+from shardctl.layouts import LAYOUTS, dcp, hf, ranks
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
@@ -136,6 +136,10 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     placed = None
     if layout == "hf":
         want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
+    elif layout == dcp.NAME:
+        if mesh.world > 1:
+            placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
+        want = dcp.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
     else:
         placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
         want = ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
