@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Fill
+from shardctl.manifest import Chunk, Fill, Region
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from shardctl.manifest import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +68,39 @@ class View:
         `part` is the box of the tensor that runs through this view, its first element at `origin`. Raises
         UnsupportedError if that cuts through a unit of a type narrower than a byte.
         """
-        within = self._within(chunk.box, part.shape)
+        if isinstance(chunk.where, Region) and chunk.dtype.unit_elements == 1:
+            found = _pulled(self, chunk.box, part, chunk.where.strides)
+            if found is None:
+                return None
+            box, shift, strides = found
+            where = Region(chunk.where.file, chunk.where.offset + shift, strides)
+            return Chunk(box, chunk.dtype, where, chunk.name, chunk.affine)
+        within = self.within(chunk.box, part.shape)
         if within is None:
             return None
         box = Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape)
         if isinstance(chunk.where, Fill):
             return replace(chunk, box=box)
-        strides = chunk.where.strides
-        first = [start - base for start, base in zip(self.origin, chunk.box.origin, strict=True)]
-        for axis, step, start in zip(self.axes, self.steps, within.origin, strict=True):
-            first[axis] += step * start
-        per_unit = chunk.dtype.unit_elements
+        first, per_unit = self.first(chunk.box, within), chunk.dtype.unit_elements
         if per_unit > 1 and first:
             self._check_units(chunk, first[-1], within, per_unit)
             first[-1] //= per_unit
-        where = replace(
-            chunk.where,
-            offset=chunk.where.offset + sum(a * b for a, b in zip(first, strides, strict=True)),
-            strides=tuple(strides[axis] * step for axis, step in zip(self.axes, self.steps, strict=True)),
-        )
-        return replace(chunk, box=box, where=where)
+        shift, strides = self.strided(first, chunk.where.strides)
+        return replace(chunk, box=box, where=replace(chunk.where, offset=chunk.where.offset + shift, strides=strides))
 
-    def _within(self, box: Box, shape: Sequence[int]) -> Box | None:
+    def first(self, box: Box, within: Box) -> list[int]:
+        """Where in `box` of the array the tensor's part `within` begins."""
+        first = [start - base for start, base in zip(self.origin, box.origin, strict=True)]
+        for axis, step, start in zip(self.axes, self.steps, within.origin, strict=True):
+            first[axis] += step * start
+        return first
+
+    def strided(self, first: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The byte offset of the unit at `first` of an array of `strides`, and the strides of the tensor from there."""
+        shift = sum(a * b for a, b in zip(first, strides, strict=True))
+        return shift, tuple(strides[axis] * step for axis, step in zip(self.axes, self.steps, strict=True))
+
+    def within(self, box: Box, shape: Sequence[int]) -> Box | None:
         """The indices, from 0, of a tensor of `shape` whose elements lie in `box` of the array."""
         held = dict(zip(self.axes, zip(self.steps, shape, strict=True), strict=True))
         found: dict[int, tuple[int, int]] = {}
@@ -111,6 +121,16 @@ class View:
             raise UnsupportedError(
                 f"{chunk.name} is {chunk.dtype} and cannot be taken apart at {within}: bytes hold {per_unit} elements"
             )
+
+
+@lru_cache(maxsize=1 << 14)  # the arrays of all layers are alike, and each holds hundreds of experts
+def _pulled(view: View, box: Box, part: Box, strides: tuple[int, ...]) -> tuple[Box, int, tuple[int, ...]] | None:
+    """What `View.pull` finds in whole bytes: the box, and its offset and strides in the chunk; None for nothing."""
+    within = view.within(box, part.shape)
+    if within is None:
+        return None
+    shift, found = view.strided(view.first(box, within), strides)
+    return Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape), shift, found
 
 
 def merged(boxes: Iterable[Box]) -> list[Box]:

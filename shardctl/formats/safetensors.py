@@ -255,7 +255,7 @@ def _spell(part: _Stored) -> str:
 def _chunk(part: _Stored, shape: tuple[int, ...]) -> Chunk:
     array = part.array
     if part.place is None and array.shape == shape:
-        box = _whole_box(shape)
+        box = Box.whole(shape)
     else:
         box = Box(part.origin, array.shape)
         if not Box.whole(shape).contains(box):
@@ -265,12 +265,6 @@ def _chunk(part: _Stored, shape: tuple[int, ...]) -> Chunk:
             )
     strides = _strides(array.dtype, array.shape)
     return Chunk(box, array.dtype, Region(part.file, array.offset, strides), array.name)
-
-
-@lru_cache(maxsize=4096)
-def _whole_box(shape: tuple[int, ...]) -> Box:
-    """The layers of a model repeat a few shapes, so most boxes are one object: half the time and memory of a scan."""
-    return Box.whole(shape)
 
 
 @lru_cache(maxsize=4096)

@@ -48,6 +48,8 @@ _FIRST_READ: Final = 1 << 16
 """Most headers fit, so most files cost one request."""
 _U64: Final = 1 << 64
 _METADATA: Final = "__metadata__"
+_quoted: Final = json.JSONEncoder(ensure_ascii=False).encode
+"""A string as JSON."""
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
 _PLAIN_MEMBER: Final = re.compile(
@@ -304,18 +306,23 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     Raises:
         UnsupportedError: a name cannot be a tensor's, an array does not end on a byte, or the header is too large.
     """
-    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    entries = [f'"{_METADATA}":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
     relative: dict[str, int] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     end = 0
     for name, dtype, shape in sorted(arrays, key=_file_order):
         if name == _METADATA:
             raise UnsupportedError(f"a safetensors file cannot hold a tensor named {_METADATA!r}")
         assert name not in relative, f"two arrays named {name!r} in one file"  # noqa: S101 - a layout's bug
+        kind = (dtype.name, tuple(shape))
+        if kind not in sizes:
+            sizes[kind] = dtype.nbytes(shape), f'{{"dtype":"{dtype.name}","shape":{_compact(list(shape))}'
+        nbytes, said = sizes[kind]
+        entries.append(f'{_quoted(name)}:{said},"data_offsets":[{end},{end + nbytes}]}}')
         relative[name] = end
-        end += dtype.nbytes(shape)
-        entries[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [relative[name], end]}
+        end += nbytes
     try:
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text = f"{{{','.join(entries)}}}".encode()
     except UnicodeEncodeError as error:
         odd = error.object[error.start : error.end]
         raise UnsupportedError(f"a name with the lone surrogate {odd!r} cannot be written as Unicode text") from error
@@ -326,6 +333,10 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
         )
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return Encoded(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 _ALIGNMENT: Final = {dtype.name: -position for position, dtype in enumerate(DTYPES)}

@@ -32,8 +32,10 @@ class Array:
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError if an edge of the box falls inside a byte."""
+        if self.dtype.bits % 8 == 0:
+            return
         per = self.dtype.unit_elements
-        if per > 1 and self.box.shape != self.shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
+        if self.box.shape != self.shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
             raise UnsupportedError(
                 f"{self.name} {list(self.shape)} is {self.dtype} and cannot be cut at {self.box}: "
                 f"only groups of {per} elements fill whole bytes",
@@ -71,10 +73,14 @@ class FileBuilder:
         """A safetensors file with these arrays."""
         said = {**self._metadata, **(metadata or {})}
         encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
+        chunks = self._chunks
         for array in arrays:
             region = Region(path, encoded.offsets[array.name], dense_strides(array.dtype, array.box.shape))
             for tensor, chunk in array.chunks(region):
-                self._chunks.setdefault(tensor, []).append(chunk)
+                if tensor in chunks:
+                    chunks[tensor].append(chunk)
+                else:
+                    chunks[tensor] = [chunk]
         self.files[path] = File(path, encoded.size, ((0, encoded.header),))
 
     def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:

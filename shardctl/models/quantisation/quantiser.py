@@ -215,8 +215,9 @@ class _Quantiser:
 
     def cache_scales(self, weight: _Weight) -> Iterator[ModelTensor]:
         """The scales of the key/value cache that are stored beside or in this projection."""
-        rows = _cache_names(weight.tensor.row.name.removesuffix(_WEIGHT))
-        for name, row in zip(_cache_names(weight.module), rows, strict=True):
+        names = _cache_names(weight.module)
+        rows = _cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
+        for name, row in zip(names, rows, strict=True):
             stored = self.present.get(name)
             if stored is not None and stored.shape in ((), (1,)):
                 spec = Spec(((),) * len(stored.shape), weight.tensor.spec.where)
