@@ -5,7 +5,8 @@ the byte: FSDP2 gives each rank `ceil(rows / N)` rows of storage (`FSDPParam._in
 `ceil(n / N)` elements of each tensor (DeepSpeed, `partition_parameters.py`), ZeRO-1 and 2 one partition of all
 trained parameters, aligned to two elements per rank (`stage_1_and_2.py`, `nccl_start_alignment_factor`), counted here
 for one parameter group. Megatron's distributed optimizer pads tensors to 64 elements and buckets to a multiple of
-128 (`optimizer/param_layout.py`), which depends on the order of the tensors: there, the term carries an interval.
+128 (`optimizer/param_layout.py`), which depends on the order of the tensors: there, the term carries an interval. Of
+ranks that share unevenly by ZeRO, the one that has most is counted.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ def _group(expert: bool, hidden: bool, some: Sequence[Trained], plan: Scheme) ->
     if not plan.flat:
         return Group(expert, hidden, whole, whole)
     if plan.runtime == "buffers":
-        tensors, buckets = sum(each.part.count for each in some), 1 + whole // _BUCKET
+        # The last bucket may be short, and a tied embedding on two stages has one of its own.
+        tensors, buckets = sum(each.part.count for each in some), 2 + whole // _BUCKET
         spare = 63 * tensors + buckets * (lcm(ranks, 128) - 1)
         return Group(expert, hidden, whole, ceil(whole / ranks), spare)
     if plan.zero < 3:  # noqa: PLR2004 - the stage that goes tensor by tensor
@@ -221,7 +223,7 @@ def _optimizer(trained: Sequence[Trained], groups: Sequence[Group], plan: Scheme
             f"{dtype.unit_bytes} * elements",
             {"elements": nbytes // dtype.unit_bytes, **_inputs(groups, plan)},
             plan.optimizer.source,
-            interval=(max(0, nbytes - more), nbytes + more) if more else None,
+            interval=(nbytes, nbytes + more) if more else None,
             tier="host" if slot.paged and plan.states == "device" else plan.states,
         )
     yield Term("tables of 8-bit codes", "optimizer", plan.optimizer.constant, source=plan.optimizer.source)
@@ -254,7 +256,7 @@ def _count(
         f"{dtype.unit_bytes} * {_symbols(groups, shared=shared)}",
         _inputs(groups, plan),
         _SOURCES[plan.runtime],
-        interval=((max(0, nbytes - more) if shared else nbytes), nbytes + more) if more else None,
+        interval=(nbytes, nbytes + more) if more else None,
         tier=tier,
     )
 

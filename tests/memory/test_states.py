@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
@@ -147,7 +150,48 @@ def test_megatron_shares_experts_among_the_ranks_that_have_them():
     assert moment.inputs["N"] == 2 * 2
     assert moment.inputs["N of experts"] == 8 // 2
     assert not moment.exact
-    assert moment.low < moment.nbytes < moment.high
+    assert moment.low == moment.nbytes < moment.high
+
+
+def megatron_layout(sizes, ranks, *, overlap):
+    """Elements of the buffer and of each rank's shard as Megatron-LM lays them out (optimizer/param_layout.py).
+
+    Tensors come last to first, each from a multiple of 64; a bucket ends when it has 40 million elements or, where
+    reduction does not overlap, with the last tensor, at a multiple of the ranks and of 128.
+    """
+    divisor, ends, spans, at, start = lcm(ranks, 128), [], [], 0, 0
+    for n, size in enumerate(reversed(sizes)):
+        at = -(-at // 64) * 64
+        spans.append((at, at + size))
+        at += size
+        if n == len(sizes) - 1 or (overlap and at - start >= 40_000_000):
+            at = start = -(-at // divisor) * divisor
+            ends.append(at)
+    shards = [0] * ranks
+    for low, high in zip([0, *ends], ends, strict=False):
+        part = (high - low) // ranks
+        for rank in range(ranks):
+            a, b = low + rank * part, low + (rank + 1) * part
+            shards[rank] += sum(max(0, min(b, stop) - max(a, begin)) for begin, stop in spans)
+    return at, shards
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.one_of(st.integers(1, 5000), st.integers(1, 60_000_000)), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 3, 8, 48]),
+    st.booleans(),
+)
+def test_megatron_pads_within_the_interval(sizes, ranks, overlap):
+    tensors = [Tensor(f"w{n}", BY_NAME["BF16"], (size,), ()) for n, size in enumerate(sizes)]
+    inventory = take_stock(tensors, {t.name: Spec(()) for t in tensors}, 1)
+    found = {t.name: t for t in terms(inventory, f"dp={ranks}", profile="megatron", zero=1)}
+    buffer, shards = megatron_layout(sizes, ranks, overlap=overlap)
+    assert sum(shards) == sum(sizes)
+    assert found["BF16 weights"].low <= 2 * buffer <= found["BF16 weights"].high
+    moment = found["first moment"]
+    assert moment.low <= 4 * max(shards) <= moment.high
+    assert moment.high <= moment.nbytes + 4 * (64 * len(sizes) + 128 * 48 * (3 + sum(sizes) // 40_000_000))
 
 
 def test_deepspeed_zero_3_as_its_documentation_counts():
@@ -238,6 +282,24 @@ def test_codes_are_not_trained():
 def test_what_no_runtime_does_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         terms(one_tensor(64), "dp=2", **options)
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=2,cp=2"])
+def test_fsdp2_with_zero_3_shares_over_dp_as_over_fsdp(mesh):
+    """torchtitan's mesh: FSDP2 shards over dp and cp together."""
+    inventory = of_config("llama")
+    found = {t.name: t.nbytes for t in terms(inventory, mesh, zero=3)}
+    assert found == {t.name: t.nbytes for t in terms(inventory, "fsdp=4")}
+
+
+def test_fsdp2_without_resharding_and_without_reducing():
+    """torch 2.13: `reshard_after_forward=False` keeps weights, `set_requires_gradient_sync(False)` gradients, too."""
+    inventory = of_config("llama")
+    stages = [{t.name: t for t in terms(inventory, "dp=4", zero=zero)} for zero in (0, 1, 2, 3)]
+    assert stages[1]["gradients before they are shared"].nbytes == 4 * inventory.parameters
+    assert stages[1]["gathered weights"] == stages[2]["gathered weights"]
+    assert lasting(stages[0].values()) == 16 * inventory.parameters
+    assert [lasting(s.values()) for s in stages[1:]] == [lasting(stages[3].values())] * 3
 
 
 def test_units_that_are_gathered():
