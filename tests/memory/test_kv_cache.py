@@ -110,7 +110,7 @@ def as_transformers(terms):
     return sum(term.low if "window" in term.name else term.nbytes for term in terms)
 
 
-@pytest.mark.parametrize("config", cases())
+@pytest.mark.parametrize("config", list(cases()))
 def test_bytes_are_those_of_the_cache_of_transformers(config):
     """Two sequences of eleven tokens; of MLA, transformers 5 caches the latents."""
     shape = anatomy(config)
@@ -336,6 +336,12 @@ def test_encoders_cache_nothing(name):
     shape = anatomy(fixture(name))
     assert bytes_per_token(shape, dtype="F32") == 0
     assert cache_terms(shape, rank(shape), ONE, Serving(512, 8), dtype="F32") == ()
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
+    shape = anatomy({**fixture("llama"), "architectures": [architecture]})
+    assert cache_terms(shape, rank(shape), ONE, Serving(512, 8), dtype="BF16") == ()
 
 
 @given(

@@ -146,6 +146,30 @@ def test_experts_have_a_row_for_each_expert_of_a_token():
     assert forward.nbytes == 8192 * (4 * 4096 + 2 * 3 * 14336 + 4096 + 2 * 8) * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        # Queries and their results, keys and values: more than the MLP where that is narrow.
+        ({**LLAMA_8B, "intermediate_size": 64}, 2 * 32 * 128 + 2 * 8 * 128),
+        # Latents are unfolded for new tokens: keys of 12 and values of 8 for each of four heads.
+        ({**fixture("deepseek_v3"), "intermediate_size": 1, "moe_intermediate_size": 1}, 4 * 2 * (12 + 8) + 16),
+    ],
+    ids=["GQA", "MLA"],
+)
+def test_attention_can_need_more_than_the_mlp(name, elements):
+    shape, (rank,) = held(name, Mesh.of())
+    forward = term(serve(shape, rank, Mesh.of(), Serving(100), dtype="BF16"), "forward pass")
+    assert forward.inputs["attention"] == elements
+    assert forward.nbytes == 100 * (4 * shape.hidden + elements) * 2
+
+
+def test_etp_divides_what_is_inside_experts():
+    mesh = Mesh.of(tp=2, ep=1, etp=2)
+    shape, (rank, *_) = held(fixture("mixtral"), mesh)
+    forward = term(serve(shape, rank, mesh, Serving(100), dtype="BF16"), "forward pass")
+    assert forward.inputs["experts"] == 2 * (2 * 24 + 24) + 32 + 2 * 4
+
+
 def test_fsdp_gathers_a_layer_and_the_root():
     mesh = Mesh.of(fsdp=4)
     shape, (rank, *_) = held(LLAMA_8B, mesh)
@@ -265,6 +289,17 @@ def test_each_axis_has_a_communicator(mesh, axes):
     assert ("NCCL buffers of the exchange of tokens" in terms) == (mesh.ep > 1)
     assert not any(one.exact for one in terms.values())
     assert {one.category for one in terms.values()} == {"runtime"}
+
+
+def test_peers_of_an_exchange_and_second_communicators():
+    def bytes_of(name, mesh, profile=None):
+        return term(runtime_terms(mesh, serving=False, profile=profile), name)
+
+    exchange = "NCCL buffers of the exchange of tokens"
+    two, eight, many = (bytes_of(exchange, Mesh.of(tp=ep, ep=ep)).nbytes for ep in (2, 8, 64))
+    assert eight == many == 7 * two
+    plain, twice = (bytes_of("NCCL communicators", Mesh.of(dp=2), profile) for profile in ("fsdp2", "megatron"))
+    assert (twice.nbytes, twice.low, twice.high) == (plain.nbytes, plain.low, 2 * plain.high)
 
 
 def test_only_engines_capture_graphs_and_slack_follows_what_is_allocated():
