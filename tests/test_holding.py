@@ -26,7 +26,7 @@ def test_counts_are_those_of_the_pieces(path):
     specs = {t.name: model.tensors[t.name].spec for t in tensors}
     inventory = take_stock(tensors, specs, model.layers)
     assert inventory.nbytes == sum(t.nbytes for t in tensors)
-    assert inventory.parameters == model.parameters
+    assert inventory.elements == model.parameters
     tried = 0
     for mesh in map(Mesh.parse, MESHES):
         pp = mesh.degree("pp")

@@ -57,8 +57,8 @@ class Inventory:
     """Pipeline layers."""
 
     @property
-    def parameters(self) -> int:
-        """Elements as stored, ties counted once, buffers included; of a quantised weight its codes' elements."""
+    def elements(self) -> int:
+        """Elements as stored, ties counted once, buffers included; of a quantised weight those of its codes."""
         return sum(kind.count * prod(kind.shape) for kind in self.kinds)
 
     @property

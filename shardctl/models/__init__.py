@@ -1,6 +1,7 @@
 """Model families as data: what a checkpoint must contain, and how each tensor is cut."""
 
 from shardctl.models.config import Config
+from shardctl.models.counting import parameters
 from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import kinds
@@ -21,6 +22,7 @@ __all__ = [
     "kinds",
     "load_rules",
     "model_for",
+    "parameters",
     "quantisation_config",
     "rule_table",
 ]

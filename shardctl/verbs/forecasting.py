@@ -11,7 +11,7 @@ from shardctl.memory.holding import hold
 from shardctl.memory.inventory import Inventory, take_stock
 from shardctl.memory.serving import largest_batch, longest_context
 from shardctl.memory.workload import Serving, Training
-from shardctl.models import Config
+from shardctl.models import Config, parameters
 from shardctl.placement import Spec
 from shardctl.verbs.drafting import chosen_dtypes, filtered
 
@@ -92,9 +92,13 @@ class Subject:
     """What an estimate is about, whatever the mesh."""
 
     inventory: Inventory
+    parameters: int
+    """Elements that can be trained, however they are stored."""
     anatomy: Anatomy | None
     unmodelled: str
+    """Why there is no anatomy, if so."""
     dtype: str
+    """Of activations; safetensors' name."""
 
 
 def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
@@ -104,15 +108,17 @@ def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
     if model is None:
         specs: Mapping[str, Spec] = {n: Spec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
         inventory = take_stock(have.tensors.values(), specs, 0, dtypes=chosen_dtypes(have, wish))
+        elements = inventory.elements
     else:
         specs = {name: model.tensors[name].spec for name in have.tensors}
         buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
         inventory = take_stock(
             have.tensors.values(), specs, model.layers, dtypes=chosen_dtypes(have, wish), buffers=buffers
         )
+        elements = parameters(model, checkpoint.config, have.tensors)
     found, why = _anatomy(checkpoint)
     dtype = Config(checkpoint.config).dtype().name if checkpoint.config is not None else ""
-    return Subject(inventory, found, why, dtype)
+    return Subject(inventory, elements, found, why, dtype)
 
 
 def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose | None) -> Forecast:

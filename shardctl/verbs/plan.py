@@ -185,7 +185,7 @@ def _result(
         path=path,
         layout=layout,
         architecture=checkpoint.model.architecture if checkpoint.model else "",
-        parameters=about.inventory.parameters,
+        parameters=about.parameters,
         weight_bytes=weights,
         mesh=mesh,
         stages=_stages(stages, ranks) if mesh.world > 1 else (),

@@ -62,8 +62,8 @@ def test_one_device_shares_and_sends_nothing():
 
 def test_a_model_has_its_own_numbers():
     inventory = stock(LLAMA_3_8B)
-    assert compare(inventory, 8) == strategies(inventory.parameters, 8)
-    assert inventory.parameters == 8_030_261_248
+    assert compare(inventory, 8) == strategies(inventory.elements, 8)
+    assert inventory.elements == 8_030_261_248
 
 
 def test_parts_that_do_not_divide_are_rounded_up():

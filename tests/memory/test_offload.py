@@ -66,7 +66,7 @@ def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints,
     assert matrices == 12 * layers * (hidden * 1024) ** 2
     assert round(matrices / 1e12, 2) == size
     assert round(20 * matrices / TIB, 2) == kept
-    share = matrices / inventory.parameters
+    share = matrices / inventory.elements
     assert 16 * total(found, "nvme").nbytes * share == pytest.approx(kept * TIB * 18 / 20, rel=1e-3)
     gathered = next(t for t in found if t.name.startswith("largest layer"))
     assert round(gathered.nbytes / GIB, 2) == working

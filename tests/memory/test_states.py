@@ -204,7 +204,7 @@ def test_deepspeed_zero_3_as_its_documentation_counts():
     found = terms(inventory, "dp=4", profile="deepspeed", zero=3)
     shared = next(t for t in found if t.name == "first moment").nbytes // 4
     assert lasting(found) == 16 * shared
-    assert inventory.parameters / 4 <= shared <= inventory.parameters / 4 + len(inventory.kinds) * 4
+    assert inventory.elements / 4 <= shared <= inventory.parameters / 4 + len(inventory.kinds) * 4
     assert next(t for t in found if t.name.startswith("largest layer")).nbytes == 4 * largest
     step = next(t for t in found if t.name == STEP)
     assert step.low == 4 * shared
@@ -234,12 +234,12 @@ def test_autocast_keeps_fp32_and_casts():
     """transformers, docs: 6 bytes per parameter for weights in mixed precision, 4 for gradients, 8 for AdamW."""
     inventory = of_config("llama")
     found = terms(inventory, "dp=1", profile="hf")
-    assert lasting(found) == 16 * inventory.parameters
+    assert lasting(found) == 16 * inventory.elements
     casts = next(t for t in found if "casts" in t.name)
     assert casts.interval == (0, casts.nbytes)
-    assert casts.nbytes <= 2 * inventory.parameters
+    assert casts.nbytes <= 2 * inventory.elements
     buckets = terms(inventory, "dp=2", profile="hf")
-    assert next(t for t in buckets if "buckets" in t.name).high == 4 * inventory.parameters
+    assert next(t for t in buckets if "buckets" in t.name).high == 4 * inventory.elements
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -296,9 +296,9 @@ def test_fsdp2_without_resharding_and_without_reducing():
     """torch 2.13: `reshard_after_forward=False` keeps weights, `set_requires_gradient_sync(False)` gradients, too."""
     inventory = of_config("llama")
     stages = [{t.name: t for t in terms(inventory, "dp=4", zero=zero)} for zero in (0, 1, 2, 3)]
-    assert stages[1]["gradients before they are shared"].nbytes == 4 * inventory.parameters
+    assert stages[1]["gradients before they are shared"].nbytes == 4 * inventory.elements
     assert stages[1]["gathered weights"] == stages[2]["gathered weights"]
-    assert lasting(stages[0].values()) == 16 * inventory.parameters
+    assert lasting(stages[0].values()) == 16 * inventory.elements
     assert [lasting(s.values()) for s in stages[1:]] == [lasting(stages[3].values())] * 3
 
 

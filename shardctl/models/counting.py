@@ -1,0 +1,41 @@
+"""How many parameters a checkpoint has, however they are stored."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardctl.models.describe import describe
+from shardctl.models.quantisation import quantisation_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Tensor
+    from shardctl.models.model import Model
+
+
+def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
+    """Elements of what can be trained, ties once and without buffers; of quantised weights those that codes stand for.
+
+    `tensors` are those stored, by canonical name. A quantised weight is known by its module, of which some array is
+    stored: codes, scales and zeros are no parameters of their own.
+    """
+    if config is None or not model.family or quantisation_config(config) is None:
+        return sum(t.size for name, t in tensors.items() if not model.tensors[name].row.buffer)
+    modules = {name.rpartition(".")[0] for name in tensors}
+    stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
+
+    def stored(name: str) -> bool:
+        module, _, kind = name.rpartition(".")
+        return name in tensors or name in stems or (kind == "weight" and module in modules)
+
+    plain = describe(_unquantised(config))
+    return sum(prod(t.shape) for t in plain.tensors.values() if not t.row.buffer and stored(t.name))
+
+
+def _unquantised(config: Mapping[str, object]) -> Mapping[str, object]:
+    keys = ("quantization_config", "compression_config")
+    text = config.get("text_config")
+    inner = {"text_config": {k: v for k, v in text.items() if k not in keys}} if isinstance(text, dict) else {}
+    return {key: value for key, value in config.items() if key not in keys} | inner
