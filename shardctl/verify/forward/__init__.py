@@ -16,9 +16,10 @@ takes. torch and transformers are imported only by calls.
 
 from __future__ import annotations
 
-from shardctl.verify.forward.check import Candidate, ForwardOptions, Original, forward
+from shardctl.verify.forward.check import ForwardOptions, forward
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
 from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated
+from shardctl.verify.forward.sides import Candidate, Original
 from shardctl.verify.forward.tolerance import Tolerance
 
 __all__ = [

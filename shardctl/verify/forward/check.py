@@ -4,69 +4,34 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import CoverageError, ShardctlError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.verify.finding import Finding
-from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, start_values, versions
+from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, versions
 from shardctl.verify.forward.executor import Executor, PartError
 from shardctl.verify.forward.generate import continued
 from shardctl.verify.forward.inputs import SEED, inputs_for, towers
 from shardctl.verify.forward.leaves import Precision
-from shardctl.verify.forward.lens import lens
 from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
-from shardctl.verify.forward.shards import Shards, rank_of_file
+from shardctl.verify.forward.sides import Candidate, Original, Sides
 from shardctl.verify.forward.skeleton import Skeleton
 from shardctl.verify.forward.tolerance import distance, tolerance
 from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
-from shardctl.verify.forward.weights import Weights, unfilled, weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Mapping
 
-    from shardctl.bands import Reader
-    from shardctl.manifest import Manifest
     from shardctl.models import Model
+    from shardctl.verify.forward.weights import Weights
 
 Torch = Any
 _LIMIT: Final = 128 << 20
 """Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Original:
-    """The checkpoint that is right."""
-
-    stored: Manifest
-    """Under the names of its files, which transformers is to understand by itself."""
-    manifest: Manifest
-    """Under canonical names, where the model is known."""
-    reader: Reader
-    config: Mapping[str, Any] | None
-    model: Model | None = None
-    folder: Path | None = None
-    """Where its tokenizer is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The checkpoint that is to be proved."""
-
-    manifest: Manifest
-    reader: Reader
-    model: Model | None = None
-    mesh: Mesh | None = None
-    """None, or one device, if its files belong to no ranks."""
-    stages: tuple[int, ...] = ()
-    """Layers per pipeline stage, as the record has them."""
-    rank_of: Callable[[str], int | None] = rank_of_file
-    """The rank that a file belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +50,6 @@ class ForwardOptions:
     """Bytes of one weight that are held at once."""
 
 
-@dataclass(slots=True)
-class _Counting:
-    """A reader that counts."""
-
-    reader: Reader
-    nbytes: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def read_at(self, path: str, offset: int, into: memoryview) -> None:
-        self.reader.read_at(path, offset, into)
-        with self.lock:
-            self.nbytes += len(into)
-
-
 def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
     """Compare what the shards compute with what the source computes, part by part and end to end.
 
@@ -109,7 +60,8 @@ def forward(candidate: Candidate, original: Original, options: ForwardOptions | 
     try:
         result = Comparison(candidate, original, options).run()
     except UnsupportedError as error:
-        result = ForwardResult("skipped", error.message, dtype=options.dtype, device=options.device)
+        reason = f"{error.message}; {error.hint}" if error.hint else error.message
+        result = ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
     return replace(result, seconds=time.monotonic() - began)
 
 
@@ -117,20 +69,21 @@ class Comparison:
     """Two checkpoints, and how they are run."""
 
     def __init__(self, candidate: Candidate, original: Original, options: ForwardOptions) -> None:
-        self.candidate, self.original, self.options = candidate, original, options
+        self.sides, self.options = Sides(original, candidate), options
         self.config = _runnable(original)
-        self.notes: list[str] = []
-        self.findings: list[Finding] = []
-        self.readers = _Counting(original.reader), _Counting(candidate.reader)
 
     def run(self) -> ForwardResult:
         """Everything, and the verdict."""
-        architecture = _architecture(self.config, self.original.model)
+        architecture = _architecture(self.config, self.sides.original.model)
         kind = class_of(architecture)
         give_back_memory()
         executor = self.executor(kind, self.options.dtype)
-        source, shards = self.weights(executor)
-        self._initialise(executor, source, shards)
+        if self.options.dtype == "bf16" and _has_experts(executor.skeleton):
+            raise UnsupportedError(
+                "in bf16 rounding alone makes a router pick other experts, so that nothing can be judged",
+                hint="leave out --dtype bf16",
+            )
+        source, shards = self.sides.fill(executor, self.options.seed)
         model = executor.skeleton.model
         inputs = inputs_for(model, self.options.device, seed=self.options.seed)
         try:
@@ -146,7 +99,7 @@ class Comparison:
         generated = self._generated(executor, source, shards) if self.options.prompt else None
         rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
         flips, positions = flips_of(expected, found) if name == "logits" else (0, 0)
-        mesh = self.candidate.mesh or Mesh.of()
+        mesh = self.sides.candidate.mesh or Mesh.of()
         result = ForwardResult(
             status="passed",
             engine=_engine(mesh, shards),
@@ -163,14 +116,13 @@ class Comparison:
                 self.options.dtype,
                 tp=mesh.degree("tp") if shards.shards is not None else 1,
                 rounding=rounding,
-                experts=_has_experts(executor.skeleton),
             ),
             generated=generated,
-            read_bytes=sum(reader.nbytes for reader in self.readers),
+            read_bytes=self.sides.read_bytes,
         )
         self._unreached(executor)
-        extra = [*self.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
-        return judged(result, list(dict.fromkeys(extra)), [*self.notes, *executor.notes])
+        extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
+        return judged(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
     def executor(self, kind: Torch, dtype: str) -> Executor:
         """A model of class `kind` without weights that computes in `dtype`."""
@@ -183,91 +135,30 @@ class Comparison:
         skeleton = Skeleton.of(model, self.options.device)
         return Executor(skeleton, Conversion(model), Precision(self.options.device, wanted, self.options.limit))
 
-    def weights(self, executor: Executor) -> tuple[Weights, Weights]:
-        """Both checkpoints, each with a place for what it holds."""
-        skeleton, conversion = executor.skeleton, executor.conversion
-        entries = lens(self.original.stored, self.readers[0])
-        source = weights("source", skeleton, entries, conversion)
-        self._without_conversion(source, executor)
-        candidate, model = self.candidate, self.candidate.model
-        mesh, shards = candidate.mesh, None
-        if mesh is not None and mesh.world > 1 and model is not None:
-            shards = Shards.of(candidate.manifest, self.readers[1], model, mesh, candidate.stages, candidate.rank_of)
-        elif mesh is not None and mesh.world > 1:
-            self.notes.append("the model is not known: shards were put together by what their headers say")
-        named = model if model is not None and model.family else None
-        theirs = shards.entries() if shards else lens(candidate.manifest, self.readers[1], named)
-        found = weights("shards", skeleton, theirs, conversion, shards=shards)
-        if conversion.problem:
-            self.notes.append(conversion.problem)
-        self._round(source, found)
-        unused = [name for name in source.unused if name in theirs]
-        if unused:
-            self.notes.append(f"{len(unused)} tensors are no part of the class and not computed with: {some(unused)}")
-        return source, found
-
-    def _without_conversion(self, source: Weights, executor: Executor) -> None:
-        """Take arrays that are too large to be made at once as shardctl joins them."""
-        if self.original.model is None or not source.groups:
-            return
-        bound = lens(self.original.manifest, self.readers[0], self.original.model)
-        taken = []
-        for slot, group in list(source.converted.items()):
-            size = slot.empty.numel() * executor.precision.dtype.itemsize
-            if size > executor.precision.limit and group in bound and tuple(bound[group].shape) == slot.shape:
-                del source.converted[slot]
-                source.direct[slot] = bound[group]
-                taken.append(group)
-        if taken:
-            self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
-
-    def _round(self, source: Weights, shards: Weights) -> None:
-        """Round the source as the shards were, so that a cast that was asked for is no error."""
-        kinds = {slot: lazy for slot, lazy in shards.direct.items() if lazy.is_floating_point()}
-        narrower = {
-            kinds[slot].get_dtype()
-            for slot, lazy in source.direct.items()
-            if slot in kinds and kinds[slot].get_dtype() != lazy.get_dtype()
-        }
-        if narrower:
-            source.rounded = lambda slot: kinds[slot].dtype if slot in kinds else None
-            self.notes.append(f"the source is rounded to {', '.join(sorted(narrower))}, as the shards are")
-
-    def _initialise(self, executor: Executor, source: Weights, shards: Weights) -> None:
-        """Give what the source does not have the values that the class starts with."""
-        lost = [slot for slot in source.direct | source.converted if not shards.fills(slot)]
-        for slot in lost:
-            message = f"the shards have nothing for {slot.names[0]}, which the source has"
-            self.findings.append(Finding("error", "forward", message, slot.names[0]))
-        new = [slot for slot in unfilled(executor.skeleton, [source]) if not slot.is_buffer]
-        if new:
-            start_values(executor.skeleton.model, new, self.options.seed)
-            names = [slot.names[0] for slot in new]
-            self.notes.append(f"{len(new)} parameters are in no file and have the values of a new model: {some(names)}")
-
     def _free(self, executor: Executor, inputs: Mapping[str, Torch], shards: Weights) -> Torch | None:
         """The output of the shards by themselves, each part fed what the one before it gave."""
         try:
             return output_of(executor.run(inputs, shards))[1]
         except CoverageError as error:
-            self.findings.append(Finding("error", "forward", error.message))
+            self.sides.findings.append(Finding("error", "forward", error.message))
         except PartError as error:
-            self.findings.append(Finding("error", "forward", str(error)))
+            self.sides.findings.append(Finding("error", "forward", str(error)))
         return None
 
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """How far the source in bf16 is from the source in fp32."""
         executor = self.executor(kind, "fp32")
-        source, shards = self.weights(executor)
-        self._initialise(executor, source, shards)
+        source, _ = Sides(self.sides.original, self.sides.candidate).fill(executor, self.options.seed)
         return distance(output_of(executor.run(inputs, source))[1], expected.float())
 
     def _generated(self, executor: Executor, source: Weights, shards: Weights) -> Generated | None:
         try:
-            return continued(executor, (source, shards), self.original.folder, self.options.prompt, self.options.tokens)
+            return continued(
+                executor, (source, shards), self.sides.original.folder, self.options.prompt, self.options.tokens
+            )
         except (UnsupportedError, CoverageError, PartError) as error:
             reason = error.message if isinstance(error, ShardctlError) else str(error)
-            self.notes.append(f"the prompt was not continued: {reason}")
+            self.sides.notes.append(f"the prompt was not continued: {reason}")
             return None
 
     def _look(self, executor: Executor, source: Weights, shards: Weights) -> None:
@@ -276,7 +167,7 @@ class Comparison:
             try:
                 executor.run(inputs, source, shards, model=tower)
             except (PartError, UnsupportedError) as error:
-                self.notes.append(f"{name} was not run: {error}")
+                self.sides.notes.append(f"{name} was not run: {error}")
 
     def _idle(self, executor: Executor) -> list[str]:
         """The parts that no input reached, and whose weights no other part has."""
@@ -292,7 +183,7 @@ class Comparison:
     def _unreached(self, executor: Executor) -> None:
         idle = self._idle(executor)
         if idle:
-            self.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
+            self.sides.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
 
 
 def _runnable(original: Original) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ class Tolerance:
     warn: float
     """Of a block: up to here it is a warning, beyond an error."""
     logits: float
-    """Of the free-running outputs; infinite if they are not judged."""
+    """Of the free-running outputs."""
     floor: float
     """What rounding alone was measured to do."""
 
@@ -38,16 +38,15 @@ class Tolerance:
         return self.warn == 0
 
 
-def tolerance(dtype: str, *, tp: int, rounding: float = 0.0, experts: bool = False) -> Tolerance:
+def tolerance(dtype: str, *, tp: int, rounding: float = 0.0) -> Tolerance:
     """The bounds for a mesh with `tp` ranks an axis; without tp, where no sum changes its order, bits must be equal.
 
-    In bf16 the logits' bound follows from `rounding`, the distance of bf16 and fp32 on one device; where a router picks
-    experts it can pick others, so that logits are not judged there.
+    In bf16 the bound of the logits follows from `rounding`, the distance of bf16 and fp32 on one device.
     """
     if tp == 1:
         return Tolerance(0.0, 0.0, 0.0, 0.0)
     if dtype == "bf16":
-        return Tolerance(2e-2, 2e-2, inf if experts else 1.5 * rounding, FLOORS["bf16"])
+        return Tolerance(2e-2, 2e-2, 1.5 * rounding, FLOORS["bf16"])
     return Tolerance(1e-5, 1e-4, 1e-4, FLOORS["fp32"])
 
 

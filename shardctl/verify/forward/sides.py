@@ -1,0 +1,167 @@
+"""Two checkpoints, the right one and the one to be proved, and how each fills the places of a model."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardctl.verify.finding import Finding
+from shardctl.verify.forward.adapter import start_values
+from shardctl.verify.forward.lens import lens
+from shardctl.verify.forward.shards import Shards, rank_of_file
+from shardctl.verify.forward.verdict import some
+from shardctl.verify.forward.weights import Weights, unfilled, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from shardctl.bands import Reader
+    from shardctl.manifest import Manifest
+    from shardctl.mesh import Mesh
+    from shardctl.models import Model
+    from shardctl.verify.forward.executor import Executor
+    from shardctl.verify.forward.lens import LazyTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """The checkpoint that is right."""
+
+    stored: Manifest
+    """Under the names of its files, which transformers is to understand by itself."""
+    manifest: Manifest
+    """Under canonical names, where the model is known."""
+    reader: Reader
+    config: Mapping[str, Any] | None
+    model: Model | None = None
+    folder: Path | None = None
+    """Where its tokenizer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The checkpoint that is to be proved."""
+
+    manifest: Manifest
+    reader: Reader
+    model: Model | None = None
+    mesh: Mesh | None = None
+    """None, or one device, if its files belong to no ranks."""
+    stages: tuple[int, ...] = ()
+    """Layers per pipeline stage, as the record has them."""
+    rank_of: Callable[[str], int | None] = rank_of_file
+    """The rank that a file belongs to."""
+
+
+@dataclass(slots=True)
+class _Counting:
+    """A reader that counts."""
+
+    reader: Reader
+    nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        self.reader.read_at(path, offset, into)
+        with self.lock:
+            self.nbytes += len(into)
+
+
+@dataclass(slots=True)
+class Sides:
+    """Both, and what is odd about them."""
+
+    original: Original
+    candidate: Candidate
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    _readers: tuple[_Counting, _Counting] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._readers = _Counting(self.original.reader), _Counting(self.candidate.reader)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from both so far."""
+        return sum(reader.nbytes for reader in self._readers)
+
+    def fill(self, executor: Executor, seed: int) -> tuple[Weights, Weights]:
+        """The weights of the source and of the shards, with what neither has in place for good."""
+        source = self._source(executor)
+        shards = self._shards(executor)
+        self._round(source, shards)
+        if source.unused:
+            number = len(source.unused)
+            self.notes.append(f"{number} tensors are no part of the class and not computed with: {some(source.unused)}")
+        for have, lack in ((source, shards), (shards, source)):
+            for slot in have.direct | have.converted:
+                if not lack.fills(slot):
+                    name = slot.names[0]
+                    message = f"the {lack.title} has nothing that fills {name}, and the {have.title} has"
+                    self.findings.append(Finding("error", "forward", message, name))
+        self._start(executor, source, seed)
+        return source, shards
+
+    def _source(self, executor: Executor) -> Weights:
+        """The right checkpoint, as transformers itself reads its names; else as shardctl does, and that is noted."""
+        skeleton, conversion = executor.skeleton, executor.conversion
+        found = weights("source", skeleton, lens(self.original.stored, self._readers[0]), conversion)
+        model = self.original.model
+        if conversion.problem:
+            self.notes.append(conversion.problem)
+        if model is None or not model.family or not (found.groups or conversion.problem):
+            return found
+        bound = lens(self.original.manifest, self._readers[0], model)
+        if conversion.problem:
+            self.notes.append("the names of the source are read by shardctl, not by transformers")
+            return weights("source", skeleton, bound, conversion)
+        self._join(found, bound, executor)
+        return found
+
+    def _join(self, source: Weights, bound: Mapping[str, LazyTensor], executor: Executor) -> None:
+        """Take arrays that are too large to be made at once as shardctl joins them."""
+        taken = set()
+        for slot, group in list(source.converted.items()):
+            size = slot.empty.numel() * executor.precision.dtype.itemsize
+            if size > executor.precision.limit and group in bound and bound[group].shape == slot.shape:
+                del source.converted[slot]
+                source.direct[slot] = bound[group]
+                taken.add(group)
+        if taken:
+            self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
+
+    def _shards(self, executor: Executor) -> Weights:
+        """The checkpoint to be proved, each rank's part from its own files where there are ranks."""
+        reader, model, mesh = self._readers[1], self.candidate.model, self.candidate.mesh
+        shards: Shards | None = None
+        if mesh is not None and mesh.world > 1:
+            if model is not None:
+                manifest, stages, rank_of = self.candidate.manifest, self.candidate.stages, self.candidate.rank_of
+                shards = Shards.of(manifest, reader, model, mesh, stages, rank_of)
+            else:
+                self.notes.append("the model is not known: shards were put together by what their headers say")
+        named = model if model is not None and model.family else None
+        entries = shards.entries() if shards else lens(self.candidate.manifest, reader, named)
+        return weights("shards", executor.skeleton, entries, executor.conversion, shards=shards)
+
+    def _round(self, source: Weights, shards: Weights) -> None:
+        """Round the source as the shards were, so that a cast that was asked for is no error."""
+        kinds = {slot: lazy for slot, lazy in shards.direct.items() if lazy.is_floating_point()}
+        narrower = {
+            kinds[slot].get_dtype()
+            for slot, lazy in source.direct.items()
+            if slot in kinds and kinds[slot].get_dtype() != lazy.get_dtype()
+        }
+        if narrower:
+            source.rounded = lambda slot: kinds[slot].dtype if slot in kinds else None
+            self.notes.append(f"the source is rounded to {', '.join(sorted(narrower))}, as the shards are")
+
+    def _start(self, executor: Executor, source: Weights, seed: int) -> None:
+        """Give what the source does not have the values that the class starts with."""
+        new = [slot for slot in unfilled(executor.skeleton, [source]) if not slot.is_buffer]
+        if new:
+            start_values(executor.skeleton.model, new, seed)
+            names = [slot.names[0] for slot in new]
+            self.notes.append(f"{len(new)} parameters are in no file and have the values of a new model: {some(names)}")
