@@ -24,6 +24,7 @@ WARNING = Finding("warning", "values", "w holds 1 NaN", "w")
 
 def test_errors_come_before_warnings_and_say_the_place_that_the_message_leaves_out():
     assert lines(verified(WARNING, ERROR)) == [
+        "skipped: identity: no source",
         "error: [digest] w has changed",
         "    file f.safetensors, box [0:1]",
         "warning: [values] w holds 1 NaN",
@@ -37,7 +38,7 @@ def test_warnings_alone_do_not_fail():
 
 def test_a_thousand_findings_are_counted_and_not_all_shown():
     shown = lines(verified(*[WARNING] * 1000))
-    assert len(shown) == SHOWN + 2
+    assert len(shown) == 1 + SHOWN + 2
     assert shown[-2:] == [f"and {1000 - SHOWN} more findings; --json lists them all", "ok (1,000 warnings)"]
 
 
