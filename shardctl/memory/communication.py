@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
+from shardctl.memory.scheme import scheme
 from shardctl.memory.workload import Training
 from shardctl.mesh import EXPERT_FSDP
 
@@ -17,16 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.memory.holding import Holding
-    from shardctl.memory.workload import Profile, Serving
+    from shardctl.memory.workload import Serving
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import Anatomy, Layer
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 _SHARE_ALL: Final = 3
 """The ZeRO stage that shares parameters, too."""
-_REDUCED_IN: Final[Mapping[Profile, str | None]] = {"megatron": "F32", "fsdp2": "F32", "hf": "F32", "deepspeed": None}
-"""The type in which gradients travel, None for that of the parameters: Megatron's `grad_reduce_in_fp32` buffers,
-torchtitan's `mixed_precision_reduce`, DDP's fp32 gradients, DeepSpeed's `communication_data_type`."""
 _ZERO: Final = "Rajbhandari et al. 2020, sec. 7"
 _TENSOR: Final = "Shoeybi et al. 2019, sec. 3; Korthikanti et al. 2022, sec. 4.2.2"
 _PIPELINE: Final = "Narayanan et al. 2021, sec. 3.2 and 4.1"
@@ -84,6 +82,7 @@ def traffic(
 
     `dtype` is that of activations in serving. A pass of serving has `tokens` new tokens, by default one of each
     sequence. Only what moves bytes is listed.
+    Raises UsageError for what the profile's runtime cannot do.
     """
     if isinstance(work, Training):
         found = _Sender(
@@ -114,7 +113,7 @@ def _of_parameters(holding: Holding, mesh: Mesh, work: Training, times: int) -> 
     dense = (("dp", "cp"), mesh.degree("dp") * mesh.degree("cp"), ("fsdp",), mesh.degree("fsdp"))
     expert = (("replica",), copies, (EXPERT_FSDP,), shards)
     parameter = BY_NAME[work.dtype].bits / 8
-    gradient = BY_NAME[work.gradient_dtype or _REDUCED_IN[work.profile] or work.dtype].bits / 8
+    gradient = scheme(mesh, work).gradient.bits / 8
     for of, is_expert, (over, replicas, sharing, shared) in (("", False, dense), ("expert ", True, expert)):
         weights, gradients = f"{of}parameters", f"{of}gradients"
         gathered = holding.gathered(expert=is_expert, trainable=True)
