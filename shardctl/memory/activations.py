@@ -82,6 +82,10 @@ class _Amount:
             found[name, width] = found.get((name, width), 0) + count
         return _Amount(tuple((name, width, count) for (name, width), count in found.items()))
 
+    def times(self, layers: int) -> _Amount:
+        """That of so many layers."""
+        return _Amount(tuple((name, width, count * layers) for name, width, count in self.factors))
+
     def without(self) -> _Amount:
         """The same, to be taken away."""
         return _Amount(tuple((name, -width, count) for name, width, count in self.factors))
@@ -116,6 +120,22 @@ class _Peak:
         return self.besides.nbytes - self.freed
 
 
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Layers that are alike."""
+
+    numbers: tuple[int, ...]
+    kept: Mapping[str, _Amount]
+    """Of one of them, by the name of the term."""
+    moments: tuple[tuple[str, _Amount], ...]
+    """What is alive in each moment of the backward pass of one, besides what all keep."""
+
+    @property
+    def nbytes(self) -> float:
+        """That one of them keeps."""
+        return sum(amount.nbytes for amount in self.kept.values())
+
+
 class _Rank:
     """Works it out for one rank."""
 
@@ -130,7 +150,6 @@ class _Rank:
         self.first = holding.stage == 0
         self.last = holding.stage == len(stages) - 1
         self.numbers = holding.layers
-        self.layers = [anatomy.layers[number] for number in holding.layers]
         self.anatomy = anatomy
         divided = self.runtime.sequence_parallel and work.sequence_parallel
         self.parts = mesh.degree("tp") if divided else 1
@@ -139,38 +158,47 @@ class _Rank:
         self.flights = in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
 
     def terms(self) -> Iterator[Term]:
-        """The terms, largest groups first as profiles list them."""
-        sizes = [
-            layer_sizes(layer, n, self.style, self.share) for n, layer in zip(self.numbers, self.layers, strict=True)
-        ]
-        flags = [self._flags(layer) for layer in self.layers]
-        full = self.work.recompute == "full"
-        selective = self.work.recompute == "selective"
-        kept: dict[Group, _Amount] = dict.fromkeys(GROUPS, _Amount())
-        inputs = _Amount()
-        by_layer = []
-        for one, flag in zip(sizes, flags, strict=True):
-            mine = {group: self._amount(self.runtime.kept[group], one, flag, core=not selective) for group in GROUPS}
-            start = self._amount(self.runtime.checkpoint, one, flag)
-            for group, amount in mine.items():
-                kept[group] += amount
-            inputs += start
-            by_layer.append(start.nbytes if full else sum(amount.nbytes for amount in mine.values()))
-        if full:
-            yield from self._term("inputs of layers", inputs)
-        else:
-            for group in GROUPS:
-                yield from self._term(_NAMES[group], kept[group], skewed=group == "experts")
+        """The terms, in the order of the groups."""
+        alike: dict[Layer, list[int]] = {}
+        for number in self.numbers:
+            alike.setdefault(self.anatomy.layers[number], []).append(number)
+        kinds = [self._alike(layer, numbers) for layer, numbers in alike.items()]
+        kept: dict[str, _Amount] = {}
+        for kind in kinds:
+            for name, amount in kind.kept.items():
+                kept[name] = kept.get(name, _Amount()) + amount.times(len(kind.numbers))
+        for name, amount in kept.items():
+            yield from self._term(name, amount, skewed=name == _NAMES["experts"])
         if self.first:
             yield from self._term("dropout mask of the embedding", self._embedding())
-        yield from self._worst(sizes, flags, by_layer)
+        yield from self._worst(kinds)
 
-    def _worst(
-        self, sizes: Sequence[Mapping[Size, float]], flags: Sequence[frozenset[Flag]], by_layer: Sequence[float]
-    ) -> Iterator[Term]:
+    def _alike(self, layer: Layer, numbers: Sequence[int]) -> _Alike:
+        """What all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
+        sizes, flags = layer_sizes(layer, numbers[0], self.style, self.share), self._flags(layer)
+        full, selective = self.work.recompute == "full", self.work.recompute == "selective"
+        groups = self.runtime.kept
+        again = _Amount()
+        if full:
+            kept = {"inputs of layers": self._amount(self.runtime.checkpoint, sizes, flags)}
+            for group in GROUPS:
+                again += self._amount(groups[group], sizes, flags)
+            again += self._amount(self.runtime.shared, sizes, flags).without()
+        else:
+            kept = {_NAMES[g]: self._amount(groups[g], sizes, flags, core=not selective) for g in GROUPS}
+        if selective:
+            again = self._amount([saved for g in GROUPS for saved in groups[g] if saved.core], sizes, flags)
+        moments = []
+        for moment in self.runtime.layer:
+            alive = self._amount(moment.alive, sizes, flags)
+            if alive.nbytes > 0:
+                moments.append((moment.name + (" of a layer computed again" if full else ""), again + alive))
+        return _Alike(tuple(numbers), kept, tuple(moments))
+
+    def _worst(self, kinds: Sequence[_Alike]) -> Iterator[Term]:
         """The head's terms and that of the worst moment."""
         head = self._head() if self.last and self.anatomy.generates else _Amount()
-        peaks = [*self._layer_peaks(sizes, flags, by_layer), *self._head_peaks()]
+        peaks = [*self._layer_peaks(kinds), *self._head_peaks()]
         if not peaks:
             return
         worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
@@ -187,30 +215,19 @@ class _Rank:
                 skewed="experts" in worst.name,
             )
 
-    def _layer_peaks(
-        self, sizes: Sequence[Mapping[Size, float]], flags: Sequence[frozenset[Flag]], by_layer: Sequence[float]
-    ) -> Iterator[_Peak]:
-        freed = sum(by_layer)
-        for one, flag, own in zip(sizes, flags, by_layer, strict=True):
-            freed -= own
-            again = _Amount()
-            if self.work.recompute == "full":
-                for group in GROUPS:
-                    again += self._amount(self.runtime.kept[group], one, flag)
-                again += self._amount(self.runtime.shared, one, flag).without()
-            elif self.work.recompute == "selective":
-                again = self._amount([s for g in GROUPS for s in self.runtime.kept[g] if s.core], one, flag)
-            for moment in self.runtime.layer:
-                alive = self._amount(moment.alive, one, flag)
-                if alive.nbytes > 0:
-                    recomputed = " of a layer computed again" if self.work.recompute == "full" else ""
-                    yield _Peak(moment.name + recomputed, again + alive, max(0, freed), with_head=False)
+    def _layer_peaks(self, kinds: Sequence[_Alike]) -> Iterator[_Peak]:
+        """Of layers that are alike, the last has its backward pass first, when all before it still keep theirs."""
+        for kind in kinds:
+            last = kind.numbers[-1]
+            freed = sum(other.nbytes * sum(number > last for number in other.numbers) for other in kinds)
+            for name, alive in kind.moments:
+                yield _Peak(name, alive, freed, with_head=False)
 
     def _head_peaks(self) -> Iterator[_Peak]:
         if not (self.last and self.anatomy.generates):
             return
         sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        flags = self._flags(self.layers[-1]) if self.layers else self._style_flags()
+        flags = self._style_flags()
         yield self._moment(self.runtime.loss, sizes, flags, with_head=True)
         yield self._moment(self.runtime.norm, sizes, flags, with_head=False)
 
@@ -219,11 +236,11 @@ class _Rank:
 
     def _head(self) -> _Amount:
         sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
-        flags = self._flags(self.layers[-1]) if self.layers else self._style_flags()
+        flags = self._style_flags()
         return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
 
     def _embedding(self) -> _Amount:
-        sizes = head_sizes(self.layers[0].hidden if self.layers else self.anatomy.hidden, 0, self.share)
+        sizes = head_sizes(self.anatomy.layers[0].hidden if self.anatomy.layers else self.anatomy.hidden, 0, self.share)
         return self._amount(self.runtime.embedding, sizes, self._style_flags())
 
     def _amount(

@@ -48,11 +48,10 @@ Size = Literal[
 norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
 dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
 latent attention compresses to; what it makes keys and values from. `repeated_...`: keys, values, once per query head.
-`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: the same,
-once for all sequences. `intermediate`:
-of dense MLPs and shared experts. `steps`: of results within the activation function. `router`: tokens times experts.
-`chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the tokens that this rank's experts get.
-`logits`, `gathered_logits`: of the part of the vocabulary that is this rank's; of all of it."""
+`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
+but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
+function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the
+tokens that this rank's experts get. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all."""
 
 SIZES: Final[tuple[Size, ...]] = get_args(Size)
 

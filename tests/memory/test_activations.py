@@ -375,6 +375,13 @@ def test_gpt2_without_dropout_is_counted_too(oracle, activation, recompute):
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
+def test_dense_layers_among_those_with_experts_are_counted_each(oracle):
+    values = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "mlp_only_layers": [1]}
+    config = configured("qwen3_moe", num_hidden_layers=3, vocab_size=64, **values)
+    measured = oracle.peak_of_causal_lm(config, 2, 256)
+    assert estimate(config, Training(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
+
+
 def test_latent_attention_is_counted_too(oracle):
     # Values as wide as keys, for torch on a CPU has no fused attention for others.
     latent = {
