@@ -133,6 +133,23 @@ def test_what_encoders_and_decoders_are():
     assert anatomy(fixture("whisper")).positions == 16
 
 
+@pytest.mark.parametrize("name", FIXTURES)
+def test_query_heads_are_those_of_the_config(name):
+    """By transformers' attribute, whose spellings differ between config classes."""
+    config = fixture(name)
+    kind = getattr(transformers, config["architectures"][0]).config_class.from_dict(config)
+    texts = kind.get_text_config()
+    counts = {one.attention.heads for one in anatomy(config).layers if one.attention is not None}
+    assert counts <= {texts.num_attention_heads} if counts else not hasattr(texts, "num_attention_heads")
+
+
+def test_the_text_model_decides_about_windows():
+    """LLaVA 1.6 around Mistral; its own default is Llama, which has none."""
+    changes = {"model_type": "mistral", "sliding_window": 4096}
+    assert [one.attention.window for one in anatomy(fixture("llava_next", **changes)).layers] == [4096] * 2
+    assert [one.attention.window for one in anatomy(fixture("llava_next", sliding_window=4096)).layers] == [None] * 2
+
+
 def test_codes_in_blocks_are_the_same_layers():
     """gpt-oss as the Hub has it: its experts' matrices are four-bit codes, in tensors of other shapes."""
     config = fixture("gpt_oss", quantization_config={"quant_method": "mxfp4"})
