@@ -131,20 +131,20 @@ class _Save:
         dtype = BY_TORCH.get(declared.dtype)
         if dtype is None:
             raise UnsupportedError(f"{key!r} has the type torch.{declared.dtype}, which safetensors cannot hold")
-        chunks = [] if 0 in declared.shape else list(self._chunks(key, declared, dtype))
-        if 0 in declared.shape:
-            chunks = [Chunk(Box.whole(declared.shape), dtype, Fill(bytes(dtype.unit_bytes)), key)]
-        return Tensor(name, dtype, declared.shape, tuple(chunks))
+        chunks = tuple(self._chunks(key, declared, dtype))
+        if not chunks and 0 in declared.shape:
+            chunks = (Chunk(Box.whole(declared.shape), dtype, Fill(bytes(dtype.unit_bytes)), key),)
+        return Tensor(name, dtype, declared.shape, chunks)
 
     def _chunks(self, key: str, declared: Declared, dtype: DType) -> Iterable[Chunk]:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:
             for box in each.tensors[key].boxes if key in each.tensors else ():
-                if box.size:
+                if box.size or (box.shape == declared.shape and (key, box.origin) in each.items):
                     item = self._item(each, key, box.origin)
                     yield Chunk(box, dtype, self.collector.items.region(item, key, dtype, box.shape), key)
-        if not declared.boxes:
+        if not declared.boxes and 0 not in declared.shape:
             raise SourceError(f"{key!r} {list(declared.shape)} is described without a box that holds any of it")
 
     def _item(self, metadata: Metadata, key: str, origin: tuple[int, ...] | None) -> Item:

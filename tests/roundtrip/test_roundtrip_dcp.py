@@ -1,0 +1,146 @@
+"""Distributed checkpoints to Hugging Face, to ranks and back: the same bits, and torch trains on as if nothing was."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import dcp_ranks
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardctl.errors import UsageError
+from shardctl.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FIXTURES = dcp_ranks.FIXTURES / "dcp"
+CONFIG = Reading(config=FIXTURES / "config.json")
+UNTRAINED = ("tp", "fsdp1", "alone", "hf", "hf-whole")
+TRAINED = ("fsdp2", "fsdp-tp", "flat", "accelerate")
+
+
+def whole(name: str) -> dict:
+    return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert bits(found[name]) == bits(value), name
+
+
+def bits(value: torch.Tensor) -> bytes:
+    plain = value.detach().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """The model that all were made from, as transformers saves it."""
+    sys.path.insert(0, str(dcp_ranks.FIXTURES))
+    import make_dcp
+
+    place = tmp_path_factory.mktemp("original") / "llama"
+    make_dcp.model().save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_its_digest_is_that_of_the_hugging_face_original(name, original):
+    assert digest(FIXTURES / name, reading=CONFIG).digest == digest(original).digest
+
+
+@pytest.mark.parametrize("name", [*UNTRAINED, *TRAINED])
+def test_to_hugging_face(name, tmp_path):
+    reshard(FIXTURES / name, tmp_path / "out", reading=CONFIG)
+    same(load_file(tmp_path / "out" / "model.safetensors"), whole(name)["weights"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "shardctl.json"}
+
+
+def test_tied_names_are_one_tensor(tmp_path):
+    reshard(FIXTURES / "tied", tmp_path / "out", reading=Reading(config=FIXTURES / "tied.json"))
+    same(load_file(tmp_path / "out" / "model.safetensors"), whole("tied")["weights"])
+    copied = verify(tmp_path / "out", level="full", against=FIXTURES / "tied", reading=Reading(FIXTURES / "tied.json"))
+    assert copied.ok, copied.findings
+
+
+def test_what_no_model_is_known_for_keeps_its_names(tmp_path):
+    reshard(FIXTURES / "kinds", tmp_path / "out")
+    same(load_file(tmp_path / "out" / "model.safetensors"), whole("kinds")["weights"])
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(pp=2, fsdp=2)], ids=str)
+def test_to_ranks_with_the_optimizer_and_back(name, mesh, tmp_path):
+    reshard(FIXTURES / name, tmp_path / "ranks", Wish(mesh=mesh, optimizer_states="keep"), reading=CONFIG)
+    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, reading=CONFIG)
+    assert checked.ok, checked.findings
+    assert checked.digest == digest(FIXTURES / name, reading=CONFIG).digest  # of the weights, with or without states
+    reshard(tmp_path / "ranks", tmp_path / "dcp", Wish(to="dcp"))
+    check_with_torch(tmp_path / "dcp", name, tmp_path)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("mesh", [None, Mesh.of(fsdp=3), Mesh.of(fsdp=2, tp=2)], ids=str)
+def test_to_dcp_with_the_optimizer(name, mesh, tmp_path):
+    reshard(FIXTURES / name, tmp_path / "dcp", Wish(to="dcp", mesh=mesh, max_shard_size=20_000), reading=CONFIG)
+    checked = verify(tmp_path / "dcp", level="full", against=FIXTURES / name, reading=CONFIG)
+    assert checked.ok, checked.findings
+    check_with_torch(tmp_path / "dcp", name, tmp_path)
+
+
+def check_with_torch(checkpoint: Path, name: str, folder: Path) -> None:
+    """What torch itself makes of a checkpoint is what it made of the fixture."""
+    dcp_to_torch_save(checkpoint, folder / "whole.pt")
+    found, expected = torch.load(folder / "whole.pt", weights_only=True), whole(name)
+    same(found["model"], expected["weights"])
+    optimizer = expected["optimizer"]
+    assert found["optim"]["state"].keys() == optimizer["state"].keys()
+    for parameter, states in optimizer["state"].items():
+        same(found["optim"]["state"][parameter], states)
+    groups = {group["params"][0]: group for group in found["optim"]["param_groups"]}
+    for group in optimizer["param_groups"]:
+        written = groups[group["params"][0]]
+        assert written | {"params": ...} == group | {"params": ...}
+        assert sorted(written["params"]) == sorted(group["params"])
+
+
+def test_every_kind_of_tensor_to_dcp(tmp_path):
+    reshard(FIXTURES / "kinds", tmp_path / "dcp", Wish(to="dcp"))
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    same(torch.load(tmp_path / "whole.pt", weights_only=True)["model"], whole("kinds")["weights"])
+    assert verify(tmp_path / "dcp", level="full", against=FIXTURES / "kinds").ok
+
+
+def test_training_goes_on_as_without_the_detour(tmp_path):
+    reshard(FIXTURES / "fsdp-tp", tmp_path / "one", Wish(to="dcp"), reading=CONFIG)
+    reshard(tmp_path / "one", tmp_path / "many", Wish(to="dcp", mesh=Mesh.of(fsdp=3)))
+    direct, detour = str(FIXTURES / "fsdp-tp"), str(tmp_path / "many")
+    found = dcp_ranks.losses(tmp_path / "ranks", {direct: "app", detour: ""})
+    assert found[detour] == found[direct]
+    assert 0 < found[direct][1] != found[direct][0]
+
+
+def test_optimizer_states_need_a_place_and_a_source(tmp_path):
+    with pytest.raises(UsageError, match="has no place for optimizer states"):
+        reshard(FIXTURES / "fsdp2", tmp_path / "out", Wish(optimizer_states="keep"), reading=CONFIG)
+    with pytest.raises(UsageError, match="the source has no optimizer states"):
+        reshard(FIXTURES / "tp", tmp_path / "out", Wish(to="dcp", optimizer_states="keep"), reading=CONFIG)
+
+
+def test_a_cast_leaves_the_optimizer_alone(tmp_path):
+    reshard(FIXTURES / "fsdp2", tmp_path / "dcp", Wish(to="dcp", dtype="bf16"), reading=CONFIG)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert {t.dtype for t in found["model"].values()} == {torch.bfloat16}
+    assert {t.dtype for states in found["optim"]["state"].values() for t in states.values()} == {torch.float32}
