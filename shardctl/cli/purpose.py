@@ -10,7 +10,7 @@ from shardctl.cli.sizes import parse_size
 
 if TYPE_CHECKING:
     from shardctl.memory.devices import Device
-    from shardctl.verbs.forecasting import Purpose
+    from shardctl.verbs.purpose import Purpose
 
 _PURPOSE = "What the devices are for"
 _TRAINING = "Training"
@@ -127,6 +127,15 @@ Calibrate = Annotated[
     ),
 ]
 
+WhatIf = Annotated[
+    Literal["keep", "bf16", "fp16", "fp32", "fp8", "int8", "int4"],
+    typer.Option(
+        rich_help_panel="What is written",
+        help="Cast floating-point tensors; fp8, int8 and int4 say what a quantised model would need.",
+    ),
+]
+CODES = ("fp8", "int8", "int4")
+"""Types that plan reckons with, and reshard does not make."""
 _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]*$")
 _CACHES = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
 
@@ -146,6 +155,6 @@ def device(text: str | None) -> "Device | None":
 
 def purpose(*, gpu: str | None, kv_dtype: str | None, **fields: Any) -> "Purpose":  # noqa: ANN401 - Purpose checks them
     """What the devices are for; options that were not given keep the defaults."""
-    from shardctl.verbs.forecasting import Purpose
+    from shardctl.verbs.purpose import Purpose
 
     return Purpose(device=device(gpu), kv_dtype=_CACHES[kv_dtype] if kv_dtype else None, **fields)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ class Optimizer:
     """Bytes per rank that no tensor adds to."""
     splits: bool = False
     """Whether matrices inside layers are updated apart from all else."""
+
+    @property
+    def per_parameter(self) -> float:
+        """Bytes for each parameter of a large matrix inside a layer, the fp32 copy included.
+
+        >>> optimizer("adamw").per_parameter, optimizer("sgd").per_parameter
+        (12.0, 4.0)
+        """
+        seen = Seen((SMALL, SMALL), SMALL * SMALL, hidden=True)
+        states = sum(slot.elements(seen) * BY_NAME[slot.dtype or "BF16"].bits / 8 for slot in self.slots)
+        return states / seen.elements + (4 if self.master else 0)
     temporary: bool = False
     """Whether a step makes a temporary as large as the parameters (torch's foreach kernels)."""
 

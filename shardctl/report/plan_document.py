@@ -10,6 +10,8 @@ from shardctl.memory.workload import Serving
 from shardctl.report.documents import Document, head, mesh_fields
 
 if TYPE_CHECKING:
+    from shardctl.memory.calibrate import Calibration
+    from shardctl.memory.comparison import Strategy
     from shardctl.memory.cost import Cost
     from shardctl.memory.estimate import Estimate
     from shardctl.memory.search import Candidate
@@ -51,6 +53,8 @@ def plan_fields(result: Planned) -> Document:
         "purpose": _purpose(result.forecast),
         "device": _device(result.forecast),
         "verdict": _verdict(result.forecast.estimate),
+        "strategies": [_strategy(one) for one in result.forecast.strategies],
+        "calibration": _calibration(result.forecast.calibration) if result.forecast.calibration else None,
         "search": _search(result.explored) if result.explored else None,
         "conversion": asdict(result.conversion) if result.conversion else None,
         "warnings": list(result.warnings),
@@ -92,6 +96,7 @@ def _purpose(seen: Forecast) -> Document:
         "use": use,
         "why_not": seen.unmodelled,
         "workload": asdict(seen.work) if seen.work is not None else None,
+        "quantised": seen.quantised or None,
         "longest_context": seen.longest_context,
         "largest_batch": seen.largest_batch,
     }
@@ -118,6 +123,39 @@ def _verdict(estimate: Estimate) -> Document:
         "budget_bytes": estimate.budget,
         "fits": estimate.fits,
         "certain": estimate.certain,
+    }
+
+
+def _strategy(one: Strategy) -> Document:
+    return {
+        "name": one.name,
+        "zero": one.zero,
+        "state_bytes": one.nbytes,
+        "reduction": one.reduction,
+        "sent_bytes": one.sent_bytes,
+        "relative": one.relative,
+        "formula": one.formula,
+        "inputs": dict(one.inputs),
+        "source": one.source,
+    }
+
+
+def _calibration(fitted: Calibration) -> Document:
+    return {
+        "scale": fitted.scale,
+        "overhead_bytes": fitted.overhead,
+        "worst_before": fitted.worst_before,
+        "worst_after": fitted.worst_after,
+        "lines": [
+            {
+                "line": one.measurement.line,
+                "mesh": mesh_fields(one.measurement.mesh),
+                "peak_bytes": one.measurement.peak,
+                "before_bytes": one.before,
+                "after_bytes": one.after,
+            }
+            for one in fitted.lines
+        ],
     }
 
 

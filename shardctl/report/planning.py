@@ -12,6 +12,7 @@ from shardctl.report.grid import line, table
 from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
 from shardctl.report.search_table import ranking
 from shardctl.report.sizes import count, file_size, memory_size, plural
+from shardctl.report.strategies import calibration, comparison
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,6 +36,10 @@ def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
     if detail in {"rank", "tensor"}:
         parts.append(_ranks(planned))
     parts += _needs(planned, detail)
+    if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
+        parts += comparison(planned.forecast.strategies)
+    if planned.forecast.calibration is not None:
+        parts += calibration(planned.forecast.calibration)
     if planned.explored is not None:
         parts += ranking(planned.explored, everything=detail == "tensor")
     parts += [line(text) for text in (_replication(planned), _conversion(planned)) if text]
@@ -85,6 +90,8 @@ def _header(planned: Planned) -> str:
     mesh = f"{planned.mesh} = {plural(world, 'rank')}" if world > 1 else "one device"
     amounts = f"{count(planned.parameters)} parameters  {memory_size(planned.weight_bytes)}"
     layout = f" | layout {planned.layout}" if planned.layout else " | a config without weights"
+    if planned.forecast.quantised:
+        layout = f" | if it were quantised to {planned.forecast.quantised}"
     return f"{model}  {amounts} | {mesh}{layout}"
 
 

@@ -1,72 +1,32 @@
-"""From an opened checkpoint and a purpose to an estimate of what every device needs."""
+"""What every rank of a mesh needs for a purpose, whether that fits, and how much more would."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING
 
-from shardctl.errors import UnsupportedError, UsageError
+from shardctl.errors import SourceError, UsageError
+from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
+from shardctl.memory.comparison import Strategy, compare
+from shardctl.memory.estimate import gather
 from shardctl.memory.forecast import forecast
+from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.holding import hold
-from shardctl.memory.inventory import Inventory, take_stock
+from shardctl.memory.optimizers import optimizer
+from shardctl.memory.search import Bulk
 from shardctl.memory.serving import largest_batch, longest_context
 from shardctl.memory.workload import Serving, Training
-from shardctl.models import Config, parameters
-from shardctl.placement import Spec
-from shardctl.verbs.drafting import chosen_dtypes, filtered
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
     from shardctl.memory.devices import Device
     from shardctl.memory.estimate import Estimate
-    from shardctl.memory.workload import Offload, Profile, Recompute, Schedule
+    from shardctl.memory.holding import Holding
+    from shardctl.memory.term import Term
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy
-    from shardctl.verbs.drafting import Wish
-    from shardctl.verbs.opening import Checkpoint
-
-Use = Literal["serve", "train"]
-USUAL_CONTEXT: Final = 8192
-"""Tokens per sequence if nobody says, unless the model was made for fewer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Purpose:
-    """What the devices are for; every field is an option of the command line, and None is its default."""
-
-    use: Use | None = None
-    """By default `train` where something is asked that only training has, such as an optimizer or fsdp ranks."""
-    device: Device | None = None
-    """What each rank runs on; without one, needs are stated and nothing is said to fit."""
-    seq_len: int | None = None
-    """Tokens per sequence."""
-    batch: int | None = None
-    """Sequences: in serving those held at once, in training those of one forward pass of a data-parallel rank."""
-    kv_dtype: str | None = None
-    """Of the key/value cache, as `--kv-dtype` spells it."""
-    microbatches: int | None = None
-    profile: Profile | None = None
-    optimizer: str | None = None
-    zero: int | None = None
-    recompute: Recompute | None = None
-    schedule: Schedule | None = None
-    virtual_stages: int | None = None
-    offload: Offload | None = None
-
-    devices: int | None = None
-    """How many there are to search over; by default the ranks of the mesh."""
-    search: bool = False
-    """Whether all meshes of them are compared."""
-
-    def decided(self, mesh: Mesh) -> Use:
-        """What they are for: as said, else training where something is asked that only training has."""
-        if self.use is not None:
-            return self.use
-        asked = (self.microbatches, self.profile, self.optimizer, self.zero, self.recompute, self.schedule)
-        more = (self.virtual_stages, self.offload)
-        trains = mesh.degree("fsdp") > 1 or any(option is not None for option in (*asked, *more))
-        return "train" if trains else "serve"
+    from shardctl.verbs.purpose import Purpose
+    from shardctl.verbs.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,108 +45,82 @@ class Forecast:
     """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
     largest_batch: int | None = None
     """The most sequences that fit at this context; None likewise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What an estimate is about, whatever the mesh."""
-
-    inventory: Inventory
-    parameters: int
-    """Elements that can be trained, however they are stored."""
-    anatomy: Anatomy | None
-    unmodelled: str
-    """Why there is no anatomy, if so."""
-    dtype: str
-    """Of activations; safetensors' name."""
-
-
-def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
-    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of."""
-    have = filtered(checkpoint.manifest, wish)
-    model = checkpoint.model
-    if model is None:
-        specs: Mapping[str, Spec] = {n: Spec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
-        inventory = take_stock(have.tensors.values(), specs, 0, dtypes=chosen_dtypes(have, wish))
-        elements = inventory.elements
-    else:
-        specs = {name: model.tensors[name].spec for name in have.tensors}
-        buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
-        inventory = take_stock(
-            have.tensors.values(), specs, model.layers, dtypes=chosen_dtypes(have, wish), buffers=buffers
-        )
-        elements = parameters(model, checkpoint.config, have.tensors)
-    found, why = _anatomy(checkpoint)
-    dtype = Config(checkpoint.config).dtype().name if checkpoint.config is not None else ""
-    return Subject(inventory, elements, found, why, dtype)
+    strategies: tuple[Strategy, ...] = ()
+    """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
+    quantised: str = ""
+    """The type that the weights are taken to have, though nobody has quantised them yet."""
+    calibration: Calibration | None = None
+    """What measured peaks made of the estimate."""
 
 
 def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose | None) -> Forecast:
     """What every rank of `mesh` needs; without a purpose, the weights alone.
 
-    Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other.
+    Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
+    SourceError for measurements that cannot be read.
     """
-    work = workload(about, purpose, purpose.decided(mesh)) if purpose is not None else None
     holdings = hold(about.inventory, mesh, stages)
-    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype)
     if purpose is None:
-        return Forecast(estimate, None, about.dtype)
-    seen = Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled)
+        return Forecast(forecast(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype)
+    work = purpose.workload(about, mesh)
+    estimate = needs(about, holdings, mesh, stages, work)
+    seen = Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled, quantised=purpose.narrower or "")
+    if isinstance(work, Training):
+        if purpose.calibration is not None:
+            seen = _calibrated(seen, _calibration(about, work, mesh, purpose.calibration))
+        states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
+        seen = replace(seen, strategies=compare(about.inventory, devices, optimizer=states))
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes
-    seen = replace(seen, estimate=estimate.within(budget))
+    seen = replace(seen, estimate=seen.estimate.within(budget))
     if not isinstance(work, Serving) or about.anatomy is None:
         return seen
-    limits = [
+    context, batch = (
         most(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
         for most in (longest_context, largest_batch)
-    ]
-    return replace(seen, longest_context=limits[0], largest_batch=limits[1])
+    )
+    return replace(seen, longest_context=context, largest_batch=batch)
 
 
-def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:
-    if checkpoint.config is None:
-        return None, "there is no config.json"
-    if checkpoint.model is None or not checkpoint.model.family:
-        return None, "the architecture is not known"
-    from shardctl.models import anatomy as module
+def needs(
+    about: Subject,
+    holdings: tuple[Holding, ...],
+    mesh: Mesh,
+    stages: tuple[int, ...],
+    work: Serving | Training | None,
+) -> Estimate:
+    """What the ranks of `holdings` need; the weights of a model that nobody has quantised yet are modelled."""
+    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype)
+    layout = about.quantised
+    if layout is None:
+        return estimate
 
-    if not hasattr(module, "anatomy"):
-        return None, "not written yet"
+    def modelled(term: Term) -> Term:
+        if term.category != "weights" or not term.exact:
+            return term
+        return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
+
+    return gather(holdings, [[modelled(term) for term in rank.terms] for rank in estimate.ranks])
+
+
+def _calibration(about: Subject, work: Training, mesh: Mesh, log: Path) -> Calibration:
     try:
-        return module.anatomy(checkpoint.config), ""
-    except UnsupportedError as error:
-        return None, error.message
+        text = log.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{log} cannot be read: {error}") from error
+    heaviest, bulk = Heaviest(about.inventory), Bulk(about.inventory)
+
+    def terms(run: Measurement) -> tuple[Term, ...]:
+        stages = bulk.stages(run.mesh)
+        return needs(about, heaviest.hold(run.mesh, stages), run.mesh, stages, run.work).binding.terms
+
+    found = read(text, work, mesh)
+    if not found:
+        raise UsageError(f"{log} has no measured peak", hint="write one JSON object a line; docs/planning.md says how")
+    return calibrate(found, terms)
 
 
-def workload(about: Subject, purpose: Purpose, use: Use) -> Serving | Training | None:
-    """What the devices do, with the defaults that the model decides; None for one whose layers are not described.
-
-    Raises UsageError for options that contradict each other.
-    """
-    if about.anatomy is None:
-        return None
-    limit = about.anatomy.positions or USUAL_CONTEXT
-    tokens = purpose.seq_len or min(limit, USUAL_CONTEXT)
-    if use == "serve":
-        return Serving(context=tokens, batch=purpose.batch or 1, kv_dtype=purpose.kv_dtype)
-    if purpose.kv_dtype is not None:
-        raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")
-    usual = Training(sequence=tokens, micro_batch=purpose.batch or 1, dtype=_compute(about.dtype))
-    given: dict[str, Any] = {
-        "microbatches": purpose.microbatches,
-        "profile": purpose.profile,
-        "optimizer": purpose.optimizer,
-        "zero": purpose.zero,
-        "recompute": purpose.recompute,
-        "schedule": purpose.schedule,
-        "virtual_stages": purpose.virtual_stages,
-        "offload": purpose.offload,
-    }
-    return replace(usual, **{key: value for key, value in given.items() if value is not None})
-
-
-def _compute(dtype: str) -> str:
-    """The type that training computes in: mixed precision, unless the model itself is half."""
-    return dtype if dtype in {"F16", "BF16"} else "BF16"
+def _calibrated(seen: Forecast, calibration: Calibration) -> Forecast:
+    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in seen.estimate.ranks)
+    return replace(seen, estimate=replace(seen.estimate, ranks=ranks), calibration=calibration)

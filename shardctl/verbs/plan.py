@@ -10,9 +10,11 @@ from shardctl.errors import MemoryBudgetError
 from shardctl.mesh import Mesh
 from shardctl.storage.room import existing, free_space
 from shardctl.verbs.drafting import Wish, divide, draft, filtered
-from shardctl.verbs.forecasting import Forecast, Purpose, foresee, subject
+from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.searching import Explored, explore
+from shardctl.verbs.subject import Subject, subject
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from shardctl.memory.holding import Holding
     from shardctl.memory.search import Candidate
     from shardctl.verbs.drafting import Draft
-    from shardctl.verbs.forecasting import Subject
     from shardctl.verbs.opening import Checkpoint
 
 
@@ -116,7 +117,10 @@ def plan(
     """
     purpose = purpose or Purpose()
     with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
-        explored = explore(subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
+        explored = None
+        if purpose.search:
+            about = subject(checkpoint, wish).if_quantised(purpose.narrower)
+            explored = explore(about, purpose, wish.mesh)
         if explored is not None and wish.mesh is None and explored.found.ranked:
             wish = _best(wish, explored.found.ranked[0])
         planned = _planned(str(path), checkpoint, wish, purpose, Path(destination or path))
@@ -130,7 +134,7 @@ def _best(wish: Wish, found: Candidate) -> Wish:
 
 
 def _planned(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, near: Path) -> Planned:
-    if checkpoint.hypothetical:
+    if checkpoint.hypothetical or purpose.narrower is not None:
         return imagine(path, checkpoint, wish, purpose)
     try:
         return describe(path, draft(checkpoint, wish), near, purpose)
@@ -159,8 +163,8 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None)
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
-    """What a model of which there is only a config would need."""
-    about = subject(checkpoint, wish)
+    """What a model would need that is not stored so: there is only a config, or nobody has quantised it yet."""
+    about = subject(checkpoint, wish).if_quantised(purpose.narrower)
     mesh = wish.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
     stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
-from shardctl.memory.forecast import forecast
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
 from shardctl.memory.search import SERVING, TRAINING, Candidate, Found, Space, search, smallest
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import Mesh
-from shardctl.verbs.forecasting import workload
+from shardctl.verbs.forecasting import needs
 
 if TYPE_CHECKING:
     from shardctl.memory.estimate import Estimate
-    from shardctl.verbs.forecasting import Purpose, Subject
+    from shardctl.verbs.purpose import Purpose
+    from shardctl.verbs.subject import Subject
 
 _USUAL: Final = "h100-80g"
 """Whose nodes and speed are assumed if no device is named."""
@@ -51,8 +51,7 @@ class Explorer:
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
         """What the heaviest rank of each stage needs."""
-        holdings = self.heaviest.hold(mesh, stages)
-        return forecast(holdings, self.about.anatomy, mesh, stages, self.work, dtype=self.about.dtype)
+        return needs(self.about, self.heaviest.hold(mesh, stages), mesh, stages, self.work)
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
         """What a mesh costs, for a model whose layers are described."""
@@ -66,7 +65,7 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
 
     Raises UsageError for a purpose that contradicts itself.
     """
-    work = workload(about, purpose, purpose.decided(mesh or Mesh.of()))
+    work = purpose.workload(about, mesh or Mesh.of())
     explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
     law, space = explorer.law(), explorer.space()
     budget = purpose.device.usable_bytes if purpose.device is not None else None

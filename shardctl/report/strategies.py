@@ -1,0 +1,45 @@
+"""Ways to share a model's states, and an estimate held against measurements, as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardctl.report.grid import line, table
+from shardctl.report.sizes import file_size, memory_size, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from shardctl.memory.calibrate import Calibration
+    from shardctl.memory.comparison import Strategy
+
+
+def comparison(strategies: Sequence[Strategy]) -> list[RenderableType]:
+    """What plain data parallelism and each stage of ZeRO leave on a device, and what they send."""
+    devices = int(strategies[0].inputs["N"])
+    head = f"states of the model on each of {plural(devices, 'device')}, by nothing but data parallelism"
+    rows = [("", "memory", "reduction", "sent each step", "", "formula")]
+    for one in strategies:
+        relative = f"{one.relative:.2g}x"
+        held, sent = memory_size(one.nbytes), file_size(one.sent_bytes)
+        rows.append((one.name, held, f"{one.reduction:.2f}x", sent, relative, one.formula))
+    return [line(head, "bold"), table(rows, right=frozenset({1, 2, 3, 4}), indent=2)]
+
+
+def calibration(fitted: Calibration) -> list[RenderableType]:
+    """Each measured peak beside what was estimated, before and after."""
+    head = (
+        f"fitted to {plural(len(fitted.lines), 'measured peak')}: activations x {fitted.scale:.3f}, "
+        f"overhead {memory_size(fitted.overhead)}; worst error {fitted.worst_before:.1%}, now {fitted.worst_after:.1%}"
+    )
+    rows = [("line", "mesh", "measured", "before", "", "after", "")]
+    for one in fitted.lines:
+        run = one.measurement
+        before, after = f"{one.error_before:+.1%}", f"{one.error_after:+.1%}"
+        measured = memory_size(run.peak)
+        rows.append(
+            (str(run.line), str(run.mesh), measured, memory_size(one.before), before, memory_size(one.after), after)
+        )
+    return [line(head, "bold"), table(rows, right=frozenset({0, 2, 3, 4, 5, 6}), indent=2)]

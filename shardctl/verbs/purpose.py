@@ -1,0 +1,92 @@
+"""What the devices of a plan are for: the options, and the workload that they come to for a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from shardctl.errors import UsageError
+from shardctl.memory.workload import Serving, Training
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardctl.memory.devices import Device
+    from shardctl.memory.workload import Offload, Profile, Recompute, Schedule
+    from shardctl.mesh import Mesh
+    from shardctl.verbs.subject import Subject
+
+Use = Literal["serve", "train"]
+USUAL_CONTEXT: Final = 8192
+"""Tokens per sequence if nobody says, unless the model was made for fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What the devices are for; every field is an option of the command line, and None is its default."""
+
+    use: Use | None = None
+    """By default `train` where something is asked that only training has, such as an optimizer or fsdp ranks."""
+    device: Device | None = None
+    """What each rank runs on; without one, needs are stated and nothing is said to fit."""
+    devices: int | None = None
+    """How many there are to search over; by default the ranks of the mesh."""
+    search: bool = False
+    """Whether all meshes of them are compared."""
+    narrower: str | None = None
+    """The type that weights would have if someone quantised them: `fp8`, `int8` or `int4`."""
+    seq_len: int | None = None
+    """Tokens per sequence."""
+    batch: int | None = None
+    """Sequences: in serving those held at once, in training those of one forward pass of a data-parallel rank."""
+    kv_dtype: str | None = None
+    """Of the key/value cache; safetensors' name."""
+    microbatches: int | None = None
+    profile: Profile | None = None
+    optimizer: str | None = None
+    zero: int | None = None
+    recompute: Recompute | None = None
+    schedule: Schedule | None = None
+    virtual_stages: int | None = None
+    offload: Offload | None = None
+    calibration: Path | None = None
+    """A log of measured peaks, which the estimate of training is fitted to."""
+
+    def decided(self, mesh: Mesh) -> Use:
+        """What they are for: as said, else training where something is asked that only training has."""
+        if self.use is not None:
+            return self.use
+        return "train" if mesh.degree("fsdp") > 1 or self.calibration or self._of_training() else "serve"
+
+    def _of_training(self) -> dict[str, Any]:
+        """The options that only training has, as far as they were given; by the names of `Training`."""
+        given = {
+            "microbatches": self.microbatches,
+            "profile": self.profile,
+            "optimizer": self.optimizer,
+            "zero": self.zero,
+            "recompute": self.recompute,
+            "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages,
+            "offload": self.offload,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def workload(self, about: Subject, mesh: Mesh) -> Serving | Training | None:
+        """What the devices do, with the defaults that the model decides; None if its layers are not described.
+
+        Raises UsageError for options that contradict each other.
+        """
+        use, training = self.decided(mesh), self._of_training()
+        if use == "serve" and (training or self.calibration):
+            name = next(iter(training), "calibrate").replace("_", "-")
+            raise UsageError(f"--{name} is about training, and this is about serving", hint="add --for train")
+        if use == "train" and self.kv_dtype is not None:
+            raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")
+        if about.anatomy is None:
+            return None
+        tokens = self.seq_len or min(about.anatomy.positions or USUAL_CONTEXT, USUAL_CONTEXT)
+        if use == "serve":
+            return Serving(context=tokens, batch=self.batch or 1, kv_dtype=self.kv_dtype)
+        computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
+        return replace(Training(sequence=tokens, micro_batch=self.batch or 1, dtype=computes), **training)

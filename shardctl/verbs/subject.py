@@ -1,0 +1,81 @@
+"""From an opened checkpoint to what an estimate is about, whatever the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.dtype import FLOATS
+from shardctl.errors import UnsupportedError
+from shardctl.memory.inventory import Inventory, take_stock
+from shardctl.memory.narrower import Layout, layout, narrowed
+from shardctl.models import Config, parameters
+from shardctl.models.anatomy import anatomy
+from shardctl.placement import Spec
+from shardctl.verbs.drafting import chosen_dtypes, filtered
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.anatomy import Anatomy
+    from shardctl.verbs.drafting import Wish
+    from shardctl.verbs.opening import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model as estimates see it."""
+
+    inventory: Inventory
+    parameters: int
+    """Elements that can be trained, however they are stored."""
+    anatomy: Anatomy | None
+    unmodelled: str
+    """Why there is no anatomy, if so."""
+    dtype: str
+    """Of activations; safetensors' name."""
+    quantised: Layout | None = None
+    """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
+
+    def if_quantised(self, name: str | None) -> Subject:
+        """The same model as if its linear weights were in the type `name`; itself for None.
+
+        Raises UsageError for an unknown type, and for a model that is quantised already.
+        """
+        if name is None:
+            return self
+        return replace(self, inventory=narrowed(self.inventory, name), quantised=layout(name))
+
+
+def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
+    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of."""
+    have = filtered(checkpoint.manifest, wish)
+    dtypes, model = chosen_dtypes(have, wish), checkpoint.model
+    if model is None:
+        specs: Mapping[str, Spec] = {n: Spec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
+        inventory = take_stock(have.tensors.values(), specs, 0, dtypes=dtypes)
+        elements = inventory.elements
+    else:
+        specs = {name: model.tensors[name].spec for name in have.tensors}
+        buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
+        inventory = take_stock(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
+        elements = parameters(model, checkpoint.config, have.tensors)
+    made_of, why = _anatomy(checkpoint)
+    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish))
+
+
+def _activations(checkpoint: Checkpoint, wish: Wish) -> str:
+    if wish.dtype in FLOATS:
+        return FLOATS[wish.dtype].name
+    return Config(checkpoint.config).dtype().name if checkpoint.config is not None else ""
+
+
+def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:
+    if checkpoint.config is None:
+        return None, "there is no config.json"
+    if checkpoint.model is None or not checkpoint.model.family:
+        return None, "the architecture is not known"
+    try:
+        return anatomy(checkpoint.config), ""
+    except UnsupportedError as error:
+        return None, error.message
