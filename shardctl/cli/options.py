@@ -30,6 +30,10 @@ Source = Annotated[str, typer.Argument(metavar="SRC", parser=place, show_default
 Destination = Annotated[
     str, typer.Argument(metavar="DST", parser=place, show_default=False, help="A directory that is new, empty or ours.")
 ]
+PlannedDestination = Annotated[
+    str | None,
+    typer.Argument(metavar="DST", parser=place, show_default=False, help="A directory that is new, empty or ours."),
+]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document instead of text.")]
 
 Config = Annotated[

@@ -1,27 +1,44 @@
 """`shardctl reshard`."""
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from shardctl.cli import options, streams
+from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
     from shardctl.verbs.drafting import Wish
     from shardctl.verbs.opening import Reading
+    from shardctl.verbs.plan_file import PlanFile
 
 EXAMPLES = """
 Examples:
   shardctl reshard ./llama ./llama-tp4 --tp 4
   shardctl reshard ./llama-tp4 ./llama-bf16 --to hf --dtype bf16
 """
+_BESIDE_A_PLAN = frozenset(
+    {"src", "dst", "plan", "dry_run", "overwrite", "no_resume", "checksums", "json", "memory", "threads", "strict"}
+)
+"""What may be given with `--plan`: places, effort, and what shapes no byte."""
 
 
 def reshard(
+    context: typer.Context,
     src: options.Source,
-    dst: options.Destination,
+    dst: options.PlannedDestination = None,
     *,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Do what a plan file says, as shardctl plan wrote it; SRC is in it.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", metavar="", help="Check everything and print the plan; write nothing.")
     ] = (False),
@@ -81,18 +98,43 @@ def reshard(
         threads=threads,
     )
     reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
+    file = _followed(context, plan) if plan is not None else None
+    if file is not None:
+        planned = file.wish
+        wish = replace(planned, memory=memory or planned.memory, threads=threads or planned.threads)
+        reading = replace(file.reading, strict=strict or file.reading.strict)
+        src, dst = (src, dst) if dst is not None else (str(file.source), src)
+    if dst is None:
+        raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
     if dry_run:
-        _rehearse(src, dst, wish, reading, overwrite=overwrite, json=json)
+        _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
     else:
-        _reshard(src, dst, wish, reading, overwrite=overwrite, resume=not no_resume, checksums=checksums, json=json)
+        resume = not no_resume
+        _reshard(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
 
 
-def _rehearse(src: str, dst: str, wish: "Wish", reading: "Reading", *, overwrite: bool, json: bool) -> None:
+def _followed(context: typer.Context, path: Path) -> "PlanFile":
+    """The plan to follow; raises UsageError for any other option that would shape the result."""
+    from shardctl.verbs.plan_file import load
+
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in _BESIDE_A_PLAN and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(
+                f"--plan and {parameter.opts[0]} are both given",
+                hint="the plan says what is made: leave the option out, or make another plan",
+            )
+    return load(path)
+
+
+def _rehearse(
+    src: str, dst: str, wish: "Wish", reading: "Reading", plan: "PlanFile | None", *, overwrite: bool, json: bool
+) -> None:
     from shardctl.report import plan_document
     from shardctl.report.planning import planning
     from shardctl.verbs.rehearse import rehearse
 
-    planned = rehearse(src, dst, wish, reading=reading, overwrite=overwrite)
+    planned = rehearse(src, dst, wish, reading=reading, overwrite=overwrite, plan=plan)
     streams.warn(planned.warnings)
     if json:
         streams.record(plan_document.rehearsed(planned, dst))
@@ -106,6 +148,7 @@ def _reshard(
     dst: str,
     wish: "Wish",
     reading: "Reading",
+    plan: "PlanFile | None",
     *,
     overwrite: bool,
     resume: bool,
@@ -128,6 +171,7 @@ def _reshard(
             resume=resume,
             sha256=checksums == "sha256",
             progress=progress,
+            plan=plan,
         )
     seconds = time.monotonic() - began
     streams.warn(done.warnings)

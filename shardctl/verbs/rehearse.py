@@ -17,6 +17,7 @@ from shardctl.verbs.reshard import check_apart
 if TYPE_CHECKING:
     from shardctl.verbs.drafting import Draft
     from shardctl.verbs.plan import Planned
+    from shardctl.verbs.plan_file import PlanFile
 
 
 def rehearse(
@@ -26,12 +27,13 @@ def rehearse(
     *,
     reading: Reading | None = None,
     overwrite: bool = False,
+    plan: PlanFile | None = None,
 ) -> Planned:
-    """Work a conversion out, and raise what `reshard` would raise before its first byte."""
-    with opened(path, reading) as checkpoint:
+    """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
+    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
         destination = Path(destination)
         check_apart(checkpoint, destination)
-        work = draft(checkpoint, wish or Wish())
+        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
         staging = Staging(destination, overwrite=overwrite)
         planned = describe(str(path), work, destination)
         _check_room(staging, work)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.plan_file import PlanFile
 
 _Versions = dict[str, list[int | str]]
 """Size and version of each source file that matters."""
@@ -64,16 +65,19 @@ def reshard(
     resume: bool = True,
     sha256: bool = False,
     progress: Progress | None = None,
+    plan: PlanFile | None = None,
 ) -> Resharded:
     """Convert the checkpoint at `path` into a new directory `destination`.
 
+    With a `plan`, what it says is done, or nothing; `wish`, if given, may then differ from the plan's in memory and
+    threads only.
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
-    with opened(path, reading) as checkpoint:
+    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
         destination = Path(destination)
         check_apart(checkpoint, destination)
-        work = draft(checkpoint, wish or Wish())
+        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
         with Staging(destination, overwrite=overwrite) as staging:
             return _run(work, staging, resume=resume, sha256=sha256, progress=progress or Silent())
 

@@ -1,0 +1,330 @@
+"""A plan on disk: what `shardctl plan --out FILE` decided, so that `shardctl reshard --plan FILE` does just that.
+
+The file is JSON with `"schema": "shardctl.plan-file/1"`: the source with its files, every option that shapes the result
+(the mesh, the layout and the layers of each stage as they came out), and a hash of the plan itself. Of the files that
+hold tensors it has the size and a hash of what their headers say; of `config.json`, of the record of an earlier
+conversion and of files named by options a hash of all bytes; of other files that travel along the size. The values of
+elements are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl import __version__
+from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
+from shardctl.manifest import Region
+from shardctl.mesh import Mesh
+from shardctl.record import RECORD
+from shardctl.storage import read
+from shardctl.storage.durable import told, write_file
+from shardctl.training import with_states
+from shardctl.verbs.described import CONFIG
+from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.opening import Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.opening import Checkpoint
+
+SCHEMA: Final = "shardctl.plan-file/1"
+EFFORT: Final = ("memory", "threads")
+"""The fields of a wish that shape no byte of the result, and may be others when the plan is done."""
+_COUNTS: Final = ("max_shard_size", *EFFORT)
+_PATHS: Final = ("config", "rules")
+_NOT_KEPT: Final = ("described",)
+_LARGEST: Final = 100_000_000
+"""Bytes of a plan; one of a source with 10,000 files has about a million."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A file of the source, as it was when the plan was made."""
+
+    size: int
+    """Bytes."""
+    sha256: str = ""
+    """Of what its header says or of all its bytes; empty where only the size counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """What a plan says."""
+
+    path: str
+    """Of the plan file itself, for messages."""
+    version: str
+    """Of the shardctl that made it."""
+    source: Path
+    """Absolute."""
+    files: Mapping[str, Seen]
+    """By path: relative to the source, or absolute for those that options name."""
+    wish: Wish
+    """What to make of the source; nothing in it is left to be decided."""
+    reading: Reading
+    """How the source is understood."""
+    identity: str
+    """Of the conversion: see `Draft.identity`."""
+
+    def drafted(self, checkpoint: Checkpoint, wish: Wish) -> Draft:
+        """The conversion of a checkpoint that this plan speaks of; `wish` may differ from the plan's in effort only.
+
+        Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
+        done or would be done otherwise by this version of shardctl.
+        """
+        if replace(wish, **{name: getattr(self.wish, name) for name in EFFORT}) != self.wish:
+            raise UsageError(f"another conversion than that of {self.path} is asked for")
+        self._check_source(checkpoint)
+        try:
+            work = draft(checkpoint, wish)
+        except MemoryBudgetError:
+            raise
+        except UsageError as error:
+            raise SourceError(f"{self.path} cannot be done: {error.message}", hint=error.hint) from error
+        if work.identity() != self.identity:
+            raise SourceError(
+                f"{self.path} says otherwise than what would be done: shardctl {self.version} made it, and this is "
+                f"{__version__}",
+                hint="make the plan again",
+            )
+        return work
+
+    def _check_source(self, checkpoint: Checkpoint) -> None:
+        changes = list(_changes(self.files, _seen(checkpoint, self.reading)))
+        if changes:
+            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
+            raise ChangedError(
+                f"{checkpoint.source.name} has changed since {self.path} was made: {changes[0]}{more}",
+                hint="make the plan again with shardctl plan --out",
+            )
+
+
+def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
+    """Write the plan of a conversion, which a later `reshard` can follow.
+
+    Raises DestinationError if something else than a plan is at `path`, or the source's directory would hold it.
+    """
+    path, reading = Path(path), reading or Reading()
+    source = work.checkpoint.source
+    if path.absolute().resolve().is_relative_to(source.root.resolve()) and not source.path.is_file():
+        raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
+    if path.is_dir() or (path.exists() and not _is_plan(path)):
+        raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
+    stages = ",".join(map(str, work.placed.stages)) if work.placed and work.mesh.degree("pp") > 1 else None
+    mesh = work.mesh if work.mesh.world > 1 else None
+    wish = replace(work.wish, to=work.layout, mesh=mesh, stages=stages)
+    document = {
+        "schema": SCHEMA,
+        "version": __version__,
+        "source": {
+            "path": str(source.path.absolute()),
+            "format": work.have.format,
+            "files": {name: asdict(seen) for name, seen in _seen(work.checkpoint, reading).items()},
+        },
+        "wish": _options(wish),
+        "reading": _options(reading),
+        "plan": work.identity(),
+    }
+    with told(path, "writing"):
+        write_file(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def load(path: str | Path) -> PlanFile:
+    """Read a plan; raises SourceError, naming the key, if it is malformed or of a later version."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise SourceError(f"{path} is too large to be a plan")
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not JSON: {error}", hint="shardctl plan SRC --out FILE writes plans") from error
+    return _Reader(str(path)).plan(document)
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        load(path)
+    except SourceError:
+        return False
+    return True
+
+
+def _seen(checkpoint: Checkpoint, reading: Reading) -> dict[str, Seen]:
+    """Every file that decides what a conversion of the checkpoint does."""
+    source, hashes = checkpoint.source, _headers(checkpoint)
+    files = source.files()
+    names = [
+        *hashes,
+        *(side.name for side in checkpoint.stored.objects if side.policy == "carry" and side.name in files),
+    ]
+    seen = {name: Seen(files[name].size, hashes.get(name, "")) for name in sorted(names)}
+    for name in (CONFIG, RECORD):
+        if name in files:
+            seen[name] = Seen(files[name].size, hashlib.sha256(read(source, name)).hexdigest())
+    beside = source.root / CONFIG if source.path.is_file() and reading.config is None else None
+    for given in (beside, reading.config, reading.rules):
+        if given is not None and given.exists():
+            file = (given / CONFIG if given.is_dir() else given).absolute()
+            content = file.read_bytes()
+            seen[str(file)] = Seen(len(content), hashlib.sha256(content).hexdigest())
+    return seen
+
+
+def _headers(checkpoint: Checkpoint) -> dict[str, str]:
+    """By file, a hash of what its header says: every array's name, type, shape, and where its bytes are."""
+    stored = with_states(checkpoint.stored)
+    states = defaultdict(hashlib.sha256, {path: hashlib.sha256() for path in stored.files})
+    for tensor in stored.tensors.values():
+        for chunk in tensor.chunks:
+            if isinstance(chunk.where, Region):
+                where = chunk.where
+                place = f"{where.offset}\0{where.strides}\0{chunk.box}\0{chunk.dtype}\0{tensor.shape}\0{tensor.name}\n"
+                states[where.file].update(place.encode())
+    return {path: state.hexdigest() for path, state in states.items()}
+
+
+def _changes(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> Iterator[str]:
+    """What is different about each file that is not as it was."""
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None:
+            yield f"{name} is gone"
+        elif new.size != old.size:
+            yield f"{name} has {new.size:,} bytes, and had {old.size:,}"
+        elif new.sha256 != old.sha256:
+            yield f"{name} has other content" if name.endswith(".json") else f"the header of {name} says otherwise"
+    for name in now:
+        if name not in before:
+            yield f"{name} is new"
+
+
+def _options(of: Wish | Reading) -> dict[str, Any]:
+    """Every field as JSON, whatever fields there are."""
+    found: dict[str, Any] = {}
+    for field in fields(of):
+        value = getattr(of, field.name)
+        if field.name in _NOT_KEPT:
+            continue
+        if isinstance(value, Mesh):
+            value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
+        found[field.name] = str(value.absolute()) if isinstance(value, Path) else value
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Takes a plan's document apart; every complaint names the key."""
+
+    path: str
+
+    def plan(self, document: object) -> PlanFile:
+        """The plan that the document is."""
+        top = self.members(document, "", ("schema", "version", "source", "wish", "reading", "plan"))
+        source = self.members(top["source"], "source", ("path", "format", "files"))
+        files = self.members(source["files"], "source.files", None)
+        wish = self.members(top["wish"], "wish", tuple(field.name for field in fields(Wish)))
+        names = tuple(field.name for field in fields(Reading) if field.name not in _NOT_KEPT)
+        reading = self.members(top["reading"], "reading", names)
+        return PlanFile(
+            path=self.path,
+            version=self.text(top["version"], "version"),
+            source=Path(self.text(source["path"], "source.path")),
+            files={name: self.seen(value, f"source.files.{name}") for name, value in files.items()},
+            wish=Wish(**{name: self.wished(name, value) for name, value in wish.items()}),
+            reading=Reading(**{name: self.read(name, value) for name, value in reading.items()}),
+            identity=self.text(top["plan"], "plan"),
+        )
+
+    def members(self, value: object, key: str, names: tuple[str, ...] | None) -> dict[str, Any]:
+        """The members of an object: just `names`, if they are known."""
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        if not key:
+            self.schema(value)
+        for name in names or ():
+            if name not in value:
+                raise SourceError(f"{self.path} has no {_dotted(key, name)}", hint="make the plan again")
+        for name in value:
+            if names is not None and name not in names:
+                raise SourceError(
+                    f"{self.path} has {_dotted(key, name)}, which this shardctl does not know",
+                    hint="use the version of shardctl that made the plan, or make it again",
+                )
+        return value
+
+    def schema(self, document: Mapping[str, object]) -> None:
+        """Refuse a document of another kind."""
+        schema = document.get("schema")
+        if schema != SCHEMA:
+            raise SourceError(
+                f"{self.path} has schema {schema!r}, but a plan has {SCHEMA!r}",
+                hint="shardctl plan SRC --out FILE writes plans",
+            )
+
+    def seen(self, value: object, key: str) -> Seen:
+        """One file of the source."""
+        file = self.members(value, key, ("size", "sha256"))
+        return Seen(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
+
+    def wished(self, name: str, value: object) -> Any:  # noqa: ANN401 - the type of any field
+        """One field of a wish."""
+        key = f"wish.{name}"
+        if name == "mesh" and value is not None:
+            return self.mesh(value, key)
+        if name in _COUNTS and value is not None:
+            return self.count(value, key)
+        return value if value is None and name not in ("names", "experts", "dtype", "memory") else self.text(value, key)
+
+    def read(self, name: str, value: object) -> Any:  # noqa: ANN401 - the type of any field
+        """One field of a reading."""
+        key = f"reading.{name}"
+        if name == "strict":
+            if not isinstance(value, bool):
+                raise self.wrong(key, "true or false")
+            return value
+        if value is None and name != "kv_heads":
+            return None
+        text = self.text(value, key)
+        return Path(text) if name in _PATHS else text
+
+    def mesh(self, value: object, key: str) -> Mesh:
+        """A mesh."""
+        found = self.members(value, key, ("axes", "ep", "etp"))
+        axes = self.members(found["axes"], f"{key}.axes", None)
+        try:
+            return Mesh(
+                tuple((axis, self.count(degree, f"{key}.axes.{axis}")) for axis, degree in axes.items()),
+                self.count(found["ep"], f"{key}.ep"),
+                self.count(found["etp"], f"{key}.etp"),
+            )
+        except UsageError as error:
+            raise SourceError(f"{self.path} has {key} that is no mesh: {error.message}", hint=error.hint) from error
+
+    def text(self, value: object, key: str) -> str:
+        """A string."""
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def count(self, value: object, key: str) -> int:
+        """A whole number that is not negative."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def wrong(self, key: str, expected: str) -> SourceError:
+        """What to say of a value that is not what its key should have."""
+        return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
+
+
+def _dotted(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name

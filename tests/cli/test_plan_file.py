@@ -1,0 +1,318 @@
+"""A plan on disk is done exactly, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from cli_checkpoints import llama
+
+from shardctl.errors import ChangedError, DestinationError, SourceError, UsageError
+from shardctl.mesh import Mesh
+from shardctl.record import RECORD
+from shardctl.record import load as load_record
+from shardctl.verbs import plan_file
+from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import reshard
+
+WISHES = {
+    "ranks": Wish(mesh=Mesh.of(tp=2)),
+    "stages": Wish(mesh=Mesh.parse("tp=2,pp=2"), stages="1,1"),
+    "balanced": Wish(mesh=Mesh.of(pp=2, fsdp=2)),
+    "hf": Wish(max_shard_size=50_000, dtype="bf16", keep_fp32="norm"),
+    "filtered": Wish(include="layers", exclude="mlp", names="keep", to="ranks"),
+}
+
+
+def decide(source, path, wish=WISHES["ranks"], reading=None):
+    """What `shardctl plan --out` does."""
+    with opened(source, reading) as checkpoint:
+        plan_file.save(path, draft(checkpoint, wish), reading)
+    return path
+
+
+def files(place):
+    return {p.relative_to(place).as_posix(): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture
+def copied(source, tmp_path):
+    """A source of one's own, to change."""
+    return Path(shutil.copytree(source, tmp_path / "copied"))
+
+
+@pytest.fixture
+def plan(copied, tmp_path):
+    return decide(copied, tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_reshard_does_what_the_plan_says(say, source, tmp_path, name):
+    plan = decide(source, tmp_path / "plan.json", WISHES[name])
+    said = say("reshard", "--plan", plan, tmp_path / "planned")
+    assert said.code == 0, said.err
+    reshard(source, tmp_path / "asked", WISHES[name])
+    assert files(tmp_path / "planned") == files(tmp_path / "asked")
+
+
+def test_the_plan_is_what_the_record_says_was_done(say, source, tmp_path):
+    plan = decide(source, tmp_path / "plan.json")
+    assert say("reshard", "--plan", plan, tmp_path / "out").code == 0
+    assert load_record((tmp_path / "out" / RECORD).read_bytes()).plan == plan_file.load(plan).identity
+
+
+def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
+    bare, config = tmp_path / "bare", tmp_path / "elsewhere.json"
+    bare.mkdir()
+    shutil.copy(source / "model.safetensors", bare)
+    shutil.copy(source / "config.json", config)
+    reading = Reading(config=config, kv_heads="replicate", strict=True)
+    plan = decide(bare, tmp_path / "plan.json", Wish(mesh=Mesh.of(tp=4)), reading)
+    assert plan_file.load(plan).reading == reading
+    said = say("reshard", "--plan", plan, tmp_path / "out")
+    assert said.code == 0, said.err
+    config.write_text(config.read_text() + " ")
+    said = say("reshard", "--plan", plan, tmp_path / "again")
+    assert said.code == 4
+    assert "elsewhere.json has" in said.err
+
+
+def test_a_plan_says_all_that_shapes_the_result(plan):
+    document = json.loads(plan.read_text())
+    assert document["schema"] == "shardctl.plan-file/1"
+    assert document["wish"].keys() == {field.name for field in fields(Wish)}
+    assert document["reading"].keys() == {field.name for field in fields(Reading)} - {"described"}
+    assert document["wish"]["to"] == "ranks"
+    assert document["wish"]["mesh"] == {"axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2}, "ep": 1, "etp": 2}
+    assert document["source"]["files"].keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_balanced_stages_are_decided_in_the_plan(source, tmp_path):
+    plan = decide(source, tmp_path / "plan.json", Wish(mesh=Mesh.of(pp=2)))
+    assert plan_file.load(plan).wish.stages == "1,1"
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
+def test_a_plan_reads_back_as_it_was(source, tmp_path, wish):
+    read = plan_file.load(decide(source, tmp_path / "plan.json", wish))
+    assert read.source == source.absolute()
+    with opened(source) as checkpoint:
+        work = draft(checkpoint, wish)
+        assert read.drafted(checkpoint, read.wish).identity() == work.identity() == read.identity
+        with pytest.raises(UsageError, match="another conversion"):
+            read.drafted(checkpoint, Wish(mesh=Mesh.of(tp=4)))
+
+
+def test_effort_may_be_another(say, plan, tmp_path):
+    said = say("reshard", "--plan", plan, tmp_path / "out", "--memory", "256MiB", "--threads", 1, "--strict")
+    assert said.code == 0, said.err
+
+
+@pytest.mark.parametrize("more", [["--tp", 2], ["--dtype", "keep"], ["--config", "x"], ["--kv-heads", "error"]])
+def test_options_that_shape_the_result_are_refused_beside_a_plan(say, plan, tmp_path, more):
+    said = say("reshard", "--plan", plan, tmp_path / "out", *more)
+    assert said.code == 2
+    assert said.err.startswith(f"error: --plan and {more[0]} are both given\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_plan_both_places_are_needed(say, tmp_path):
+    said = say("reshard", tmp_path)
+    assert said.code == 2
+    assert "missing argument 'DST'" in said.err
+
+
+def test_a_dry_run_follows_the_plan_too(say, plan, copied, tmp_path):
+    said = say("reshard", "--plan", plan, tmp_path / "out", "--dry-run", "--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["plan"]["mesh"]["axes"]["tp"] == 2
+    (copied / "tokenizer.json").unlink()
+    assert say("reshard", "--plan", plan, tmp_path / "out", "--dry-run").code == 4
+
+
+class TestChangedSources:
+    """What became of the source is named, and nothing is written."""
+
+    @pytest.fixture
+    def refused(self, say, plan, copied, tmp_path):
+        def refuse():
+            said = say("reshard", "--plan", plan, tmp_path / "out")
+            assert said.code == 4
+            assert not (tmp_path / "out").exists()
+            head = f"error: {copied} has changed since {plan} was made: "
+            assert said.err.startswith(head)
+            return said.err.removeprefix(head).splitlines()[0]
+
+        return refuse
+
+    def test_a_file_that_is_gone(self, copied, refused):
+        (copied / "tokenizer.json").unlink()
+        assert refused() == "tokenizer.json is gone"
+
+    def test_a_file_that_is_new(self, copied, refused):
+        (copied / "vocab.txt").write_text("a")
+        assert refused() == "vocab.txt is new"
+
+    def test_another_size(self, copied, refused):
+        (copied / "tokenizer.json").write_text("{ }")
+        assert refused() == "tokenizer.json has 3 bytes, and had 2"
+
+    def test_another_config_of_the_same_size(self, copied, refused):
+        text = (copied / "config.json").read_text()
+        (copied / "config.json").write_text(text.replace(", ", " ,", 1))
+        assert refused() == "config.json has other content"
+
+    def test_another_header_of_the_same_size(self, copied, refused):
+        path = copied / "model.safetensors"
+        data = path.read_bytes()
+        up, down = b"layers.0.mlp.up_proj", b"layers.1.mlp.up_proj"
+        path.write_bytes(data.replace(up, b"-").replace(down, up).replace(b"-", down, 1))
+        assert path.stat().st_size == len(data)
+        assert refused() == "the header of model.safetensors says otherwise"
+
+    def test_several_changes_are_counted(self, copied, refused):
+        (copied / "tokenizer.json").unlink()
+        (copied / "vocab.txt").write_text("a")
+        assert refused() == "tokenizer.json is gone (and 1 more changes)"
+
+
+def test_another_source_will_do_if_it_is_the_same(say, plan, copied, tmp_path):
+    copied.rename(tmp_path / "moved")
+    assert say("reshard", "--plan", plan, tmp_path / "out").code == 4
+    said = say("reshard", "--plan", plan, tmp_path / "moved", tmp_path / "out")
+    assert said.code == 0, said.err
+    other = llama(tmp_path / "other", num_hidden_layers=3)
+    said = say("reshard", "--plan", plan, other, tmp_path / "out2")
+    assert said.code == 4
+    assert f"{other} has changed since" in said.err
+
+
+def test_a_plan_that_would_be_done_otherwise_now_is_refused(say, plan, tmp_path):
+    document = json.loads(plan.read_text())
+    plan.write_text(json.dumps(document | {"plan": "0" * 32, "version": "0.0.1"}))
+    said = say("reshard", "--plan", plan, tmp_path / "out")
+    assert said.code == 4
+    assert "shardctl 0.0.1 made it" in said.err
+
+
+class TestMalformedPlans:
+    """The key is named."""
+
+    @staticmethod
+    def edited(plan, keys, value):
+        document = inner = json.loads(plan.read_text())
+        for key in keys[:-1]:
+            inner = inner[key]
+        if value is None:
+            del inner[keys[-1]]
+        else:
+            inner[keys[-1]] = value
+        plan.write_text(json.dumps(document))
+
+    @pytest.mark.parametrize(
+        "keys",
+        [
+            ["source"],
+            ["plan"],
+            ["version"],
+            ["source", "files"],
+            ["source", "files", "config.json", "size"],
+            ["wish", "mesh", "ep"],
+            ["wish", "dtype"],
+            ["reading", "config"],
+        ],
+        ids=".".join,
+    )
+    def test_a_key_that_is_missing(self, say, plan, tmp_path, keys):
+        self.edited(plan, keys, None)
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert said.code == 4
+        assert said.err.startswith(f"error: {plan} has no {'.'.join(keys)}\n")
+
+    @pytest.mark.parametrize(
+        ("keys", "value", "expected"),
+        [
+            (["source"], [], "an object"),
+            (["source", "path"], 3, "a string"),
+            (["source", "files", "config.json", "size"], "3", "a whole number"),
+            (["source", "files", "config.json", "size"], -3, "a whole number"),
+            (["wish", "mesh", "axes", "tp"], 1.5, "a whole number"),
+            (["wish", "max_shard_size"], True, "a whole number"),
+            (["wish", "to"], 5, "a string"),
+            (["reading", "strict"], "yes", "true or false"),
+            (["plan"], {}, "a string"),
+        ],
+        ids=lambda value: ".".join(value) if isinstance(value, list) else str(value),
+    )
+    def test_a_value_of_another_kind(self, say, plan, tmp_path, keys, value, expected):
+        self.edited(plan, keys, value)
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert said.code == 4
+        assert said.err.startswith(f"error: {plan} has {'.'.join(keys)} that is not {expected}\n")
+
+    @pytest.mark.parametrize(
+        "keys", [["more"], ["wish", "more"], ["reading", "more"], ["source", "more"]], ids=".".join
+    )
+    def test_a_key_that_is_not_known(self, say, plan, tmp_path, keys):
+        self.edited(plan, keys, 1)
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert said.code == 4
+        assert f"{plan} has {'.'.join(keys)}, which this shardctl does not know" in said.err
+
+    def test_a_mesh_that_is_none(self, plan):
+        self.edited(plan, ["wish", "mesh", "ep"], 7)
+        with pytest.raises(SourceError, match=r"wish\.mesh that is no mesh: ep=7"):
+            plan_file.load(plan)
+
+    def test_a_value_that_means_nothing(self, say, plan, tmp_path):
+        self.edited(plan, ["wish", "experts"], "some")
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert said.code == 4
+        assert "plan.json cannot be done: unknown --experts 'some'" in said.err
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": "shardctl.plan/1"}', "\xff"])
+    def test_what_is_no_plan(self, say, tmp_path, content):
+        path = tmp_path / "plan.json"
+        path.write_bytes(content.encode("latin-1"))
+        said = say("reshard", "--plan", path, tmp_path / "out")
+        assert said.code == 4
+        assert said.err.startswith(f"error: {path} ")
+
+
+class TestWriting:
+    """Where plans may be written."""
+
+    def test_an_earlier_plan_is_replaced(self, source, plan):
+        decide(source, plan, WISHES["hf"])
+        assert plan_file.load(plan).wish.to == "hf"
+
+    def test_nothing_else_is(self, source, tmp_path):
+        path = tmp_path / "notes.json"
+        path.write_text("{}")
+        with pytest.raises(DestinationError, match="is not a plan"):
+            decide(source, path)
+        assert path.read_text() == "{}"
+        with pytest.raises(DestinationError):
+            decide(source, tmp_path)
+
+    def test_the_source_does_not_hold_its_own_plan(self, copied):
+        with pytest.raises(DestinationError, match="inside the source"):
+            decide(copied, copied / "plan.json")
+
+    def test_a_folder_that_is_missing(self, source, tmp_path):
+        with pytest.raises(DestinationError):
+            decide(source, tmp_path / "none" / "plan.json")
+
+
+def test_a_file_as_source(copied, tmp_path):
+    plan = decide(copied / "model.safetensors", copied / "plan.json")
+    read = plan_file.load(plan)
+    done = reshard(read.source, tmp_path / "out", plan=read)
+    assert done.record.plan == read.identity
+    (copied / "config.json").write_text((copied / "config.json").read_text() + "\n")
+    with pytest.raises(ChangedError, match=r"config\.json has"):
+        reshard(read.source, tmp_path / "again", plan=read)
