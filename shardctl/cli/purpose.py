@@ -116,9 +116,15 @@ Vp = Annotated[
 ]
 Offload = Annotated[
     Literal["none", "cpu", "nvme"] | None,
-    typer.Option(
-        rich_help_panel=_TRAINING, show_default=False, help="Where optimizer states go; with ZeRO 3 all states."
-    ),
+    typer.Option(rich_help_panel=_TRAINING, show_default=False, help="Where optimizer states go. Default: none."),
+]
+OffloadParameters = Annotated[
+    bool,
+    typer.Option("--offload-parameters", metavar="", rich_help_panel=_TRAINING, help="Offload parameters, too."),
+]
+GradientDtype = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None,
+    typer.Option(rich_help_panel=_TRAINING, show_default=False, help="Of gradients. Default: the profile's."),
 ]
 Calibrate = Annotated[
     Path | None,
@@ -137,7 +143,7 @@ WhatIf = Annotated[
 CODES = ("fp8", "int8", "int4")
 """Types that plan reckons with, and reshard does not make."""
 _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]*$")
-_CACHES = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
+_NAMES = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
 
 
 def device(text: str | None) -> "Device | None":
@@ -153,8 +159,9 @@ def device(text: str | None) -> "Device | None":
     return named(parse_size(text) if _SIZE.match(text) else text)
 
 
-def purpose(*, gpu: str | None, kv_dtype: str | None, **fields: Any) -> "Purpose":  # noqa: ANN401 - Purpose checks them
+def purpose(*, gpu: str | None, **fields: Any) -> "Purpose":  # noqa: ANN401 - the fields of Purpose, checked by it
     """What the devices are for; options that were not given keep the defaults."""
     from shardctl.verbs.purpose import Purpose
 
-    return Purpose(device=device(gpu), kv_dtype=_CACHES[kv_dtype] if kv_dtype else None, **fields)
+    named = {key: _NAMES[fields.pop(key)] for key in ("kv_dtype", "gradient_dtype") if fields.get(key)}
+    return Purpose(device=device(gpu), **(fields | named))

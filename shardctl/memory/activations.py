@@ -51,11 +51,11 @@ def activations(
     Terms of the category ``activations`` are what microbatches in flight keep; the one of ``workspace`` is what comes
     on top in the worst moment of the backward pass, which its name says. Together they are the peak, in bytes, without
     parameters, their gradients and what is gathered of them. `stages` are the layers of each pipeline stage; `style`
-    is by default that of Llama for layers with a gate, that of GPT-3 for others.
+    is by default the model's, and for an anatomy without one that of Llama for layers with a gate, else of GPT-3.
 
     Raises UnsupportedError for layers whose activations are not known.
     """
-    sums = _Rank(anatomy, holding, mesh, work, stages, style or _usual(anatomy))
+    sums = _Rank(anatomy, holding, mesh, work, stages, style or anatomy.style or _usual(anatomy))
     return tuple(sums.terms())
 
 

@@ -9,6 +9,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import Config
 from shardctl.models.describe import find
 from shardctl.models.family import INDEX
+from shardctl.models.style import Style, style
 from shardctl.models.table import MOST_TENSORS
 from shardctl.models.windows import windows
 
@@ -143,6 +144,8 @@ class Anatomy:
     """The most tokens that the model was made for, where the config says so."""
     source_positions: int | None = None
     """The same of the encoder, where the config says so and it differs (Whisper)."""
+    style: Style | None = None
+    """What layers compute besides their matrices."""
 
 
 def anatomy(config: Mapping[str, object]) -> Anatomy:
@@ -178,6 +181,7 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
         generates=generates,
         positions=positions,
         source_positions=source,
+        style=style(config),
     )
 
 

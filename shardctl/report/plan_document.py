@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shardctl.memory.calibrate import Calibration
     from shardctl.memory.comparison import Strategy
     from shardctl.memory.cost import Cost
-    from shardctl.memory.estimate import Estimate
     from shardctl.memory.search import Candidate
     from shardctl.memory.term import Term, Tier
     from shardctl.verbs.forecasting import Forecast
@@ -52,7 +51,7 @@ def plan_fields(result: Planned) -> Document:
         "replication": result.replication,
         "purpose": _purpose(result.forecast),
         "device": _device(result.forecast),
-        "verdict": _verdict(result.forecast.estimate),
+        "verdict": _verdict(result.forecast),
         "strategies": [_strategy(one) for one in result.forecast.strategies],
         "calibration": _calibration(result.forecast.calibration) if result.forecast.calibration else None,
         "search": _search(result.explored) if result.explored else None,
@@ -113,8 +112,9 @@ def _device(seen: Forecast) -> Document | None:
     }
 
 
-def _verdict(estimate: Estimate) -> Document:
-    whole = estimate.binding.total()
+def _verdict(seen: Forecast) -> Document:
+    estimate, whole = seen.estimate, seen.estimate.binding.total()
+    all_known = seen.work is not None or estimate.fits is False
     return {
         "binding_rank": estimate.binding.holding.rank,
         "total_bytes": whole.nbytes,
@@ -122,7 +122,7 @@ def _verdict(estimate: Estimate) -> Document:
         "high_bytes": whole.high,
         "budget_bytes": estimate.budget,
         "fits": estimate.fits,
-        "certain": estimate.certain,
+        "certain": estimate.certain if estimate.certain is None else estimate.certain and all_known,
     }
 
 

@@ -145,7 +145,8 @@ def _replication(planned: Planned) -> str:
     if planned.mesh.world == 1:
         return ""
     copies = planned.ranks[0].replicas
-    text = f"replication: {plural(distinct, 'distinct rank')} hold {planned.replication:.3f} times the weights"
+    hold = "holds" if distinct == 1 else "hold"
+    text = f"replication: {plural(distinct, 'distinct rank')} {hold} {planned.replication:.3f} times the weights"
     return text + (f", each {copies} times (dp x cp)" if copies > 1 else "")
 
 

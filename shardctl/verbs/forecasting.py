@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
 from shardctl.memory.comparison import Strategy, compare
 from shardctl.memory.estimate import gather
@@ -62,9 +62,13 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     holdings = hold(about.inventory, mesh, stages)
     if purpose is None:
         return Forecast(forecast(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype)
-    work = purpose.workload(about, mesh)
-    estimate = needs(about, holdings, mesh, stages, work)
-    seen = Forecast(estimate, work, about.dtype, purpose.device, about.unmodelled, quantised=purpose.narrower or "")
+    work, unmodelled = purpose.workload(about, mesh), about.unmodelled
+    try:
+        estimate = needs(about, holdings, mesh, stages, work)
+    except UnsupportedError as error:
+        work, unmodelled = None, error.message
+        estimate = needs(about, holdings, mesh, stages, None)
+    seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.narrower or "")
     if isinstance(work, Training):
         if purpose.calibration is not None:
             seen = _calibrated(seen, _calibration(about, work, mesh, purpose.calibration))

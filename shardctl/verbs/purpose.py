@@ -49,6 +49,9 @@ class Purpose:
     schedule: Schedule | None = None
     virtual_stages: int | None = None
     offload: Offload | None = None
+    offload_parameters: bool | None = None
+    gradient_dtype: str | None = None
+    """Of gradients that are kept; safetensors' name."""
     calibration: Path | None = None
     """A log of measured peaks, which the estimate of training is fitted to."""
 
@@ -69,6 +72,8 @@ class Purpose:
             "schedule": self.schedule,
             "virtual_stages": self.virtual_stages,
             "offload": self.offload,
+            "offload_parameters": self.offload_parameters,
+            "gradient_dtype": self.gradient_dtype,
         }
         return {name: value for name, value in given.items() if value is not None}
 
