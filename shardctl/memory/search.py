@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from math import prod
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardctl.memory.estimate import Estimate
     from shardctl.memory.inventory import Inventory
     from shardctl.memory.legal import Law
+    from shardctl.memory.workload import Training
 
     Estimator = Callable[[Mesh, tuple[int, ...]], Estimate]
     Pricer = Callable[[Mesh, tuple[int, ...], Estimate], Cost]
@@ -177,6 +178,26 @@ def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budg
         if needs.fits:
             return Candidate(mesh, stages, needs)
     return None
+
+
+def at_equal_tokens(work: Training, mesh: Mesh, sequences: int) -> Training:
+    """The work of one optimizer step over `sequences`, which the data-parallel ranks of `mesh` take in equal parts.
+
+    Meshes are to be compared so: by default each has as many microbatches as stages, and with them another batch.
+    Raises UsageError if there is no whole number of microbatches for each rank.
+
+    >>> from shardctl.memory.workload import Training
+    >>> at_equal_tokens(Training(sequence=4096, micro_batch=2), Mesh.of(pp=2, dp=4), 64).microbatches
+    8
+    """
+    replicas = mesh.degree("dp") * mesh.degree("fsdp")
+    microbatches, rest = divmod(sequences, replicas * work.micro_batch)
+    if rest or not microbatches:
+        raise UsageError(
+            f"{sequences} sequences are no whole number of microbatches of {work.micro_batch} "
+            f"for each of {replicas} data-parallel ranks"
+        )
+    return replace(work, microbatches=microbatches)
 
 
 def meshes(devices: int, law: Law, space: Space) -> Iterator[Mesh]:

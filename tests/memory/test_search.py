@@ -16,7 +16,7 @@ from shardctl.memory.devices import GIB, device
 from shardctl.memory.estimate import gather
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
-from shardctl.memory.search import SERVING, TRAINING, Bulk, Space, first_fit, meshes, search, smallest
+from shardctl.memory.search import SERVING, TRAINING, Bulk, Space, at_equal_tokens, first_fit, meshes, search, smallest
 from shardctl.memory.term import Term
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import Mesh
@@ -161,6 +161,18 @@ def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     assert (devices, one.mesh.world) == (88, 88)
     assert first_fit(80, Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
     assert smallest(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
+
+
+def test_meshes_are_compared_at_equal_tokens():
+    work = Training(sequence=4096, micro_batch=2)
+    for mesh in (Mesh.of(dp=8), Mesh.of(fsdp=8), Mesh.of(pp=8), Mesh.of(pp=2, dp=2, tp=2)):
+        each = at_equal_tokens(work, mesh, 128)
+        replicas = mesh.degree("dp") * mesh.degree("fsdp")
+        assert each.microbatches * each.micro_batch * replicas == 128
+    with pytest.raises(UsageError, match="12 sequences are no whole number of microbatches of 2 for each of 4"):
+        at_equal_tokens(work, Mesh.of(dp=4), 12)
+    with pytest.raises(UsageError, match="no whole number"):
+        at_equal_tokens(work, Mesh.of(dp=4), 0)
 
 
 def test_stages_are_balanced_by_bytes():

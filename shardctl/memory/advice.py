@@ -1,0 +1,277 @@
+"""What would have to change for something to fit: each change is tried, and stands with the bytes that it reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+from shardctl.memory.legal import Law
+from shardctl.memory.narrower import narrowed
+from shardctl.memory.search import Candidate, smallest
+from shardctl.memory.workload import Serving, Training
+from shardctl.mesh import Mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardctl.memory.estimate import Estimate
+    from shardctl.memory.inventory import Inventory
+    from shardctl.memory.search import Estimator, Space
+
+    Attempt = Callable[["Ask"], Estimate]
+
+NARROWER: Final = ("fp8", "int4")
+"""The types that serving could quantise to, each with half the bytes of the one before."""
+_LEAST: Final = 1024
+"""Tokens; shorter sequences are not advised."""
+MOST_TIMES: Final = 64
+"""More times the devices are not advised."""
+_SHARE_STATES: Final = 1
+_SHARE_ALL: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked of the estimator."""
+
+    mesh: Mesh
+    work: Serving | Training
+    dtype: str | None = None
+    """The type to estimate the weights in, of `narrower.TYPES`; None for as they are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change that was tried."""
+
+    change: str
+    """In words, such as ``recompute all activations``."""
+    options: str
+    """As the command line takes it, such as ``--recompute full``."""
+    nbytes: int
+    """What the heaviest rank would need."""
+    saved: int
+    """How much less that is than without; negative if it is more."""
+    fits: bool
+    ask: Ask
+
+    def __str__(self) -> str:
+        return f"{self.change} ({self.options}): {self.nbytes / (1 << 30):.1f} GiB{'' if self.fits else ', too much'}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change to try."""
+
+    change: str
+    options: str
+    ask: Ask
+
+
+def advise(ask: Ask, attempt: Attempt, budget: int, *, law: Law | None = None, per_node: int = 8) -> tuple[Advice, ...]:
+    """The changes that make `ask` need less, those that fit `budget` bytes first, each as mild as will do.
+
+    `attempt` estimates an ask; one that it refuses with UsageError is not advised. `law` says which larger meshes a
+    model allows; without it none is tried. If no change is enough, the last advice is to make several, if they are.
+    """
+    before = _tried(_Change("", "", ask), attempt, budget, 0)
+    if before is None or before.fits:
+        return ()
+    tries = _Tries(ask, attempt, budget, before.nbytes, law, per_node)
+    found = [one for one in tries.every() if one.saved > 0]
+    enough = [one for one in found if one.fits]
+    short = sorted((one for one in found if not one.fits), key=lambda one: one.nbytes)
+    together = None if enough else tries.together()
+    return (*enough, *([together] if together else []), *short)
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """The fewest devices for a model in one type."""
+
+    dtype: str
+    devices: int | None
+    """None if no number that was tried is enough."""
+    weights: int
+    """Bytes of all weights in that type."""
+    candidate: Candidate | None
+
+
+def by_type(
+    inventory: Inventory,
+    estimator: Callable[[Inventory], Estimator],
+    types: Sequence[str],
+    *,
+    space: Space,
+    budget: int,
+    sequence: int | None = None,
+) -> tuple[Needed, ...]:
+    """How few devices each of `types` needs, such as two in bf16 and one in int4.
+
+    Raises UsageError for an unknown type, and for a model that is quantised already.
+    """
+    found = []
+    for name in types:
+        other = narrowed(inventory, name)
+        fewest = smallest(Law(other, sequence), estimator(other), space=space, budget=budget)
+        devices, candidate = fewest or (None, None)
+        found.append(Needed(name, devices, other.nbytes, candidate))
+    return tuple(found)
+
+
+def _tried(change: _Change, attempt: Attempt, budget: int, before: int) -> Advice | None:
+    """What a change reaches; None if it is not possible."""
+    try:
+        nbytes = attempt(change.ask).binding.total().nbytes
+    except UsageError:
+        return None
+    return Advice(change.change, change.options, nbytes, before - nbytes, nbytes <= budget, change.ask)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """The changes to one ask, tried."""
+
+    ask: Ask
+    attempt: Attempt
+    budget: int
+    before: int
+    law: Law | None
+    per_node: int
+
+    def every(self) -> Iterator[Advice]:
+        """Each group of changes: the mildest that fits, or else the one that saves most."""
+        for group in self.groups(self.ask):
+            yield from self.best(group)
+
+    def best(self, group: Sequence[_Change]) -> list[Advice]:
+        """The first of a group that fits, or the one with the fewest bytes; none if none is possible."""
+        tried = []
+        for change in group:
+            one = _tried(change, self.attempt, self.budget, self.before)
+            if one is not None and one.fits:
+                return [one]
+            if one is not None:
+                tried.append(one)
+        return [min(tried, key=lambda one: one.nbytes)] if tried else []
+
+    def together(self) -> Advice | None:
+        """One change after another, the mildest groups first, until all together fit; None if they never do."""
+        ask, left = self.ask, self.before
+        changes: list[str] = []
+        options: list[str] = []
+        for number in range(len(list(self.groups(ask)))):
+            best = self.best(list(self.groups(ask))[number])
+            if not best or best[0].nbytes >= left:
+                continue
+            one = best[0]
+            ask, left = one.ask, one.nbytes
+            changes.append(one.change)
+            options.append(one.options)
+            if one.fits:
+                return replace(one, change=" and ".join(changes), options=" ".join(options))
+        return None
+
+    def groups(self, ask: Ask) -> Iterator[list[_Change]]:
+        """Changes of one sort each, the mildest first; as many groups for any ask of one kind of work."""
+        work = ask.work
+        if isinstance(work, Training):
+            yield from _of_training(ask, work)
+            tokens = work.sequence
+            shorter = [(size, replace(ask, work=replace(work, sequence=size))) for size in _halves(tokens, _LEAST)]
+        else:
+            yield from _of_serving(ask, work)
+            tokens = work.context
+            shorter = [(size, replace(ask, work=replace(work, context=size))) for size in _halves(tokens, _LEAST)]
+        yield self.more_devices(ask)
+        yield [
+            _Change(f"take sequences of {size} instead of {tokens} tokens", f"--seq-len {size}", less)
+            for size, less in shorter
+        ]
+
+    def more_devices(self, ask: Ask) -> list[_Change]:
+        """Twice, four times and more the devices, along one axis each."""
+        if self.law is None:
+            return []
+        found = []
+        times = 2
+        while times <= MOST_TIMES:
+            for axis in ("tp", "fsdp", "pp") if isinstance(ask.work, Training) else ("tp", "pp"):
+                mesh = _grown(ask.mesh, axis, times)
+                inside = mesh.degree("tp") <= self.per_node
+                if inside and self.law.refuse(mesh) is None:
+                    text = f"use {mesh.world} devices instead of {ask.mesh.world}"
+                    found.append(_Change(text, f"--{axis} {mesh.degree(axis)}", replace(ask, mesh=mesh)))
+            times *= 2
+        return found
+
+
+def _of_training(ask: Ask, work: Training) -> Iterator[list[_Change]]:
+    recomputed = []
+    # Fused attention keeps no scores, which is all that selective recomputation would spare.
+    if work.recompute == "none" and not work.flash:
+        some = replace(work, recompute="selective")
+        recomputed.append(_Change("recompute attention", "--recompute selective", replace(ask, work=some)))
+    if work.recompute != "full":
+        every = replace(work, recompute="full")
+        recomputed.append(_Change("recompute all activations", "--recompute full", replace(ask, work=every)))
+    yield recomputed
+    # Stages of a pipeline add up the gradients of all microbatches, which ZeRO-2 and 3 would reduce one by one.
+    most = _SHARE_ALL if ask.mesh.degree("pp") == 1 else _SHARE_STATES
+    yield [
+        _Change(f"share model states by ZeRO-{zero}", f"--zero {zero}", replace(ask, work=replace(work, zero=zero)))
+        for zero in range(work.zero + 1, most + 1)
+        if ask.mesh.degree("dp") * ask.mesh.degree("cp") > 1
+    ]
+    yield [
+        _Change(
+            f"take {size} instead of {work.micro_batch} sequences at a time",
+            f"--batch {size}",
+            replace(ask, work=replace(work, micro_batch=size)),
+        )
+        for size in _halves(work.micro_batch, 1)
+    ]
+    # NVMe spares the device no more than the host does.
+    away = replace(work, offload="cpu")
+    kept = _Change("keep optimizer states in the host's memory", "--offload cpu", replace(ask, work=away))
+    yield [kept] if work.offload == "none" else []
+    narrow = replace(work, optimizer="adamw-8bit")
+    coded = _Change("keep moments in 8 bits", "--optimizer adamw-8bit", replace(ask, work=narrow))
+    yield [coded] if work.optimizer == "adamw" else []
+
+
+def _of_serving(ask: Ask, work: Serving) -> Iterator[list[_Change]]:
+    narrow = replace(work, kv_dtype="F8_E4M3")
+    cached = _Change("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
+    yield [] if (work.kv_dtype or "").startswith("F8") else [cached]
+    yield [
+        _Change(f"quantise the weights to {name}", f"--dtype {name}", replace(ask, dtype=name))
+        for name in NARROWER
+        if ask.dtype not in NARROWER
+    ]
+    yield [
+        _Change(
+            f"hold {size} instead of {work.batch} sequences at once",
+            f"--batch {size}",
+            replace(ask, work=replace(work, batch=size)),
+        )
+        for size in _halves(work.batch, 1)
+    ]
+
+
+def _halves(number: int, least: int) -> list[int]:
+    """A half, a quarter and so on, down to `least`."""
+    found = []
+    while number // 2 >= least:
+        number //= 2
+        found.append(number)
+    return found
+
+
+def _grown(mesh: Mesh, axis: str, times: int) -> Mesh:
+    """The mesh with `times` the ranks along an axis; experts that were cut as all else is stay so."""
+    degrees = tuple((name, degree * times if name == axis else degree) for name, degree in mesh.axes)
+    follows = mesh.ep == 1 and mesh.etp == mesh.degree("tp")
+    etp = mesh.etp * times if axis == "tp" and follows else mesh.etp
+    return Mesh(degrees, mesh.ep, etp)
