@@ -6,21 +6,31 @@ import collections
 import io
 import os
 import pickle
+import re
 import shutil
+import zipfile
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dcp_builder import Runs, changed
 from numpy.lib.stride_tricks import as_strided
 
 from shardctl import formats
+from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
-from shardctl.manifest import Fill
+from shardctl.formats.dcp.items import Items
+from shardctl.formats.dcp.metadata import Item
+from shardctl.layouts.torch_item import tensor_item
+from shardctl.manifest import Fill, Region
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "dcp"
 WHOLE = ("fsdp2", "tp", "fsdp-tp", "fsdp1", "flat", "alone", "accelerate", "kinds", "tied", "hf", "hf-whole")
@@ -343,3 +353,137 @@ def test_metadata_that_is_none_is_named(content, tmp_path):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(SourceError, match=r"\.metadata"):
         scan(tmp_path)
+
+
+# What other versions and trainers write
+
+
+def old_classes(path: Path) -> None:
+    """The metadata as torch 2.1 wrote it: other modules, no version, no storage meta, no `index` hints."""
+    content = path.read_bytes()
+    metadata = pickle.loads(content)  # noqa: S301 - our own fixture
+    for name in ("version", "storage_meta"):
+        delattr(metadata, name)
+    old = pickle.dumps(metadata, 2)
+    module = b"ctorch.distributed.checkpoint.metadata\n"
+    assert old.count(module + b"TensorProperties\n") == old.count(module + b"_MEM_FORMAT_ENCODING\n") == 1
+    former = b"ctorch.distributed._shard.sharded_tensor.metadata\n"
+    for name, was in (
+        (b"TensorProperties\n", b"TensorProperties\n"),
+        (b"_MEM_FORMAT_ENCODING\n", b"MEM_FORMAT_ENCODING\n"),
+    ):
+        old = old.replace(module + name, former + was)
+    path.write_bytes(old)
+
+
+def test_the_classes_of_torch_2_1_are_known(tmp_path):
+    place = shutil.copytree(FIXTURES / "fsdp2", tmp_path / "old")
+    old_classes(place / ".metadata")
+    manifest = scan(place)
+    check(place, manifest.tensors, whole("fsdp2")["weights"])
+    assert manifest.training.writer == "torch.distributed.checkpoint"
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))  # before, classes without a __reduce__ could not be built like this
+def test_every_protocol_is_read(protocol, tmp_path):
+    place = changed(FIXTURES / "fsdp-tp", tmp_path / "same", lambda _: None, protocol)
+    check(place, scan(place).tensors, whole("fsdp-tp")["weights"])
+
+
+def test_without_the_planners_data_keys_are_names(tmp_path):
+    def change(metadata):
+        metadata.planner_data = None
+
+    manifest = scan(changed(FIXTURES / "tp", tmp_path / "bare", change))
+    check(tmp_path / "bare", manifest.tensors, whole("tp")["weights"])
+
+
+def test_a_trainers_folder_is_read_with_what_is_beside_it(tmp_path):
+    place = shutil.copytree(FIXTURES / "accelerate", tmp_path / "checkpoint-2")
+    (place / "trainer_state.json").write_text("{}")
+    for name in ("scheduler.pt", "training_args.bin", "rng_state_0.pth"):
+        torch.save(Runs(os.system, "false"), place / name)
+    shutil.copy(FIXTURES / "config.json", place)
+    manifest = scan(place)
+    assert manifest.format == "dcp"
+    assert manifest.warnings == ()
+    assert sorted(manifest.files) == [
+        *("optimizer_0/__0_0.distcp", "optimizer_0/__1_0.distcp"),
+        *("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp"),
+    ]
+    policies = {side.name: side.policy for side in manifest.objects}
+    assert policies == {
+        "config.json": "carry",
+        "rng_state_0.pth": "drop",
+        "scheduler.pt": "drop",
+        "trainer_state.json": "carry",
+        "training_args.bin": "drop",
+    }
+
+
+def saved(state: dict, place: Path) -> Path:
+    """A checkpoint that this one process writes."""
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return whole("tp")["weights"]
+
+
+WRAPPED = {
+    "DistributedDataParallel": lambda name: f"module.{name}",
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "checkpointed layers": lambda name: re.sub(r"(layers\.\d+)\.", r"\1._checkpoint_wrapped_module.", name),
+    "all of them": lambda name: f"module._orig_mod.{re.sub(r'(self_attn)', r'_fsdp_wrapped_module.self_attn', name)}",
+    "a trainer's attribute": lambda name: f"policy.net.{name}",
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPED)
+def test_names_are_known_in_the_wrappers_of_trainers(wrapping, tmp_path):
+    rename = WRAPPED[wrapping]
+    place = saved({"model": {rename(name): value for name, value in weights().items()}}, tmp_path / "wrapped")
+    with opened(place, Reading(config=FIXTURES / "config.json")) as checkpoint:
+        assert checkpoint.model_error is None
+        check(place, checkpoint.manifest.tensors, weights())
+        assert all(tensor.spelling == () for tensor in checkpoint.manifest.tensors.values())
+
+
+def test_a_model_beside_others_is_found_and_the_others_are_named(tmp_path):
+    ema = {name: value + 1 for name, value in weights().items()}
+    place = saved({"model": weights(), "ema": ema, "seen": torch.tensor(3), "epoch": 4}, tmp_path / "two")
+    manifest = scan(place)
+    check(place, manifest.tensors, weights())
+    (warning,) = manifest.warnings
+    assert "left behind: 'ema." in warning
+    assert warning.endswith("and 19 more")
+
+
+def test_an_optimizer_that_numbers_its_parameters_is_left_behind(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    state = {"model": {"a.weight": parameter.detach()}, "optimizer": optimizer.state_dict()}
+    manifest = scan(saved(state, tmp_path / "numbers"))
+    assert list(manifest.tensors) == ["a.weight"]
+    assert not manifest.training.states
+    assert "3 optimizer states such as 'optimizer.state.0.step' are left behind" in manifest.warnings[0]
+
+
+def test_an_item_of_more_than_four_gigabytes_is_found(tmp_path):
+    """Sizes and offsets beyond 32 bits, in a file with a hole in place of the data."""
+    shape = ((1 << 30) + 3,)
+    head, tail = tensor_item(BY_NAME["F32"], shape)
+    nbytes = 4 * shape[0]
+    with (tmp_path / "__0_0.distcp").open("wb") as file:
+        file.write(head)
+        file.seek(nbytes, io.SEEK_CUR)
+        file.write(tail)
+    item = Item("__0_0.distcp", 0, len(head) + nbytes + len(tail))
+    with closing(LocalSource(tmp_path)) as source:
+        assert Items(source).region(item, "big", BY_NAME["F32"], shape) == Region("__0_0.distcp", len(head), (4,))
+    with zipfile.ZipFile(tmp_path / "__0_0.distcp") as archive:
+        assert archive.getinfo("archive/data/0").file_size == nbytes
+        assert archive.read("archive/version") == b"3\n"
