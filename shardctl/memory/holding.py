@@ -77,9 +77,21 @@ class Holding:
         """The parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
         units: dict[int | None, list[Part]] = {}
         for part in self.parts:
-            mine = [n for n in part.kind.layers if n in self.layers]
-            units.setdefault(mine[0] if mine else None, []).append(part)
+            mine = (n for where, n in part.kind.spec.where if where == "layer" and n in self.layers)
+            units.setdefault(next(mine, None), []).append(part)
         return {unit: tuple(parts) for unit, parts in units.items()}
+
+    def merged(self) -> tuple[Part, ...]:
+        """The parts, those together that differ in nothing but their layer."""
+        first: dict[tuple[object, ...], Part] = {}
+        counts: Counter[tuple[object, ...]] = Counter()
+        for part in self.parts:
+            kind, spec = part.kind, part.kind.spec
+            inside = spec.where[0][0] == "layer"
+            key = (kind.shape, kind.dtype.name, spec.cuts, spec.of_expert, kind.trainable, inside, part.elements)
+            first.setdefault(key, part)
+            counts[key] += part.count
+        return tuple(Part(part.kind, counts[key], part.gathered, part.elements) for key, part in first.items())
 
     def _some(self, *, expert: bool | None, trainable: bool | None) -> Iterator[Part]:
         for part in self.parts:

@@ -82,7 +82,7 @@ def states(holding: Holding, mesh: Mesh, work: Training) -> tuple[Term, ...]:
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
     """
     plan = scheme(mesh, work)
-    parts = [part for part in holding.parts if part.kind.trainable]
+    parts = [part for part in holding.merged() if part.kind.trainable]
     if holding.parts and not parts:
         _refuse(holding)
     trained = tuple(_train(part, mesh, holding.coordinate, plan) for part in parts)
