@@ -7,8 +7,12 @@
         result = forward(
             Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
             Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.root),
-            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16),
+            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu")),
+            stop,
         )
+
+With `processes=N`, meshes of up to N ranks run with one process per rank, else all ranks run in this one; the result's
+`engine` says which. A rank that dies, raises or hangs makes the result `failed` with a finding that names it.
 
 `lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)`
 takes. torch and transformers are imported only by calls.
@@ -16,6 +20,7 @@ takes. torch and transformers are imported only by calls.
 
 from __future__ import annotations
 
+from shardctl.verify.forward.by_processes import usual_processes
 from shardctl.verify.forward.check import ForwardOptions, forward
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
 from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated
@@ -37,4 +42,5 @@ __all__ = [
     "Tolerance",
     "forward",
     "lens",
+    "usual_processes",
 ]

@@ -20,14 +20,17 @@ from shardctl.verify.forward.leaves import Precision
 from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
 from shardctl.verify.forward.sides import Candidate, Original, Sides
 from shardctl.verify.forward.skeleton import Skeleton
+from shardctl.verify.forward.team import Processes, Team
 from shardctl.verify.forward.tolerance import distance, tolerance
 from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
+from shardctl.verify.processes import RankError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models import Model
     from shardctl.verify.forward.weights import Weights
+    from shardctl.workers import Stop
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -46,30 +49,55 @@ class ForwardOptions:
     """A text that both are to continue."""
     tokens: int = 16
     """How many tokens of it."""
+    processes: int = 0
+    """Ranks have a process of their own if there are at most so many; else all are run in this one."""
     limit: int = _LIMIT
     """Bytes of one weight that are held at once."""
 
 
-def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
+def forward(
+    candidate: Candidate, original: Original, options: ForwardOptions | None = None, stop: Stop | None = None
+) -> ForwardResult:
     """Compare what the shards compute with what the source computes, part by part and end to end.
 
     Raises nothing that says something of the checkpoints: a class that is not there, or weights that cannot be run
     here, are `skipped` with the reason; a rank that lacks its part and values that differ are `failed`.
     """
     options, began = options or ForwardOptions(), time.monotonic()
+    world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
+    if 1 < world <= options.processes:
+        from shardctl.verify.forward.by_processes import forward_by_processes
+
+        try:
+            result = forward_by_processes(candidate, original, options, stop)
+        except RankError as error:
+            found = Finding("error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message)
+            engine = f"{world} processes"
+            result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
+    else:
+        result = compared(candidate, original, options)
+    return replace(result, seconds=time.monotonic() - began)
+
+
+def compared(
+    candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
+) -> ForwardResult:
+    """As `forward`, in this process, which may be one of a team."""
     try:
-        result = Comparison(candidate, original, options).run()
+        return Comparison(candidate, original, options, team).run()
     except UnsupportedError as error:
         reason = f"{error.message}; {error.hint}" if error.hint else error.message
-        result = ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
-    return replace(result, seconds=time.monotonic() - began)
+        return ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
 
 
 class Comparison:
     """Two checkpoints, and how they are run."""
 
-    def __init__(self, candidate: Candidate, original: Original, options: ForwardOptions) -> None:
-        self.sides, self.options = Sides(original, candidate), options
+    def __init__(
+        self, candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
+    ) -> None:
+        self.team = team or Team()
+        self.sides, self.options = Sides(original, candidate, self.team), options
         self.config = _runnable(original)
 
     def run(self) -> ForwardResult:
@@ -86,12 +114,8 @@ class Comparison:
         source, shards = self.sides.fill(executor, self.options.seed)
         model = executor.skeleton.model
         inputs = inputs_for(model, self.options.device, seed=self.options.seed)
-        try:
-            reference = executor.run(inputs, source, beside=shards)
-        except PartError as error:
-            if error.title == source.title:
-                raise UnsupportedError(f"{architecture} cannot be run in parts: {error}") from error
-            raise
+        executor.source = source
+        reference = executor.run(inputs, source, beside=shards)
         name, expected = output_of(reference)
         self._look(executor, source, shards)
         found = self._free(executor, inputs, shards)
@@ -102,7 +126,7 @@ class Comparison:
         mesh = self.sides.candidate.mesh or Mesh.of()
         result = ForwardResult(
             status="passed",
-            engine=_engine(mesh, shards),
+            engine=_engine(mesh, shards, self.team),
             dtype=self.options.dtype,
             device=self.options.device,
             architecture=architecture,
@@ -133,7 +157,8 @@ class Comparison:
             raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
         model = bare_model(kind, self.config, wanted)
         skeleton = Skeleton.of(model, self.options.device)
-        return Executor(skeleton, Conversion(model), Precision(self.options.device, wanted, self.options.limit))
+        precision = Precision(self.options.device, wanted, self.options.limit)
+        return Executor(skeleton, Conversion(model), precision, self.team)
 
     def _free(self, executor: Executor, inputs: Mapping[str, Torch], shards: Weights) -> Torch | None:
         """The output of the shards by themselves, each part fed what the one before it gave."""
@@ -148,7 +173,8 @@ class Comparison:
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """How far the source in bf16 is from the source in fp32."""
         executor = self.executor(kind, "fp32")
-        source, _ = Sides(self.sides.original, self.sides.candidate).fill(executor, self.options.seed)
+        source, _ = Sides(self.sides.original, self.sides.candidate, self.team).fill(executor, self.options.seed)
+        executor.source = source
         return distance(output_of(executor.run(inputs, source))[1], expected.float())
 
     def _generated(self, executor: Executor, source: Weights, shards: Weights) -> Generated | None:
@@ -203,9 +229,11 @@ def _architecture(config: Mapping[str, Any], model: Model | None) -> str:
     return first or (model.architecture if model is not None else "")
 
 
-def _engine(mesh: Mesh, shards: Weights) -> str:
+def _engine(mesh: Mesh, shards: Weights, team: Team) -> str:
     if shards.shards is None:
         return "one process, whole tensors"
+    if isinstance(team, Processes):
+        return f"{mesh.world} processes over {'NCCL' if team.device.startswith('cuda') else 'gloo'} ({mesh})"
     return f"{mesh.world} virtual ranks in one process ({mesh})"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from shardctl.errors import CoverageError, UnsupportedError
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.leaves import Leaf, Precision, leaf_of
 from shardctl.verify.forward.stacks import Stack, is_stack
+from shardctl.verify.forward.team import Team
 from shardctl.verify.forward.tolerance import distance, has_nan
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ class PartError(Exception):
 
     def __init__(self, unit: str, title: str, cause: BaseException) -> None:
         super().__init__(f"{unit} with the weights of the {title}: {type(cause).__name__}: {cause}")
-        self.title = title
 
 
 @dataclass(slots=True)
@@ -42,6 +43,9 @@ class Executor:
     skeleton: Skeleton
     conversion: Conversion
     precision: Precision
+    team: Team = field(default_factory=Team)
+    source: Weights | None = None
+    """The weights that are right: where there are several processes, the first alone computes with them."""
     errors: dict[str, float] = field(default_factory=dict)
     """Of each part that ran with both weights on the same inputs, by name."""
     notes: dict[str, None] = field(default_factory=dict)
@@ -61,7 +65,8 @@ class Executor:
 
         `model` is a model within the model, to which the inputs are given instead.
 
-        Raises PartError if a part cannot run, and CoverageError if a rank lacks what it should hold.
+        Raises PartError if a part cannot run with the shards, UnsupportedError if one cannot with the source, and
+        CoverageError if a rank lacks what it should hold.
         """
         if not self._resident:
             try:
@@ -114,10 +119,13 @@ class Executor:
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             self.reached.add(unit.name)
+            mine = (_copied(args), _copied(kwargs)) if beside is not None else ()
+            if weights is self.source:
+                output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
+            else:
+                output, _ = self._run(unit, usual, weights, args, kwargs)
             if beside is None:
-                return self._run(unit, usual, weights, args, kwargs)[0]
-            mine = _copied(args), _copied(kwargs)
-            output, _ = self._run(unit, usual, weights, args, kwargs)
+                return output
             try:
                 other, apart = self._run(unit, usual, beside, *mine)
                 found = max(distance(output, other), apart)
@@ -131,6 +139,14 @@ class Executor:
             return output
 
         return run
+
+    def _right(self, unit: Unit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
+        """What the source's part computes; if it cannot, nothing can be compared."""
+        assert self.source is not None  # noqa: S101 - asked for it alone
+        try:
+            return self._run(unit, usual, self.source, args, kwargs)[0]
+        except PartError as error:
+            raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
     def _run(
         self, unit: Unit, usual: Callable[..., Torch], weights: Weights, args: Torch, kwargs: Torch

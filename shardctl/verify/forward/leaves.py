@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from shardctl.verify.forward.lens import LazyTensor
     from shardctl.verify.forward.skeleton import Slot
+    from shardctl.verify.forward.team import Team
     from shardctl.verify.forward.weights import Weights
 
 Torch = Any
@@ -72,6 +73,7 @@ class Leaf:
     """Of the same number, or one that is added once, or none."""
     cut: int | None
     """The dim of the weight that tp cuts."""
+    team: Team
     transposed: bool = False
     """Whether inputs are rows, as in Conv1D."""
     calls: int = 0
@@ -87,15 +89,23 @@ class Leaf:
         extent = self._extent(1 if self.transposed else 0)
         result = torch.zeros(*inputs.shape[:-1], extent, dtype=inputs.dtype, device=inputs.device)
         if self.cut is not None and inner:
-            for part in self.weight:
-                result += self._local(part, _select(inputs, part.runs[0 if self.transposed else 1]), None)
+
+            def partial(index: int) -> Torch:
+                part = self.weight[index]
+                return self._local(part, _select(inputs, part.runs[0 if self.transposed else 1]), None)
+
+            for local in self.team.each(len(self.weight), partial):
+                result += local
             return result + self.bias[0].whole() if self.bias else result
+        apart = len(self.bias) == len(self.weight)
+
+        def columns(index: int) -> Torch:
+            return self._local(self.weight[index], inputs, self.bias[index] if apart else None)
+
         filled = torch.zeros(extent, dtype=torch.bool)
-        for index, part in enumerate(self.weight):
-            apart = len(self.bias) == len(self.weight)
-            local = self._local(part, inputs, self.bias[index] if apart else None)
+        for part, local in zip(self.weight, self.team.each(len(self.weight), columns), strict=True):
             self._place(result, filled, local, part.runs[1 if self.transposed else 0])
-        return result + self.bias[0].whole() if self.bias and len(self.bias) != len(self.weight) else result
+        return result + self.bias[0].whole() if self.bias and not apart else result
 
     def _extent(self, dim: int) -> int:
         return max(stop for part in self.weight for run in part.runs[dim] for stop in run)
@@ -140,12 +150,17 @@ class Leaf:
         self.calls += 1
         wanted, places = torch.unique(ids, return_inverse=True)
         width = self._extent(1)
-        table = torch.zeros(len(wanted), width, dtype=self.weight[0].precision.dtype)
-        for part in self.weight:
+
+        def rows(index: int) -> Torch:
+            part = self.weight[index]
+            table = torch.zeros(len(wanted), width, dtype=part.precision.dtype)
             for number, row in enumerate(wanted.tolist()):
                 local = _position(part.runs[0], row)
                 if local is not None:
-                    table[number] += _spread(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
+                    table[number] = _spread(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
+            return table
+
+        table: Torch = sum(self.team.each(len(self.weight), rows))
         parameters = self.module._parameters  # noqa: SLF001
         padding, kept = self.module.padding_idx, parameters["weight"]
         self.module.padding_idx = None  # which would be outside of a table of some rows
@@ -211,7 +226,8 @@ def leaf_of(slot: Slot, weights: Weights, precision: Precision, bias: Slot | Non
     else:
         parts = [Part(each, slot, weights, precision, each.runs) for each in sharding.parts]
     usual = type(slot.module).forward.__get__(slot.module)
-    return Leaf(slot.module, usual, parts, biases, sharding.dim if sharding else None, kind == "conv1d")
+    dim = sharding.dim if sharding is not None else None
+    return Leaf(slot.module, usual, parts, biases, dim, weights.team, kind == "conv1d")
 
 
 _LINEAR: Final = {"FalconLinear"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ from shardctl.pieces import Placed
 from shardctl.placement import intervals
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, read_box
+from shardctl.verify.forward.team import Team
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -68,8 +70,10 @@ class HeldTensor(LazyTensor):
         self._compared |= compare
         return self.read_from(self.holdings, box, compare=compare)
 
-    def read_from(self, holdings: Iterable[Holding], box: Box, *, compare: bool = False) -> Array:
-        """The elements of `box` from some of the ranks."""
+    def read_from(
+        self, holdings: Iterable[Holding], box: Box, *, compare: bool = False, index: int | None = None
+    ) -> Array:
+        """The elements of `box` from some of the ranks, for those with the tp index `index` or for all."""
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
@@ -82,7 +86,8 @@ class HeldTensor(LazyTensor):
                 new = any(common.intersect(each) for each in missing)
                 if not new and not compare:
                     continue
-                part, place = self._part(holding, common), result[common.slices(box.origin)]
+                part = self._shards.team.held(holding.rank, partial(self._part, holding, common), index)
+                place = result[common.slices(box.origin)]
                 if new:
                     place.copy_(part)
                     missing = [piece for each in missing for piece in each.subtract(common)]
@@ -111,14 +116,14 @@ def _same_bits(one: Array, other: Array) -> bool:
 class RankPart(LazyTensor):
     """What one tp rank holds of a tensor, dense and in its order: what its module would have as weight."""
 
-    __slots__ = ("_holdings", "_whole", "runs")
+    __slots__ = ("_holdings", "_index", "_whole", "runs")
 
     def __init__(
-        self, whole: HeldTensor, holdings: Sequence[Holding], runs: Sequence[Sequence[tuple[int, int]]]
+        self, whole: HeldTensor, index: int, holdings: Sequence[Holding], runs: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
         shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
         super().__init__(whole.name, whole.elements, shape)
-        self._whole, self._holdings = whole, tuple(holdings)
+        self._whole, self._index, self._holdings = whole, index, tuple(holdings)
         self.runs = tuple(tuple(dim) for dim in runs)
         """For each dim the intervals of the whole tensor that the rank has, in order."""
 
@@ -130,7 +135,7 @@ class RankPart(LazyTensor):
         for stretch in product(*(_stretches(*dim) for dim in zip(self.runs, box.origin, box.shape, strict=True))):
             place = tuple(slice(at, at + extent) for at, _, extent in stretch)
             wanted = Box(tuple(start for _, start, _ in stretch), tuple(extent for _, _, extent in stretch))
-            result[place] = self._whole.read_from(self._holdings, wanted)
+            result[place] = self._whole.read_from(self._holdings, wanted, index=self._index)
         return result
 
 
@@ -164,6 +169,7 @@ class Shards:
     model: Model
     placed: Placed
     rank_of: Callable[[str], int | None] = rank_of_file
+    team: Team = field(default_factory=Team)
     findings: list[Finding] = field(default_factory=list)
     """Copies that differ, found while reading."""
     _holdings: dict[str, list[tuple[Holding, tuple[str, ...]]]] = field(default_factory=dict)
@@ -178,11 +184,12 @@ class Shards:
         mesh: Mesh,
         stages: tuple[int, ...],
         rank_of: Callable[[str], int | None] = rank_of_file,
+        team: Team | None = None,
     ) -> Shards:
         """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
         specs = {name: model.tensors[name].spec for name in manifest.tensors}
         placed = Placed(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
-        shards = cls(manifest, reader, model, placed, rank_of)
+        shards = cls(manifest, reader, model, placed, rank_of, team or Team())
         own = {name: _by_rank(tensor, shards.rank_of) for name, tensor in manifest.tensors.items()}
         for rank, held in shards.placed.ranks():
             for piece in held:
@@ -238,7 +245,7 @@ class Shards:
                 for extent, cuts in zip(entry.shape, spec.cuts, strict=True)
             ]
             mine = [h for h in entry.holdings if mesh.coordinate(h.rank)["tp"] == index]
-            parts.append(RankPart(entry, mine, runs))
+            parts.append(RankPart(entry, index, mine, runs))
         return Sharding(dims[0], tuple(parts))
 
 

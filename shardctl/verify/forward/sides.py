@@ -10,6 +10,7 @@ from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import start_values
 from shardctl.verify.forward.lens import lens
 from shardctl.verify.forward.shards import Shards, rank_of_file
+from shardctl.verify.forward.team import Team
 from shardctl.verify.forward.verdict import some
 from shardctl.verify.forward.weights import Weights, unfilled, weights
 
@@ -75,6 +76,7 @@ class Sides:
 
     original: Original
     candidate: Candidate
+    team: Team = field(default_factory=Team)
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     _readers: tuple[_Counting, _Counting] = field(init=False)
@@ -139,12 +141,12 @@ class Sides:
         if mesh is not None and mesh.world > 1:
             if model is not None:
                 manifest, stages, rank_of = self.candidate.manifest, self.candidate.stages, self.candidate.rank_of
-                shards = Shards.of(manifest, reader, model, mesh, stages, rank_of)
+                shards = Shards.of(manifest, reader, model, mesh, stages, rank_of, self.team)
             else:
                 self.notes.append("the model is not known: shards were put together by what their headers say")
         named = model if model is not None and model.family else None
         entries = shards.entries() if shards else lens(self.candidate.manifest, reader, named)
-        return weights("shards", executor.skeleton, entries, executor.conversion, shards=shards)
+        return weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
 
     def _round(self, source: Weights, shards: Weights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""

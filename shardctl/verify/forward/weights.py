@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardctl.verify.forward.team import Team
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -32,6 +34,8 @@ class Weights:
     """Tensors that the model has no place for."""
     shards: Shards | None = None
     """Set where ranks compute with their own parts."""
+    team: Team = field(default_factory=Team)
+    """Those who read it together."""
     rounded: Callable[[Slot], Torch] | None = None
     """A type to which each tensor is rounded first, as a cast did."""
 
@@ -63,9 +67,10 @@ def weights(
     conversion: Conversion,
     *,
     shards: Shards | None = None,
+    team: Team | None = None,
 ) -> Weights:
     """Find a place for every entry; several that transformers makes one tensor of are taken together."""
-    found = Weights(title, shards=shards)
+    found = Weights(title, shards=shards, team=team or Team())
     targets = conversion.targets(entries)
     for name, lazy in entries.items():
         target = targets.get(name)

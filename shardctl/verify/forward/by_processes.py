@@ -1,0 +1,116 @@
+"""The forward pass with one process per rank: each reads its own files and computes with its own part."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import sys
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.storage.local import LocalSource
+from shardctl.verify.forward.team import Processes
+from shardctl.verify.processes import run_ranks, usual_environment
+
+if TYPE_CHECKING:
+    from shardctl.verify.forward.check import ForwardOptions
+    from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.forward.sides import Candidate, Original
+    from shardctl.verify.processes import Rank, Start
+    from shardctl.workers import Stop
+
+_TIMEOUT: Final = timedelta(seconds=120)
+"""In which ranks must meet; the parent sees a rank that hangs long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A reader that another process opens by its path."""
+
+    path: Path
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Not before it is opened."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Noting:
+    """A reader that notes which files it was asked for."""
+
+    reader: LocalSource
+    files: set[str] = field(default_factory=set)
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Note and read."""
+        self.files.add(path)
+        self.reader.read_at(path, offset, into)
+
+
+def usual_processes(device: str) -> int:
+    """How many ranks have a process of their own without crowding: one a GPU, or one a core."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.device_count())
+    return os.cpu_count() or 1
+
+
+def forward_by_processes(
+    candidate: Candidate, original: Original, options: ForwardOptions, stop: Stop | None = None
+) -> ForwardResult:
+    """As `forward`, each rank of the mesh in a process of its own.
+
+    Raises RankError, naming the rank, if one dies, raises or hangs, and UnsupportedError where files are not local.
+    """
+    mesh = candidate.mesh
+    assert mesh is not None  # noqa: S101 - asked for meshes only
+    if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
+        raise UnsupportedError("processes of their own can read local files only")
+    right = replace(original, reader=_Elsewhere(original.reader.path))
+    proved = replace(candidate, reader=_Elsewhere(candidate.reader.path))
+    environment = usual_environment(mesh.world)
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    with TemporaryDirectory(prefix="shardctl-forward-") as folder:
+        work = partial(_work, proved, right, options, folder)
+        start: Start = "spawn" if options.device.startswith("cuda") else "forkserver"
+        results = run_ranks(work, mesh.world, start=start, environment=environment, stop=stop)
+    found: ForwardResult = pickle.loads(base64.b64decode(results[0]["found"]))  # noqa: S301 - our own process made it
+    return found
+
+
+def _work(
+    candidate: Candidate, original: Original, options: ForwardOptions, folder: str, rank: Rank
+) -> dict[str, object]:
+    """One rank's life: what it found, of which the first's counts, and which files of the shards it read."""
+    import torch
+    import torch.distributed as dist
+
+    from shardctl.verify.forward.check import compared
+
+    cuda = options.device.startswith("cuda")
+    if cuda:
+        options = replace(options, device=f"cuda:{rank.number}")
+        torch.cuda.set_device(rank.number)
+    assert candidate.mesh is not None  # noqa: S101
+    assert isinstance(candidate.reader, _Elsewhere)  # noqa: S101
+    assert isinstance(original.reader, _Elsewhere)  # noqa: S101
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=(Path(folder) / "meeting").as_uri(),
+        rank=rank.number,
+        world_size=rank.world,
+        timeout=_TIMEOUT,
+    )
+    team = Processes(rank.number, candidate.mesh, options.device)
+    ours, theirs = _Noting(LocalSource(candidate.reader.path)), LocalSource(original.reader.path)
+    result = compared(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
+    dist.barrier()  # who ends first closes connections that others still read from
+    return {"found": base64.b64encode(pickle.dumps(result)).decode(), "files": sorted(ours.files)}

@@ -1,0 +1,166 @@
+"""How ranks work together: all in this process, one after another, or each in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardctl.errors import CoverageError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardctl.mesh import Mesh
+
+Torch = Any
+_TOLD = (CoverageError, UnsupportedError)
+"""What one rank finds wrong and all others are told, so that nobody waits for what never comes."""
+
+
+class Team:
+    """Ranks that are all in this process: each does its part in turn."""
+
+    leads = True
+    """Whether this process has the source, and the last word."""
+
+    def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
+        """What every rank along tp computes, by its index."""
+        return [compute(index) for index in range(count)]
+
+    def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:  # noqa: ARG002 - ranks are here
+        """What `rank` reads from its own files, for those with the tp index `index` or for all."""
+        return read()
+
+    def lead(self, compute: Callable[[], Torch]) -> Torch:
+        """What only the first process computes, for all."""
+        return compute()
+
+
+@dataclass(slots=True)
+class Processes(Team):
+    """Ranks of which this process is one; every process does the same steps in the same order.
+
+    Nobody reads another's files: what a rank holds is sent by that rank. Each computes with its own part, and the ranks
+    along tp then exchange what they have.
+    """
+
+    rank: int
+    mesh: Mesh
+    device: str
+    _groups: dict[tuple[int, ...], Torch] = field(default_factory=dict)
+    _beside: list[int] = field(default_factory=list)
+    """The ranks along tp that share this one's other coordinates, by their tp index."""
+    _alike: list[list[int]] = field(default_factory=list)
+    """The ranks with each tp index."""
+
+    def __post_init__(self) -> None:
+        import torch.distributed as dist
+
+        places = [dict(self.mesh.coordinate(rank)) for rank in range(self.mesh.world)]
+        along = range(self.mesh.degree("tp"))
+        self._alike = [[rank for rank, at in enumerate(places) if at["tp"] == index] for index in along]
+        teams: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in enumerate(places):
+            teams.setdefault(tuple(at[name] for name, _ in self.mesh.axes if name != "tp"), []).append(rank)
+        for ranks in [*self._alike, *teams.values(), list(range(self.mesh.world))]:
+            if tuple(ranks) not in self._groups:  # every process makes every group, in the same order
+                self._groups[tuple(ranks)] = dist.new_group(ranks)
+        (self._beside,) = [ranks for ranks in teams.values() if self.rank in ranks]
+
+    @property
+    def leads(self) -> bool:  # type: ignore[override]  # a constant where there is one process
+        """Whether this process has the source, and the last word."""
+        return self.rank == 0
+
+    def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
+        """What every rank along tp computes, by its index; a weight that tp does not cut is everyone's own business."""
+        if count == 1:
+            return [compute(0)]
+        mine = self._beside.index(self.rank)
+        found = _attempt(lambda: compute(mine))
+        return [self._share(owner, self._beside, found) for owner in self._beside]
+
+    def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:
+        """What `rank` reads from its own files, for those with the tp index `index` or for all."""
+        ranks = list(range(self.mesh.world)) if index is None else self._alike[index]
+        return self._share(rank, ranks, _attempt(read) if rank == self.rank else None)
+
+    def lead(self, compute: Callable[[], Torch]) -> Torch:
+        """What only the first process computes, for all."""
+        return self._share(0, list(range(self.mesh.world)), _attempt(compute) if self.leads else None)
+
+    def _share(self, owner: int, ranks: Sequence[int], mine: object) -> Torch:
+        """Give `mine` of the owner to all of `ranks`; raise what the owner raised."""
+        import torch
+        import torch.distributed as dist
+
+        group, tensors = self._groups[tuple(ranks)], list[Torch]()
+        told = [_packed(mine, tensors) if owner == self.rank else None]
+        dist.broadcast_object_list(told, owner, group, torch.device("cpu"))
+        form = told[0]
+        if isinstance(form, BaseException):
+            raise form
+        if owner != self.rank:
+            tensors = [torch.empty(shape, dtype=kind, device=self._on(where)) for shape, kind, where in _listed(form)]
+        for tensor in tensors:
+            if tensor.numel():
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), owner, group)
+        return _unpacked(form, iter(tensors))
+
+    def _on(self, where: str) -> str:
+        return self.device if where != "cpu" else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in an output a tensor stands."""
+
+    shape: tuple[int, ...]
+    kind: Torch
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A dictionary, or one of the outputs of transformers, which are like them."""
+
+    kind: Callable[..., Torch]
+    entries: dict[str, object]
+
+
+def _attempt(compute: Callable[[], Torch]) -> object:
+    try:
+        return compute()
+    except _TOLD as error:
+        return error
+
+
+def _packed(value: Torch, tensors: list[Torch]) -> object:
+    """The form of a value, its tensors put into a list in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach().contiguous())
+        return _Place(tuple(value.shape), value.dtype, value.device.type)
+    if type(value) in {tuple, list}:
+        return type(value)(_packed(each, tensors) for each in value)
+    if isinstance(value, dict):
+        return _Named(type(value), {key: _packed(each, tensors) for key, each in value.items()})
+    return value
+
+
+def _listed(form: object) -> list[tuple[tuple[int, ...], Torch, str]]:
+    if isinstance(form, _Place):
+        return [(form.shape, form.kind, form.where)]
+    each = form.entries.values() if isinstance(form, _Named) else form if isinstance(form, tuple | list) else ()
+    return [found for part in each for found in _listed(part)]
+
+
+def _unpacked(form: object, tensors: Any) -> Torch:  # noqa: ANN401 - an iterator of tensors
+    if isinstance(form, _Place):
+        return next(tensors)
+    if isinstance(form, tuple | list):
+        return type(form)(_unpacked(each, tensors) for each in form)
+    if isinstance(form, _Named):
+        return form.kind(**{key: _unpacked(each, tensors) for key, each in form.entries.items()})
+    return form
