@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import dcp_ranks
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -144,3 +145,58 @@ def test_a_cast_leaves_the_optimizer_alone(tmp_path):
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert {t.dtype for t in found["model"].values()} == {torch.bfloat16}
     assert {t.dtype for states in found["optim"]["state"].values() for t in states.values()} == {torch.float32}
+
+
+def titan(name: str) -> str:
+    """torchtitan's name for a parameter of transformers (torchtitan models/llama3/state_dict_adapter.py)."""
+    table = {
+        "model.embed_tokens": "tok_embeddings",
+        "model.": "",
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "lm_head": "output",
+    }
+    for ours, theirs in table.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def paired(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Rows of queries and keys as Meta has them: the inverse of `permute` in transformers' conversion script."""
+    if value.ndim < 2 or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return value
+    head = 4
+    return value.view(len(value) // head, 2, head // 2, -1).transpose(1, 2).reshape(value.shape).contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchtitans_names_and_rows_become_those_of_transformers(tmp_path):
+    expected = whole("fsdp2")
+    weights, optimizer = expected["weights"], expected["optimizer"]
+    state = {titan(name): paired(name, value) for name, value in weights.items()}
+    state["optimizer"] = {
+        f"state.{titan(name)}.{kind}": paired(name, value)
+        for name, states in optimizer["state"].items()
+        for kind, value in states.items()
+    }
+    state["optimizer"] |= {f"param_groups.{titan(name)}.lr": 0.5 for name in weights}
+    state["train_state"] = {"step": torch.tensor(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "titan", no_dist=True)
+    reshard(tmp_path / "titan", tmp_path / "hf", reading=CONFIG)
+    same(load_file(tmp_path / "hf" / "model.safetensors"), weights)
+    reshard(tmp_path / "titan", tmp_path / "dcp", Wish(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)), reading=CONFIG)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    same(found["model"], weights)
+    for parameter, states in optimizer["state"].items():
+        same(found["optim"]["state"][parameter], states)
+    (group,) = found["optim"]["param_groups"]
+    assert group["lr"] == 0.5
+    assert sorted(group["params"]) == sorted(weights)

@@ -1,0 +1,102 @@
+"""Meta's own names for Llama, which torchtitan has, too, and the order of its query and key rows.
+
+Meta rotates neighbouring pairs of a head, transformers its two halves: row ``2 * j + k`` of a head there is row
+``k * half + j`` here (transformers `models/llama/convert_llama_weights_to_hf.py`, `permute`; torchtitan
+`models/llama3/state_dict_adapter.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.training import split_state, state_name
+from shardctl.views import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.manifest import Chunk, Manifest, Tensor
+    from shardctl.models.model import Model
+    from shardctl.training import Training
+
+_FAMILIES: Final = frozenset({"llama", "mistral"})
+_NAMES: Final = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_PARTS: Final = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.qkv_linear.wq": "self_attn.q_proj",
+    "attention.qkv_linear.wk": "self_attn.k_proj",
+    "attention.qkv_linear.wv": "self_attn.v_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_LAYER: Final = re.compile(r"layers\.([0-9]+)\.(.+)\.weight")
+_BUFFERS: Final = frozenset({"rope.freqs", "freqs_cis"})
+"""Computed from the config; no state dict of transformers has them."""
+_TURNED: Final = re.compile(r".+\.self_attn\.[qk]_proj\.weight")
+_MATRIX: Final = 2
+_NOTE: Final = "Meta's names and order of rotary rows; read as those of transformers"
+
+
+def from_meta(model: Model, stored: Manifest) -> Manifest:
+    """`stored` under the names of transformers and in its order of rows, if all names are Meta's; else as it is."""
+    if model.family not in _FAMILIES or "tok_embeddings.weight" not in stored.tensors:
+        return stored
+    names = {name: _meant(name) for name in stored.tensors if name not in _BUFFERS}
+    if not all(meant in model.tensors or meant in model.aliases for meant in names.values()):
+        return stored
+    tensors = {meant: _turned(model, meant, stored.tensors[name]) for name, meant in names.items()}
+    training = _training(model, stored.training) if stored.training is not None else None
+    return replace(stored, tensors=tensors, training=training)
+
+
+def _meant(name: str) -> str:
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return _NAMES.get(name, "")
+    return f"model.layers.{found[1]}.{_PARTS.get(found[2], '')}.weight"
+
+
+def _training(model: Model, stored: Training) -> Training:
+    states = {}
+    for name, tensor in stored.states.items():
+        state, parameter = split_state(name) or ("", name)
+        meant = _meant(parameter)
+        new = state_name(state, meant)
+        states[new] = replace(_turned(model, meant, tensor), name=new)
+    groups = tuple(replace(group, parameters=tuple(map(_meant, group.parameters))) for group in stored.groups)
+    return replace(stored, states=states, groups=groups, notes=(*stored.notes, _NOTE))
+
+
+def _turned(model: Model, meant: str, tensor: Tensor) -> Tensor:
+    """The tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
+    chunks = tensor.chunks
+    if _TURNED.fullmatch(meant) and len(tensor.shape) == _MATRIX:
+        head = model.tensors[meant].spec.cuts[0][0].sections[0].unit
+        chunks = tuple(part for chunk in chunks for part in _parts(chunk, head))
+    return replace(tensor, name=meant, chunks=chunks)
+
+
+def _parts(chunk: Chunk, head: int) -> Iterator[Chunk]:
+    """The even and the odd rows of each head of `head` rows that a chunk holds some of, where they belong."""
+    columns = chunk.box.origin[1] + chunk.box.shape[1]
+    half = head // 2
+    for number in range(chunk.box.origin[0] // head, -(-chunk.box.stop[0] // head)):
+        for odd in range(2):
+            view = View((number * head + odd, 0), (0, 1), (2, 1))
+            part = view.pull(chunk, Box((number * head + odd * half, 0), (half, columns)))
+            if part is not None:
+                yield part
