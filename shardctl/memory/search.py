@@ -44,6 +44,9 @@ class Space:
     """Axes that may have more than one rank; those of experts only where there are any."""
     per_node: int = 8
     """Devices of a node, within which tp stays."""
+    stored: bool = False
+    """Whether ranks keep the weights as they are stored, as in serving: then meshes that have no room for them are
+    ruled out before they are estimated. In training weights may be narrower, shared by dp too, or on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def search(
     estimated = 0
     bulk = Bulk(law.inventory)
     for mesh in meshes(devices, law, space):
-        least = bulk.least(mesh)
+        least = bulk.least(mesh) if space.stored else 0
         if budget is not None and least > budget:
             reason = f"its weights alone take at least {_gib(least)} of {_gib(budget)} on some rank"
             tight.append(Rejection(str(mesh), "memory", reason, least - budget))
@@ -168,7 +171,7 @@ def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budg
     """A mesh of `devices` that fits, looked for where the weights are divided most; None if there is none."""
     bulk = Bulk(law.inventory)
     for mesh in sorted(meshes(devices, law, space), key=bulk.least):
-        if bulk.least(mesh) > budget:
+        if space.stored and bulk.least(mesh) > budget:
             break
         try:
             stages = bulk.stages(mesh)

@@ -23,7 +23,7 @@ from shardctl.mesh import Mesh
 from shardctl.models.anatomy import anatomy
 
 H100 = device("h100")
-SERVE, TRAIN = Space(SERVING), Space(TRAINING)
+SERVE, TRAIN = Space(SERVING, stored=True), Space(TRAINING)
 
 
 def estimator(inventory, factor=1):
@@ -32,7 +32,7 @@ def estimator(inventory, factor=1):
 
     def estimate(mesh, stages):
         holdings = heaviest.hold(mesh, stages)
-        return gather(holdings, [(Term("states", "weights", one.nbytes * factor),) for one in holdings])
+        return gather(holdings, [(Term("states", "weights", round(one.nbytes * factor)),) for one in holdings])
 
     return estimate
 
@@ -208,9 +208,19 @@ def test_64_devices_for_405b_are_searched_in_two_seconds():
     assert time.process_time() - started < 2
 
 
+def test_training_may_share_what_serving_keeps():
+    inventory = stock(LLAMA_3_70B)
+    law, budget = Law(inventory), H100.usable_bytes
+    tenth = estimator(inventory, 0.1)
+    shared = search(2, law, tenth, space=TRAIN, budget=budget)
+    assert Mesh.of(dp=2) in [one.mesh for one in shared.ranked]
+    assert smallest(law, tenth, space=TRAIN, budget=budget)[0] == 1
+    assert smallest(law, tenth, space=SERVE, budget=budget)[0] == 2
+
+
 def test_a_search_over_experts_stays_bounded():
     law = Law(deepseek_v3(), 8192)
     assert len(list(meshes(64, law, TRAIN))) < 400
     assert len(list(meshes(2048, law, TRAIN))) < 1000
-    found = search(64, law, estimator(deepseek_v3(), 9), space=TRAIN, budget=H100.usable_bytes)
-    assert found.estimated < len(list(meshes(64, law, TRAIN)))
+    found = search(64, law, estimator(deepseek_v3(), 1), space=SERVE, budget=H100.usable_bytes)
+    assert 0 < found.estimated < len(list(meshes(64, law, SERVE)))
