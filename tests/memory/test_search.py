@@ -155,7 +155,7 @@ def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     law = Law(inventory)
     budget = H100.usable_bytes
     devices, one = smallest(law, estimator(inventory), space=SERVE, budget=budget)
-    assert (devices, one.mesh.world) == (2, 2)
+    assert (devices, one.mesh) == (2, Mesh.of(tp=2))
     assert smallest(law, estimator(inventory), space=SERVE, budget=inventory.nbytes)[0] == 1
     devices, one = smallest(Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget)
     assert (devices, one.mesh.world) == (88, 88)
