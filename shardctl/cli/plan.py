@@ -18,6 +18,9 @@ def plan(
     src: options.Source,
     *,
     detail: Annotated[Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much to show.")] = "rank",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the plan, for reshard --plan FILE.")
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Write a self-contained page, too.")
     ] = None,
@@ -107,7 +110,7 @@ def plan(
         calibration=calibrate,
         search=search,
     )
-    planned = verb(src, wish, reading=reading, purpose=asked)
+    planned = verb(src, wish, reading=reading, purpose=asked, out=out)
     streams.warn(planned.warnings)
     if report is not None:
         from shardctl.report.html import page

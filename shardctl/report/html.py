@@ -54,6 +54,8 @@ def page(planned: Planned) -> str:
         *_head(planned),
         *_memory(planned),
         *_mesh(planned),
+        *_changes(planned),
+        *_strategies(planned),
         *_alternatives(planned),
         *_formulas(planned),
         *_conversion(planned),
@@ -133,6 +135,31 @@ def _mesh(planned: Planned) -> Iterator[str]:
     yield "</div>"
     if mesh.world > _DRAWN:
         yield f'<p class="dim">and {mesh.world - _DRAWN:,} more ranks</p>'
+
+
+def _changes(planned: Planned) -> Iterator[str]:
+    if not planned.counsel.advice:
+        return
+    yield "<h2>What would have to change</h2>"
+    rows = (
+        ("fits" if one.fits else "too much", memory_size(one.nbytes), f"<code>{_text(one.options)}</code>", one.change)
+        for one in planned.counsel.advice
+    )
+    yield from _table(("each was tried", "the heaviest rank", "option", "change"), rows)
+
+
+def _strategies(planned: Planned) -> Iterator[str]:
+    strategies = planned.forecast.strategies
+    if not strategies:
+        return
+    devices = plural(int(strategies[0].inputs["N"]), "device")
+    yield f"<h2>States of the model on each of {devices}, by nothing but data parallelism</h2>"
+    rows = (
+        (one.name, memory_size(one.nbytes), f"{one.reduction:.2f}", file_size(one.sent_bytes), _text(one.formula))
+        for one in strategies
+    )
+    yield from _table(("strategy", "memory", "times less", "sent each step", "formula"), rows)
+    yield f'<p class="dim">{_text(strategies[0].source)}</p>'
 
 
 def _alternatives(planned: Planned) -> Iterator[str]:

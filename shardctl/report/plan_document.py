@@ -55,6 +55,19 @@ def plan_fields(result: Planned) -> Document:
         "strategies": [_strategy(one) for one in result.forecast.strategies],
         "calibration": _calibration(result.forecast.calibration) if result.forecast.calibration else None,
         "search": _search(result.explored) if result.explored else None,
+        "advice": [
+            {
+                "change": one.change,
+                "options": one.options,
+                "total_bytes": one.nbytes,
+                "saved_bytes": one.saved,
+                "fits": one.fits,
+            }
+            for one in result.counsel.advice
+        ],
+        "types": [
+            {"dtype": one.dtype, "devices": one.devices, "weight_bytes": one.weights} for one in result.counsel.types
+        ],
         "conversion": asdict(result.conversion) if result.conversion else None,
         "warnings": list(result.warnings),
     }

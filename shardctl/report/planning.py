@@ -12,7 +12,7 @@ from shardctl.report.grid import line, table
 from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
 from shardctl.report.search_table import ranking
 from shardctl.report.sizes import count, file_size, memory_size, plural
-from shardctl.report.strategies import calibration, comparison
+from shardctl.report.strategies import advice, calibration, comparison
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +36,7 @@ def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
     if detail in {"rank", "tensor"}:
         parts.append(_ranks(planned))
     parts += _needs(planned, detail)
+    parts += advice(planned.counsel)
     if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
         parts += comparison(planned.forecast.strategies)
     if planned.forecast.calibration is not None:
@@ -57,7 +58,7 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
     parts += bars(seen.estimate)
     if detail == "tensor":
         parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
-    if seen.longest_context is not None and seen.largest_batch is not None:
+    if seen.longest_context and seen.largest_batch:
         parts.append(line(_room(seen.longest_context, seen.largest_batch, seen.work)))
     parts.append(line(verdict(planned), "bold green" if seen.estimate.fits else "bold red" if seen.device else ""))
     return parts

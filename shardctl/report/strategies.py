@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from shardctl.memory.advice import Needed
     from shardctl.memory.calibrate import Calibration
     from shardctl.memory.comparison import Strategy
+    from shardctl.verbs.advising import Counsel
 
 
 def comparison(strategies: Sequence[Strategy]) -> list[RenderableType]:
@@ -26,6 +28,28 @@ def comparison(strategies: Sequence[Strategy]) -> list[RenderableType]:
         held, sent = memory_size(one.nbytes), file_size(one.sent_bytes)
         rows.append((one.name, held, f"{one.reduction:.2f}x", sent, relative, one.formula))
     return [line(head, "bold"), table(rows, right=frozenset({1, 2, 3, 4}), indent=2)]
+
+
+def advice(counsel: Counsel) -> list[RenderableType]:
+    """What was tried where it does not fit, and how few devices each type needs."""
+    parts: list[RenderableType] = []
+    if counsel.advice:
+        parts.append(line("what would have to change (each tried)", "bold"))
+        rows = [
+            ("fits" if one.fits else "too much", memory_size(one.nbytes), one.options, one.change)
+            for one in counsel.advice
+        ]
+        parts.append(table(rows, right=frozenset({1}), indent=2))
+    if counsel.types:
+        said = "; ".join(_needed(one) for one in counsel.types)
+        parts.append(line(f"by type: {said}"))
+    return parts
+
+
+def _needed(one: Needed) -> str:
+    if one.devices is None:
+        return f"{one.dtype} fits no number of devices that was tried"
+    return f"{one.dtype} fits one device" if one.devices == 1 else f"{one.dtype} needs {one.devices} devices"
 
 
 def calibration(fitted: Calibration) -> list[RenderableType]:

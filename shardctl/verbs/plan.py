@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import MemoryBudgetError
+from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.storage.room import existing, free_space
+from shardctl.verbs import plan_file
+from shardctl.verbs.advising import Counsel, counsel
 from shardctl.verbs.drafting import Wish, divide, draft, filtered
 from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from shardctl.memory.search import Candidate
     from shardctl.verbs.drafting import Draft
     from shardctl.verbs.opening import Checkpoint
+
+
+_NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,8 @@ class Planned:
     """What the ranks need, in the order of `ranks`."""
     explored: Explored | None
     """The meshes that were compared, if that was asked for."""
+    counsel: Counsel
+    """What would have to change, if it does not fit."""
     conversion: Conversion | None
     """None where there is nothing to convert: a model of which there is only a config."""
     warnings: tuple[str, ...]
@@ -110,9 +117,11 @@ def plan(
     reading: Reading | None = None,
     destination: str | Path | None = None,
     purpose: Purpose | None = None,
+    out: str | Path | None = None,
 ) -> Planned:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
 
+    `out` is where the plan is written, for `reshard --plan` to follow; of a model that is not here there is none.
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     purpose = purpose or Purpose()
@@ -123,7 +132,16 @@ def plan(
             explored = explore(about, purpose, wish.mesh)
         if explored is not None and wish.mesh is None and explored.found.ranked:
             wish = _best(wish, explored.found.ranked[0])
-        planned = _planned(str(path), checkpoint, wish, purpose, Path(destination or path))
+        near = Path(destination or path)
+        if checkpoint.hypothetical or purpose.narrower is not None:
+            if out is not None:
+                raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
+            planned = imagine(str(path), checkpoint, wish, purpose)
+        else:
+            work, impossible = _drafted(checkpoint, wish)
+            planned = describe(str(path), work, near, purpose, impossible=impossible)
+            if out is not None:
+                plan_file.save(out, work, reading)
         return replace(planned, explored=explored)
 
 
@@ -133,20 +151,19 @@ def _best(wish: Wish, found: Candidate) -> Wish:
     return replace(wish, mesh=found.mesh if found.mesh.world > 1 else None, stages=stages)
 
 
-def _planned(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, near: Path) -> Planned:
-    if checkpoint.hypothetical or purpose.narrower is not None:
-        return imagine(path, checkpoint, wish, purpose)
+def _drafted(checkpoint: Checkpoint, wish: Wish) -> tuple[Draft, str]:
+    """The conversion, and why the limit on host memory cannot hold it; then it is drafted for the least that can."""
     try:
-        return describe(path, draft(checkpoint, wish), near, purpose)
+        return draft(checkpoint, wish), ""
     except MemoryBudgetError as error:
-        planned = describe(path, draft(checkpoint, replace(wish, memory=error.needed)), near, purpose)
-        assert planned.conversion is not None  # noqa: S101 - there is a draft
-        impossible = replace(planned.conversion, possible=False)
-        return replace(planned, warnings=(*planned.warnings, error.message), conversion=impossible)
+        return draft(checkpoint, replace(wish, memory=error.needed)), error.message
 
 
-def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None) -> Planned:
-    """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast."""
+def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None, *, impossible: str = "") -> Planned:
+    """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast.
+
+    `impossible` says why the limit on host memory cannot hold it, if so.
+    """
     about = subject(work.checkpoint, work.wish)
     stages = work.placed.stages if work.placed is not None else (about.inventory.layers,)
     conversion = Conversion(
@@ -157,9 +174,11 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None)
         threads=work.budget.threads,
         block_bytes=work.budget.block,
         free_bytes=free_space(existing(near)),
+        possible=not impossible,
     )
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    return _result(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
+    found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
+    return replace(found, warnings=(*found.warnings, impossible)) if impossible else found
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
@@ -197,6 +216,7 @@ def _result(
         replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
         forecast=forecast,
         explored=None,
+        counsel=counsel(about, mesh, forecast),
         conversion=conversion,
         warnings=checkpoint.manifest.warnings,
     )

@@ -27,8 +27,9 @@ def test_every_architecture_gives_a_document_that_the_schema_describes(say, conf
     found = say("plan", config, "--json")
     document = checked(found.out)
     assert found.code == 0
-    weights = sum(t["term_bytes"] for t in document["ranks"][0]["terms"] if t["category"] == "weights")
-    assert weights >= document["weight_bytes"]
+    terms = document["needs"][document["ranks"][0]["needs"]]["terms"]
+    assert sum(t["term_bytes"] for t in terms if t["category"] == "weights") == document["weight_bytes"]
+    assert document["purpose"]["use"] == "serve"
 
 
 @pytest.mark.parametrize(
