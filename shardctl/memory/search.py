@@ -168,7 +168,7 @@ def smallest(
 
 
 def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budget: int) -> Candidate | None:
-    """A mesh of `devices` that fits, or None; looked for where weights are divided most, first by tp, which is quick."""
+    """A mesh of `devices` that fits, or None; tried first where weights are divided most, and by tp, which is quick."""
     bulk = Bulk(law.inventory)
     for mesh in sorted(meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
