@@ -39,7 +39,7 @@ def class_of(architecture: str) -> Torch:
             f"the forward pass needs torch and transformers: {error}", hint="pip install 'shardctl[verify]'"
         ) from error
     found = getattr(transformers, architecture, None) if architecture else None
-    if found is None or not issubclass(found, torch.nn.Module):
+    if not isinstance(found, type) or not issubclass(found, torch.nn.Module):
         named = f"no class {architecture}" if architecture else "no class, because config.json names no architecture"
         raise UnsupportedError(f"transformers {transformers.__version__} has {named}")
     return found
