@@ -40,7 +40,7 @@ class Loaded(Generic[Key]):
     seconds: float
     """From the first allocation until the last byte was there."""
     peak_bytes: int
-    """The most that torch had allocated on the device meanwhile; on the CPU what the tensors take."""
+    """The most that torch allocated on the device for it; on the CPU what the tensors take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,11 @@ def forget(device: str) -> None:
 def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
     import torch
 
-    cuda = device.startswith("cuda")
+    cuda, before = device.startswith("cuda"), 0
     if cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     began = time.perf_counter()
     integers, found, copies, nbytes = _integers(), dict[Key, Torch](), list[_Copy](), 0
     for key, tensor in wanted.items():
@@ -163,7 +164,7 @@ def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Eff
             copies += _copies(chunk, whole, place, effort.block)
     spread(iter(copies), lambda: _worker(reader, device, effort), effort.threads, effort.stop)
     synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) if cuda else nbytes
+    peak = torch.cuda.max_memory_allocated(device) - before if cuda else nbytes
     return Loaded(found, nbytes, time.perf_counter() - began, peak)
 
 
