@@ -176,6 +176,7 @@ def _search(explored: Explored) -> Document:
     found, fewest = explored.found, explored.fewest
     return {
         "devices": found.devices,
+        "sequences": explored.sequences,
         "ranked": [_candidate(one) for one in found.ranked],
         "rejected": [
             {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected

@@ -30,7 +30,8 @@ def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableT
         head = f"{plural(len(found.ranked), 'mesh')} of {plural(found.devices, 'device')}".replace("meshs", "meshes")
         cost = found.ranked[0].cost
         by = f", by device-seconds per token on {cost.device} (modelled)" if cost else ", by memory"
-        parts.append(line(head + by, "bold"))
+        step = f", {explored.sequences:,} sequences a step" if explored.sequences else ""
+        parts.append(line(head + by + step, "bold"))
         parts.append(table([_HEAD, *map(row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2))
         if most is not None and len(found.ranked) > most:
             parts.append(line(f"  and {len(found.ranked) - most} more", "dim"))

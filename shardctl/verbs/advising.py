@@ -65,7 +65,7 @@ def _by_type(about: Subject, seen: Forecast, budget: int) -> tuple[Needed, ...]:
         return lambda mesh, stages: needs(about, heaviest.hold(mesh, stages), mesh, stages, seen.work)
 
     try:
-        space = Space(SERVING, seen.device.per_node)
+        space = Space(SERVING, seen.device.per_node, stored=True)
         return by_type(about.inventory, estimator, _TYPES, space=space, budget=budget)
     except UsageError:
         return ()

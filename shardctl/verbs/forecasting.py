@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
-from shardctl.memory.comparison import Strategy, compare
+from shardctl.memory.comparison import Strategy, strategies
 from shardctl.memory.estimate import gather
 from shardctl.memory.forecast import forecast
 from shardctl.memory.heaviest import Heaviest
@@ -73,7 +73,7 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
         if purpose.calibration is not None:
             seen = _calibrated(seen, _calibration(about, work, mesh, purpose.calibration))
         states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
-        seen = replace(seen, strategies=compare(about.inventory, devices, optimizer=states))
+        seen = replace(seen, strategies=strategies(about.parameters, devices, optimizer=states))
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes

@@ -9,7 +9,7 @@ from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
-from shardctl.memory.search import SERVING, TRAINING, Candidate, Found, Space, search, smallest
+from shardctl.memory.search import SERVING, TRAINING, Candidate, Found, Space, at_equal_tokens, search, smallest
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import Mesh
 from shardctl.verbs.forecasting import needs
@@ -30,6 +30,8 @@ class Explored:
     found: Found
     fewest: Candidate | None
     """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
+    sequences: int | None = None
+    """In training, the sequences of one optimizer step, which are the same for every mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,25 @@ class Explorer:
 
     def space(self) -> Space:
         """What is tried."""
-        return Space(TRAINING if isinstance(self.work, Training) else SERVING, self.device.per_node)
+        trains = isinstance(self.work, Training)
+        return Space(TRAINING if trains else SERVING, self.device.per_node, stored=not trains)
+
+    def work_on(self, mesh: Mesh) -> Serving | Training | None:
+        """What a mesh does: in training, meshes of as many ranks take as many sequences a step."""
+        if not isinstance(self.work, Training):
+            return self.work
+        return at_equal_tokens(self.work, mesh, sequences(self.work, mesh.world))
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
         """What the heaviest rank of each stage needs."""
-        return needs(self.about, self.heaviest.hold(mesh, stages), mesh, stages, self.work)
+        return needs(self.about, self.heaviest.hold(mesh, stages), mesh, stages, self.work_on(mesh))
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
         """What a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
-        assert self.work is not None  # noqa: S101
-        return price(self.about.anatomy, estimate, mesh, self.work, self.device, dtype=self.about.dtype)
+        work = self.work_on(mesh)
+        assert work is not None  # noqa: S101
+        return price(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
 
 
 def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
@@ -73,4 +83,10 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
     found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget)
-    return Explored(found, fewest[1] if fewest else None)
+    step = sequences(work, devices) if isinstance(work, Training) else None
+    return Explored(found, fewest[1] if fewest else None, step)
+
+
+def sequences(work: Training, devices: int) -> int:
+    """The sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
+    return devices * work.micro_batch * (work.microbatches or 1)

@@ -42,7 +42,7 @@ def test_every_architecture_gives_a_document_that_the_schema_describes(say, conf
         ("--dp", "4", "--zero", "3", "--profile", "deepspeed", "--offload", "cpu"),
         ("--tp", "2", "--search", "--gpus", "8", "--gpu", "h100-80g"),
     ],
-    ids=lambda options: " ".join(options),
+    ids=" ".join,
 )
 def test_every_kind_of_answer_is_what_the_schema_describes(say, options):
     found = say("plan", LLAMA, *options, "--json")
