@@ -80,8 +80,9 @@ def test_names_from_a_file_cannot_steer_the_terminal(say, tmp_path):
 def test_plan_for_a_mesh(say, source):
     found = say("plan", source, "--tp", 2, "--pp", 2, "--dp", 2)
     assert (found.code, found.err) == (0, "")
-    *lines, cost, footer = found.out.splitlines()
-    assert lines == [
+    lines = found.out.splitlines()
+    cost = lines.pop()
+    assert lines[:8] == [
         "tiny-llama (LlamaForCausalLM)  21.66 K parameters  84.6 KiB | pp2 x dp2 x tp2 = 8 ranks | layout ranks",
         "  stage 0  layer 0  42.5 KiB on 2 ranks x 2 copies",
         "  stage 1  layer 1  42.8 KiB on 2 ranks x 2 copies",
@@ -90,20 +91,29 @@ def test_plan_for_a_mesh(say, source):
         "     1  pp0 dp0 tp1      x2       10  21.2 KiB  23.8 kB  ████████████████████████",
         "     4  pp1 dp0 tp0      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
         "     5  pp1 dp0 tp1      x2       11  21.4 KiB  24.1 kB  ████████████████████████",
-        "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)",
     ]
+    assert lines[8] == "serve: 1 sequence of 64 tokens"
+    assert [line.split("  ")[1] for line in lines[9:13]] == ["pp0 dp0", "pp0 dp1", "pp1 dp0", "pp1 dp1"]
+    assert [line.split("  ")[1] for line in lines[13:15]] == ["rank 0 (pp0 dp0 tp0)", "rank 4 (pp1 dp0 tp0)"]
+    assert lines[15].startswith("  █ weights")
+    assert lines[16].startswith("binding: rank 4 (pp1 dp0 tp0) needs ")
+    assert lines[17] == "replication: 4 distinct ranks hold 1.007 times the weights, each 2 times (dp x cp)"
     assert cost.startswith("conversion: read 86.7 kB, write ")
     assert " kB in 7 files, peak host memory " in cost
-    assert footer == "exact, from headers; the peak memory is a bound"
 
 
 def test_plan_shows_less_on_request(say, source):
     def shown(detail):
         return [line.split()[0] for line in say("plan", source, "--pp", 2, "--detail", detail).out.splitlines()]
 
-    assert shown("summary") == ["tiny-llama", "replication:", "conversion:", "exact,"]
-    assert shown("stage") == ["tiny-llama", "stage", "stage", "replication:", "conversion:", "exact,"]
-    assert shown("rank") == ["tiny-llama", "stage", "stage", "rank", "0", "1", "replication:", "conversion:", "exact,"]
+    needs, costs = ["rank", "rank", "█", "binding:"], ["replication:", "conversion:"]
+    assert shown("summary") == ["tiny-llama", "serve:", *needs, *costs]
+    assert shown("stage") == ["tiny-llama", "stage", "stage", "serve:", "[", *needs, *costs]
+    ranks = ["rank", "0", "1"]
+    assert shown("rank") == ["tiny-llama", "stage", "stage", *ranks, "serve:", "[", *needs, *costs]
+    tensors = shown("tensor")
+    assert tensors[: len(ranks) + 3] == shown("rank")[: len(ranks) + 3]
+    assert {"term", "tensors", "weights"} <= set(tensors)
 
 
 def test_plan_groups_ranks_above_64(say, tmp_path):
@@ -120,18 +130,22 @@ def test_plan_as_json(say, source):
     document = json.loads(say("plan", source, "--mesh", "pp=2,tp=2", "--stages", "1,1", "--json").out)
     assert list(document) == [
         *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
-        *("mesh", "stages", "ranks", "replication", "conversion", "warnings"),
+        *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "strategies"),
+        *("calibration", "search", "advice", "types", "conversion", "warnings"),
     ]
     assert document["mesh"] == {
         "axes": {"dp": 1, "fsdp": 1, "cp": 1, "pp": 2, "tp": 2, "ep": 1, "etp": 2},
         "ranks": 4,
     }
     assert set(document["conversion"]) == {
-        *("read_bytes", "write_bytes", "files", "peak_memory_bytes", "threads", "block_bytes", "free_bytes")
+        *("read_bytes", "write_bytes", "files", "peak_memory_bytes", "threads", "block_bytes", "free_bytes"),
+        "possible",
     }
     assert set(document["ranks"][0]) == {
-        *("rank", "label", "coordinate", "replicas", "tensors", "weight_bytes", "file_bytes", "files")
+        *("rank", "label", "coordinate", "replicas", "tensors", "weight_bytes", "file_bytes", "files"),
+        "needs",
     }
+    del document["needs"], document["purpose"]  # the inputs of formulas, and tokens
     large = {key for key, value in integers(document) if value > 1000}
     assert large == {"parameters"} | {key for key in large if key.endswith("_bytes")}
 
