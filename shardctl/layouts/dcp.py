@@ -44,7 +44,7 @@ def pack(
     """The files of every rank of a mesh, or of the only one; `max_shard_size` is of tensor bytes."""
     builder = _Builder(max_shard_size)
     if have.training is not None:
-        builder.settings(have.training)
+        builder.settings(have.training, form)
     if placed is None:
         builder.rank(0, whole_arrays(have, form, dtypes))
     else:
@@ -73,10 +73,10 @@ class _Builder:
         self.stored: dict[Value, Value] = {}
         self.ways: dict[Value, Value] = {}
 
-    def settings(self, training: Training) -> None:
+    def settings(self, training: Training, form: Form) -> None:
         """Hyper-parameters, in front of the first rank's tensors."""
         for number, group in enumerate(training.groups):
-            members: list[Value] = list(group.parameters)
+            members: list[Value] = list(dict.fromkeys(_array(name, form) for name in group.parameters))
             for name, value in (*group.settings.items(), ("params", members)):
                 way: _Way = (_OPTIMIZER, "param_groups", number, name)
                 item = object_item(value)
@@ -181,6 +181,12 @@ class _Builder:
                     },
                 ),
             )
+
+
+def _array(parameter: str, form: Form) -> str:
+    """The name of the array that holds a parameter; one that was filtered out keeps its own."""
+    place = form.places.get(parameter)
+    return place.array if place is not None else next(iter(form.names.get(parameter, ())), parameter)
 
 
 def _way(name: str) -> _Way:

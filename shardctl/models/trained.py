@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 def bind_training(model: Model, stored: Training) -> Training:
     """`stored` under canonical names, in the order of the model's tensors; states of fused arrays taken apart.
 
-    A state that has not its parameter's shape, such as a step, is every part's.
+    A state that has not the shape of a fused array, such as a step, is that of the first of its parts alone.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.states.items():
         state, parameter = split_state(name) or ("", name)
         for part, held in _parts(model, parameter, tensor):
             new = state_name(state, part)
-            spelling = (name,) if new != name else ()
-            found.setdefault(part, {})[new] = replace(held, name=new, spelling=spelling)
+            found.setdefault(part, {})[new] = replace(held, name=new, spelling=(name,) if new != name else ())
     groups = tuple(
         replace(group, parameters=tuple(part for name in group.parameters for part in _canonical(model, name)))
         for group in stored.groups
@@ -43,8 +42,7 @@ def _parts(model: Model, parameter: str, tensor: Tensor) -> Iterator[tuple[str, 
         for part, held in fusion.taken_apart(tensor):
             yield model.aliases.get(part, part), held
         return
-    for part in _canonical(model, parameter):
-        yield part, tensor
+    yield _canonical(model, parameter)[0], tensor
 
 
 def _canonical(model: Model, parameter: str) -> tuple[str, ...]:

@@ -22,7 +22,15 @@ from shardctl.storage import read
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.optimizer import check_form, filtered_states, settings_file, specs, states_of, with_optimizer
+from shardctl.verbs.optimizer import (
+    filtered_states,
+    settings_file,
+    settled,
+    specs,
+    state_fusions,
+    states_of,
+    with_optimizer,
+)
 from shardctl.workers import usual_threads
 
 if TYPE_CHECKING:
@@ -125,14 +133,16 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     _check_castable(checkpoint, wish)
     have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
     dtypes = chosen_dtypes(have, wish)
+    fusions = _fusions(checkpoint, wish)
     arrays = form(
         have,
-        _fusions(checkpoint, wish),
+        {**fusions, **state_fusions(have, fusions)},
         dtypes,
         experts=wish.experts,
         spelled=layout == "hf" or wish.names == "keep",
     )
-    check_form(have, arrays)
+    have, arrays = settled(have, arrays, fusions)
+    dtypes = chosen_dtypes(have, wish)
     placed = None
     if layout == "hf":
         want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.layouts import hf, ranks
 from shardctl.manifest import Opaque
-from shardctl.training import SETTINGS, dump_settings, split_state, with_states
+from shardctl.models.fusion import Fusion
+from shardctl.training import SETTINGS, dump_settings, split_state, state_name, with_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -47,7 +48,7 @@ def filtered_states(have: Manifest, parameters: Collection[str]) -> Manifest:
     """The manifest with the states of these parameters only."""
     if have.training is None:
         return have
-    kept = {n: t for n, t in have.training.states.items() if (split_state(n) or ("", ""))[1] in parameters}
+    kept = {n: t for n, t in have.training.states.items() if _split(n)[1] in parameters}
     return replace(have, training=replace(have.training, states=kept))
 
 
@@ -56,16 +57,59 @@ def states_of(have: Manifest) -> Mapping[str, Tensor]:
     return have.training.states if have.training is not None else {}
 
 
-def check_form(have: Manifest, form: Form) -> None:
-    """Raise UnsupportedError if optimizer states would be written apart where their parameters are written in one."""
-    for name in states_of(have):
-        state, parameter = split_state(name) or ("", name)
+def state_fusions(have: Manifest, fusions: Mapping[str, Fusion]) -> dict[str, Fusion]:
+    """The arrays that could hold the states of several parameters, which are those that could hold the parameters."""
+    found = {}
+    kinds = dict.fromkeys(state for state, _ in map(_split, states_of(have)))
+    for fusion in fusions.values():
+        for state in kinds:
+            names = tuple(state_name(state, name) for name in fusion.tensors)
+            first, parameter = have.tensors.get(names[0]), have.tensors.get(fusion.tensors[0])
+            if first is not None and parameter is not None and first.shape == parameter.shape:
+                name = state_name(state, fusion.name)
+                found[name] = Fusion(name, names, fusion.places)
+    return found
+
+
+def settled(have: Manifest, form: Form, fusions: Mapping[str, Fusion]) -> tuple[Manifest, Form]:
+    """The manifest and its arrays, each optimizer state named after the array of its parameter.
+
+    A state that is not cut as its parameter, such as a step, is there once for an array of several experts, and is the
+    first one's; where experts have arrays of their own, each gets it.
+
+    Raises UnsupportedError if states that are cut would not be in one array as their parameters are.
+    """
+    experts = {fusion.tensors[0]: fusion.tensors[1:] for fusion in fusions.values()}
+    states: dict[str, Tensor] = {}
+    names = dict(form.names)
+    for name, tensor in states_of(have).items():
+        state, parameter = _split(name)
         place = form.places.get(parameter)
-        if place is not None:
+        whole = tensor.shape != have.tensors[parameter].shape
+        if name in form.places or (place is not None and place.position and whole):
+            states |= {name: tensor} if name in form.places else {}
+            continue
+        if place is not None and not whole:
             raise UnsupportedError(
-                f"{place.array} is one array of several experts, and the {state} of each is kept by itself",
+                f"{place.array} is one array of several experts, but not all of them have a state {state}",
                 hint="add --experts split, or --optimizer-states drop",
             )
+        states[name] = tensor
+        names[name] = (state_name(state, place.array if place is not None else form.names[parameter][0]),)
+        for other in experts.get(parameter, ()) if place is None and whole else ():
+            copy = state_name(state, other)
+            if other in have.tensors and copy not in states_of(have):
+                states[copy] = replace(tensor, name=copy, spelling=())
+                names[copy] = (state_name(state, form.names[other][0]),)
+    if have.training is None:
+        return have, form
+    weights = {name: tensor for name, tensor in have.tensors.items() if name not in have.training.states}
+    training = replace(have.training, states=states)
+    return with_states(replace(have, tensors=weights, training=training)), replace(form, names=names)
+
+
+def _split(name: str) -> tuple[str, str]:
+    return split_state(name) or ("", name)
 
 
 def specs(model: Model, have: Manifest) -> dict[str, Spec]:
@@ -76,7 +120,7 @@ def specs(model: Model, have: Manifest) -> dict[str, Spec]:
         if known is not None:
             found[name] = known.spec
             continue
-        _, parameter = split_state(name) or ("", name)
+        _, parameter = _split(name)
         spec = model.tensors[parameter].spec
         same = len(spec.cuts) == len(tensor.shape)
         found[name] = spec if same else replace(spec, cuts=((),) * len(tensor.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import dcp_ranks
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tiny_models import CONFIGS, build, config_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
@@ -102,8 +105,12 @@ def test_to_dcp_with_the_optimizer(name, mesh, tmp_path):
 
 def check_with_torch(checkpoint: Path, name: str, folder: Path) -> None:
     """What torch itself makes of a checkpoint is what it made of the fixture."""
+    compare_with_torch(checkpoint, whole(name), folder)
+
+
+def compare_with_torch(checkpoint: Path, expected: dict, folder: Path) -> None:
     dcp_to_torch_save(checkpoint, folder / "whole.pt")
-    found, expected = torch.load(folder / "whole.pt", weights_only=True), whole(name)
+    found = torch.load(folder / "whole.pt", weights_only=True)
     same(found["model"], expected["weights"])
     optimizer = expected["optimizer"]
     assert found["optim"]["state"].keys() == optimizer["state"].keys()
@@ -200,3 +207,40 @@ def test_torchtitans_names_and_rows_become_those_of_transformers(tmp_path):
     (group,) = found["optim"]["param_groups"]
     assert group["lr"] == 0.5
     assert sorted(group["params"]) == sorted(weights)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A Qwen3-MoE, its experts fused as in transformers 5, after a step of AdamW; and what torch has in memory."""
+    place = tmp_path_factory.mktemp("experts") / "dcp"
+    model = build(config_of("qwen3_moe", divisible=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.5 + number)
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=place, no_dist=True)
+    return place, {"weights": weights, "optimizer": states}
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh.of(ep=2, fsdp=2)], ids=str)
+def test_experts_keep_their_arrays_and_states(mesh, experts, tmp_path):
+    place, expected = experts
+    reading = Reading(config=CONFIGS / "qwen3_moe.json")
+    reshard(place, tmp_path / "dcp", Wish(to="dcp", mesh=mesh), reading=reading)
+    checked = verify(tmp_path / "dcp", level="full", against=place, reading=reading)
+    assert checked.ok, checked.findings
+    compare_with_torch(tmp_path / "dcp", expected, tmp_path)
+
+
+def test_experts_apart_have_states_apart_and_come_together_again(experts, tmp_path):
+    place, expected = experts
+    reading = Reading(config=CONFIGS / "qwen3_moe.json")
+    wish = Wish(mesh=Mesh.of(ep=2, fsdp=2), experts="split", optimizer_states="keep")
+    reshard(place, tmp_path / "ranks", wish, reading=reading)
+    checked = verify(tmp_path / "ranks", level="full")
+    assert checked.ok, checked.findings
+    reshard(tmp_path / "ranks", tmp_path / "dcp", Wish(to="dcp", experts="fused"))
+    compare_with_torch(tmp_path / "dcp", expected, tmp_path)
