@@ -64,14 +64,7 @@ def scan(source: Source) -> Manifest:
         held = {path: {a.name: a.nbytes for a in header.arrays} for path, header in headers.items()}
         warnings += chosen.index.check(held)
     weight_map = chosen.index.weight_map if chosen.index is not None else {}
-    stored: dict[str, list[_Stored]] = {}
-    for path, header in headers.items():
-        info = placed[path]
-        for array in header.arrays:
-            if weight_map.get(array.name, path) == path:
-                place = info[array.name] if info is not None else None
-                stored.setdefault(array.name, []).append(_Stored(path, array, place))
-    tensors = {name: _tensor(parts, sharded=sharded) for name, parts in stored.items()}
+    tensors = _sharded(headers, placed, weight_map) if sharded else _unsharded(headers, weight_map)
     if chosen.index is None and not sharded:
         _check_one_save(chosen.files)
     metadata, differing = _metadata(headers)
@@ -212,19 +205,41 @@ class _Stored:
         return tuple(o + s for o, s in zip(self.origin, self.array.shape, strict=True))
 
 
-def _tensor(parts: Sequence[_Stored], *, sharded: bool) -> Tensor:
-    """The global tensor that the arrays of one name make up; without sharding information there is only one."""
-    first = parts[0]
-    if len(parts) > 1 and not sharded:
-        raise SourceError(
-            f"tensor {first.array.name!r} is in both {first.file} and {parts[1].file}",
-            hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
-            f"the {KEY} that says which part each holds",
-        )
-    if not sharded:
-        return Tensor(first.array.name, first.array.dtype, first.array.shape, (_chunk(first, first.array.shape),))
-    shape = _global_shape(parts)
-    return Tensor(first.array.name, first.array.dtype, shape, tuple(_chunk(part, shape) for part in parts))
+def _unsharded(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of files that hold each whole, and once."""
+    tensors: dict[str, Tensor] = {}
+    for path, header in headers.items():
+        for array in header.arrays:
+            name, shape = array.name, array.shape
+            if weight_map.get(name, path) != path:
+                continue
+            if name in tensors:
+                raise SourceError(
+                    f"tensor {name!r} is in both {tensors[name].files[0]} and {path}",
+                    hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
+                    f"the {KEY} that says which part each holds",
+                )
+            region = Region(path, array.offset, _strides(array.dtype, shape))
+            tensors[name] = Tensor(name, array.dtype, shape, (Chunk(Box.whole(shape), array.dtype, region, name),))
+    return tensors
+
+
+def _sharded(
+    headers: Mapping[str, Header], placed: Mapping[str, Mapping[str, Placed] | None], weight_map: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The global tensors that the arrays of each name make up."""
+    stored: dict[str, list[_Stored]] = {}
+    for path, header in headers.items():
+        info = placed[path]
+        for array in header.arrays:
+            if weight_map.get(array.name, path) == path:
+                place = info[array.name] if info is not None else None
+                stored.setdefault(array.name, []).append(_Stored(path, array, place))
+    tensors = {}
+    for name, parts in stored.items():
+        shape = _global_shape(parts)
+        tensors[name] = Tensor(name, parts[0].array.dtype, shape, tuple(_chunk(part, shape) for part in parts))
+    return tensors
 
 
 def _global_shape(parts: Sequence[_Stored]) -> tuple[int, ...]:

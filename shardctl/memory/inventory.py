@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
+    from shardctl.placement import Cut
 
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
@@ -80,6 +81,8 @@ def take_stock(
     `specs` says by name how each is cut; `buffers` are the names of what is never trained.
     """
     counts: dict[tuple[object, ...], dict[int, int]] = {}
+    cuts: dict[tuple[tuple[Cut, ...], ...], int] = {}
+    known: dict[int, tuple[object, int]] = {}  # the same by object: rows share few, and to hash cuts takes long
     kinds: dict[tuple[object, ...], tuple[str, tuple[int, ...], DType, Spec, bool]] = {}
     for tensor in tensors:
         spec = specs[tensor.name]
@@ -87,7 +90,9 @@ def take_stock(
         trainable = dtype.name in FLOATING and tensor.name not in buffers
         member = spec.member
         alike = (member.axis, member.count) if member else None
-        key = (tensor.shape, dtype.name, spec.cuts, spec.where, alike, trainable)
+        if id(spec.cuts) not in known:
+            known[id(spec.cuts)] = spec.cuts, cuts.setdefault(spec.cuts, len(cuts))
+        key = (tensor.shape, dtype.name, known[id(spec.cuts)][1], spec.where, alike, trainable)
         number = member.index if member else 0
         if key in counts:
             counts[key][number] = counts[key].get(number, 0) + 1

@@ -68,6 +68,8 @@ class Model:
     """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
+    unquantised: Mapping[str, ModelTensor] = field(default_factory=dict)
+    """The tensors as they would be without quantisation; empty if that makes no difference."""
 
     def own(self) -> Iterator[ModelTensor]:
         """The tensors of the class's state dict: all but the optional ones."""

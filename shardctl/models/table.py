@@ -49,6 +49,10 @@ class _Plan:
     whole: int | None
     """Which of the indices counts experts, if one does."""
 
+    def holds_at(self, outermost: int) -> bool:
+        """Whether its conditions hold for this value of the outermost index."""
+        return all((outermost in values) == wanted for values, wanted in self.only)
+
 
 @dataclass(slots=True)
 class _Builder:
@@ -151,14 +155,12 @@ class _Builder:
                     self.add(plan, at)
                 continue
             for value in self.facts.indices[name].values:
-                self.expand(group, (*at, value))
+                self.expand(group if at else [plan for plan in group if plan.holds_at(value)], (*at, value))
                 if len(self.tensors) > MOST_TENSORS:
                     raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
 
     def add(self, plan: _Plan, at: tuple[int, ...]) -> None:
-        """Add the tensor of `plan` whose indices are `at`, unless a condition on its layer excludes it."""
-        if plan.only and any((at[0] in values) != wanted for values, wanted in plan.only):
-            return
+        """Add the tensor of `plan` whose indices are `at`."""
         name = plan.pieces[0]
         for value, piece in zip(at, plan.pieces[1:], strict=True):
             name += f"{value}{piece}"

@@ -132,7 +132,7 @@ class _Quantiser:
         warnings = self.plain.warnings
         if self.contrary:
             warnings += (f"config.json says that {listed(self.contrary)} is not quantised, but it is",)
-        return replace(self.plain, tensors=tensors, fusions=fusions, warnings=warnings)
+        return replace(self.plain, tensors=tensors, fusions=fusions, warnings=warnings, unquantised=self.plain.tensors)
 
     def weight(self, tensor: ModelTensor) -> _Weight | None:
         """The weight that `tensor` is; None if it cannot be quantised."""
