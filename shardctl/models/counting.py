@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardctl.models.describe import describe
 from shardctl.models.quantisation import quantisation_config
 
 if TYPE_CHECKING:
@@ -29,5 +30,12 @@ def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mappi
         module, _, kind = name.rpartition(".")
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
-    plain = model.unquantised or model.tensors
+    plain = model.unquantised or describe(_unquantised(config)).tensors  # MXFP4 has its arrays in the family's table
     return sum(prod(t.shape) for t in plain.values() if not t.row.buffer and stored(t.name))
+
+
+def _unquantised(config: Mapping[str, object]) -> Mapping[str, object]:
+    keys = ("quantization_config", "compression_config")
+    text = config.get("text_config")
+    inner = {"text_config": {k: v for k, v in text.items() if k not in keys}} if isinstance(text, dict) else {}
+    return {key: value for key, value in config.items() if key not in keys} | inner
