@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.digest import tensor_digest
 from shardctl.errors import CutError, Interrupted, Mismatch, UnsupportedError
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from shardctl.verify.load import Loaded
     from shardctl.verify.loaded import Array, Digests, Placed
     from shardctl.workers import Effort
+
+
+_BATCH: Final = 256 << 20
+"""Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,10 @@ def load_level(
     try:
         places = devices(trial.device)
         began = time.monotonic()  # importing torch is no part of it
-        _load(level, checkpoint, other, digests, places, trial.memory, effort)
+        most = _BATCH if trial.device == "auto" and places == ["cpu"] else None
+        if most is not None:
+            level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
+        _load(level, checkpoint, other, digests, places, trial.memory, effort, most=most)
     except UnsupportedError as error:
         level.skip(error.message)
     level.seconds = time.monotonic() - began
@@ -83,33 +90,64 @@ def _load(
     places: Sequence[str],
     limit: int | None,
     effort: Effort,
+    *,
+    most: int | None,
 ) -> None:
     from shardctl.verify.load import Wanted, forget
     from shardctl.verify.load import load as load_tensors
-    from shardctl.verify.loaded import Digests, arrays, placed
+    from shardctl.verify.loaded import Digests, arrays, parts_of, placed
 
-    every, planned, summed = arrays(checkpoint.stored), planned_bytes(checkpoint), Digests()
+    every, parts = arrays(checkpoint.stored), parts_of(checkpoint.manifest)
+    planned, summed = planned_bytes(checkpoint), Digests()
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
     for rank, held in _ranks(checkpoint, every):
         device = places[(rank or 0) % len(places)]
-        wanted = {key: Wanted.part(key[1], [every[key]]) for key in held}
+        told = LoadedRank(rank, _label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
         try:
-            loaded = load_tensors(wanted, checkpoint.source, device, effort)
+            for batch in _batches(held, every, most):
+                wanted = {key: Wanted.part(key[1], [every[key]]) for key in batch}
+                loaded = load_tensors(wanted, checkpoint.source, device, effort)
+                _go_on(effort)
+                told = _and_more(told, loaded)
+                boxes = list(placed(parts, every, loaded.tensors))
+                level.add(_equal(checkpoint, other, rank, boxes, summed, device, effort))
+                _go_on(effort)
+                del loaded, boxes
         except Mismatch as error:
             level.add(iter([Finding("error", "memory", f"{_who(checkpoint, rank)}: {error.message}")]))
             continue
-        _go_on(effort)
-        level.nbytes += loaded.nbytes
-        level.ranks.append(_told(checkpoint, rank, device, loaded, planned))
-        level.add(_within_budget(level.ranks[-1], limit))
-        parts = list(placed(checkpoint.manifest, every, loaded.tensors))
-        level.add(_equal(checkpoint, other, rank, parts, summed, device, effort))
-        _go_on(effort)
-        del loaded, parts
+        level.nbytes += told.nbytes
+        level.ranks.append(told)
+        level.add(_within_budget(told, limit))
         forget(device)
     level.tensors = len(checkpoint.manifest.tensors)
     if other is None:
         level.add(_as_recorded(checkpoint, summed, {**digests, **tensors}))
+
+
+def _batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
+    """The arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
+    batch: list[Array] = []
+    size = 0
+    for key in held:
+        nbytes = every[key].dtype.nbytes(every[key].box.shape)
+        if batch and most is not None and size + nbytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(key)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _and_more(told: LoadedRank, loaded: Loaded[Array]) -> LoadedRank:
+    """A rank that was loaded in several groups takes as much as all of them."""
+    return replace(
+        told,
+        nbytes=told.nbytes + loaded.nbytes,
+        seconds=told.seconds + loaded.seconds,
+        peak_bytes=told.peak_bytes + loaded.peak_bytes,
+    )
 
 
 def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tuple[int | None, list[Array]]]:
@@ -123,23 +161,9 @@ def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tup
         yield rank, [(chunk.where.file, chunk.name) for _, chunk in chunks if hasattr(chunk.where, "file")]
 
 
-def _told(
-    checkpoint: Checkpoint,
-    rank: int | None,
-    device: str,
-    loaded: Loaded[Array],
-    planned: Mapping[int | None, int],
-) -> LoadedRank:
+def _label(checkpoint: Checkpoint, rank: int | None) -> str:
     mesh = checkpoint.record.mesh if checkpoint.record else None
-    return LoadedRank(
-        rank=rank,
-        label=mesh.label(rank) if mesh is not None and rank is not None else "",
-        device=device,
-        nbytes=loaded.nbytes,
-        seconds=loaded.seconds,
-        peak_bytes=loaded.peak_bytes,
-        planned_bytes=planned.get(rank),
-    )
+    return mesh.label(rank) if mesh is not None and rank is not None else ""
 
 
 def _within_budget(loaded: LoadedRank, limit: int | None) -> Iterator[Finding]:
@@ -208,8 +232,8 @@ def _place(coordinate: Mapping[str, int]) -> tuple[int, ...]:
 def _who(checkpoint: Checkpoint, rank: int | None) -> str:
     if rank is None:
         return "the device"
-    mesh = checkpoint.record.mesh if checkpoint.record else None
-    return f"rank {rank} ({mesh.label(rank)})" if mesh is not None else f"rank {rank}"
+    label = _label(checkpoint, rank)
+    return f"rank {rank} ({label})" if label else f"rank {rank}"
 
 
 def _go_on(effort: Effort) -> None:
@@ -230,6 +254,7 @@ def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial
 
 def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial) -> None:
     from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
+    from shardctl.verify.forward.by_processes import usual_processes
     from shardctl.verify.load import devices
 
     right = other or checkpoint
@@ -252,8 +277,14 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         stages=record.stages if record is not None else (),
         rank_of=rank_files.rank_of,
     )
+    device = devices(trial.device)[0]
+    processes = trial.processes if trial.processes is not None else usual_processes(device)
     options = ForwardOptions(
-        dtype=trial.dtype, device=devices(trial.device)[0], prompt=trial.prompt, tokens=trial.tokens
+        dtype=trial.dtype,
+        device=device,
+        prompt=trial.prompt,
+        tokens=trial.tokens,
+        processes=0 if trial.virtual else processes,
     )
     result = forward(candidate, original, options)
     level.forward = result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,15 @@ from shardctl.cast import cast
 from shardctl.copyplan import cover
 from shardctl.digest import Sums, partial
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Region, dense_strides
+from shardctl.manifest import Chunk, Region, Tensor, dense_strides
 from shardctl.verify.load import Staging, as_bytes, as_integers, synchronize, unit_slices
 from shardctl.workers import spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator
 
     from shardctl.bands import Reader
-    from shardctl.manifest import Chunk, Manifest, Tensor
+    from shardctl.manifest import Manifest
     from shardctl.workers import Effort
 
 Torch = Any
@@ -51,16 +52,28 @@ class Placed:
     """The box's elements, as integers; their order in memory is that of the array they lie in."""
 
 
-def placed(manifest: Manifest, stored: Mapping[Array, Chunk], loaded: Mapping[Array, Torch]) -> Iterator[Placed]:
-    """What the loaded arrays hold of the tensors of `manifest`, which has canonical names.
+Parts = Mapping[Array, Sequence[tuple[Tensor, Chunk]]]
+"""What each array holds: boxes of tensors, by their canonical names."""
+
+
+def parts_of(manifest: Manifest) -> Parts:
+    """What the arrays of a checkpoint hold; `manifest` has canonical names."""
+    found: dict[Array, list[tuple[Tensor, Chunk]]] = {}
+    for tensor in manifest.tensors.values():
+        for chunk in tensor.chunks:
+            if isinstance(chunk.where, Region):
+                found.setdefault((chunk.where.file, chunk.name), []).append((tensor, chunk))
+    return found
+
+
+def placed(parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, Torch]) -> Iterator[Placed]:
+    """The tensors' boxes in the memory of loaded arrays.
 
     Raises UnsupportedError for an array whose elements lie in its file in another order than in memory.
     """
-    for tensor in manifest.tensors.values():
-        for chunk in tensor.chunks:
-            if isinstance(chunk.where, Region) and (chunk.where.file, chunk.name) in loaded:
-                key = (chunk.where.file, chunk.name)
-                yield Placed(tensor, chunk, _values(chunk, stored[key], as_integers(loaded[key])))
+    for key, memory in loaded.items():
+        for tensor, chunk in parts.get(key, ()):
+            yield Placed(tensor, chunk, _values(chunk, stored[key], as_integers(memory)))
 
 
 def _values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:

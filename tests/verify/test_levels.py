@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+import shardctl.verbs.on_devices
 import shardctl.verify.forward
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
@@ -25,6 +26,7 @@ from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import Trial, verify
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward import BlockError, Continuation, ForwardResult, Generated, Tolerance
+from shardctl.verify.forward.by_processes import usual_processes
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GPU = torch.cuda.is_available()
@@ -152,6 +154,19 @@ class TestLoad:
             found = verify(tmp_path / "ranks", level="load", against=against)
             assert found.ok, found.findings
             assert all(one.planned_bytes is not None for one in level(found, "load").ranks)
+
+    @pytest.mark.skipif(GPU, reason="there is a GPU")
+    def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
+        whole = level(verify(ranks, level="load", trial=Trial(device="cpu")), "load")
+        monkeypatch.setattr(shardctl.verbs.on_devices, "_BATCH", 5000)
+        parts = level(verify(ranks, level="load"), "load")
+        assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
+        assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]
+        assert parts.status == "passed"
+        assert "a part of each rank at a time" in parts.notes[0]
+        assert whole.notes == []
+        name = flip(shard(ranks, 3), "lm_head.weight")
+        assert name in level(verify(ranks, level="load"), "load").findings[0].message
 
     def test_a_rank_that_takes_more_than_it_may(self, say, ranks):
         code, out, _ = say("verify", ranks, "--load", "cpu", "--device-memory", "20kB")
@@ -337,6 +352,13 @@ class TestForward:
         assert (str(candidate.mesh), candidate.stages) == ("pp2 x tp2", (1, 1))
         assert original.folder == source
         assert not [name for name in original.stored.files if name.startswith("shard")]
+
+    @pytest.mark.parametrize(
+        ("given", "processes"), [((), usual_processes("cpu")), (["--virtual"], 0), (["--processes", 3], 3)]
+    )
+    def test_in_how_many_processes(self, say, ranks, told, given, processes):
+        say("verify", ranks, "--forward", "--load", "cpu", *given)
+        assert told[0][2].processes == processes
 
     def test_text(self, say, ranks, told):
         code, out, _ = say("verify", ranks, "--forward", "--load", "cpu")
