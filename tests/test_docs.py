@@ -94,3 +94,17 @@ def test_the_transcripts_of_the_readme_are_what_the_program_says(tmp_path):
 def test_the_list_of_models_is_that_of_the_code():
     done = subprocess.run([sys.executable, ROOT / "docs/models.py"], capture_output=True, text=True, check=True)
     assert (ROOT / "docs/models.md").read_text() == done.stdout
+
+
+def transcripts():
+    """Every command of `planning.md` with what the page says that it prints."""
+    text = "".join(blocks(ROOT / "docs/planning.md", "console"))
+    return [(said.split("\n", 1)[0], said.split("\n", 1)[1]) for said in text.split("$ ")[1:]]
+
+
+@pytest.mark.parametrize(("command", "said"), transcripts(), ids=[command for command, _ in transcripts()])
+def test_planning_prints_what_the_page_says(command, said, capfd):
+    from shardctl.cli.program import run
+
+    run([str(ROOT / word) if word.startswith("fixtures/") else word for word in command.split()[1:]])
+    assert capfd.readouterr().out == said
