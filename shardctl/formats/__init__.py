@@ -80,5 +80,11 @@ def _nothing(source: Source) -> SourceError:
             f"{source.name} is a Hugging Face cache folder, not a checkpoint",
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
+    saves = [path.removesuffix("/.metadata") for path in files if path.endswith("/.metadata")]
+    if saves:
+        return SourceError(
+            f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
+            hint=f"give one of them, such as {source.name}/{saves[-1]}",
+        )
     shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
     return SourceError(f"{source.name} holds no checkpoint, only {shown}", hint=f"recognised are {known}")

@@ -259,7 +259,7 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
         if side.name == CONFIG and cast:
             content = _mended(read(checkpoint.source, CONFIG), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
-        elif side.name != SETTINGS:
+        elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
             carried.append(side)
     carried += settings_file(have, layout)
     if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config

@@ -130,7 +130,7 @@ def _open(
     if only is not None:
         return _described(source, only, reading)
     stored = formats.scan(source, override=reading.container)
-    if record is not None and stored.training is None:
+    if stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)
     rules = models.load_rules(reading.rules) if reading.rules else None

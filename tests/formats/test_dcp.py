@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 import zipfile
 from contextlib import closing
 from pathlib import Path
@@ -487,3 +488,66 @@ def test_an_item_of_more_than_four_gigabytes_is_found(tmp_path):
     with zipfile.ZipFile(tmp_path / "__0_0.distcp") as archive:
         assert archive.getinfo("archive/data/0").file_size == nbytes
         assert archive.read("archive/version") == b"3\n"
+
+
+def test_the_flavour_of_safetensors_keeps_scalars_and_integers(tmp_path):
+    """Which torch's own consolidation turns into 0.0, or refuses."""
+    state = {
+        "scalar": torch.tensor(3.5),
+        "count": torch.tensor(7),
+        "ids": torch.arange(5),
+        "flags": torch.tensor([True]),
+    }
+    writer = dcp.HuggingFaceStorageWriter(
+        str(tmp_path), save_distributed=True, fqn_to_index_mapping=dict.fromkeys(state, 1)
+    )
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    manifest = scan(tmp_path)
+    assert manifest.format == "safetensors"
+    check(tmp_path, manifest.tensors, state)
+
+
+def test_flat_parameters_are_refused_with_a_reason(tmp_path):
+    place = saved({"model": {"_flat_param": torch.zeros(9), "layers.0._flat_param": torch.zeros(9)}}, tmp_path / "flat")
+    with pytest.raises(UnsupportedError, match="in one row, and not which ones, in what order"):
+        scan(place)
+
+
+def test_a_folder_of_several_saves_says_which_to_give(tmp_path):
+    for step in (1, 2):
+        shutil.copytree(FIXTURES / "tp", tmp_path / f"step-{step}")
+    with pytest.raises(SourceError, match="in folders of their own: step-1, step-2") as caught:
+        scan(tmp_path)
+    assert caught.value.hint == f"give one of them, such as {tmp_path}/step-2"
+
+
+def test_two_optimizers_of_one_model_are_not_guessed_between(tmp_path):
+    osd = {"state": {"a.weight": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1, "params": ["a.weight"]}]}
+    state = {"model": {"a.weight": torch.zeros(2)}, "optim": osd, "optimizer": osd}
+    with pytest.raises(SourceError, match=r"are both the state exp_avg of a\.weight"):
+        scan(saved(state, tmp_path / "two"))
+
+
+def test_boxes_in_an_order_that_takes_forever_are_refused_soon(tmp_path):
+    """Thin boxes side by side, each as long as the tensor: along the one dim that tells them apart they all touch."""
+
+    def change(metadata):
+        tensor = metadata.state_dict_metadata["lm_head.weight"]
+        count = 6_000
+        tensor.size = torch.Size((2 * count, 2 * count))
+        chunk = type(tensor.chunks[0])
+        tensor.chunks = [chunk(torch.Size((n, 2 * n)), torch.Size((count, 1))) for n in range(count)]
+
+    place = changed(FIXTURES / "tp", tmp_path / "slow", change)
+    start = time.monotonic()
+    with pytest.raises(HostileError, match="in an order that nobody saves"):
+        scan(place)
+    assert time.monotonic() - start < 20
+
+
+def test_places_that_do_not_fit_their_keys_are_not_believed(tmp_path):
+    def change(metadata):
+        metadata.planner_data = dict.fromkeys(metadata.planner_data, ("model",))
+
+    manifest = scan(changed(FIXTURES / "tp", tmp_path / "odd", change))
+    check(tmp_path / "odd", manifest.tensors, weights())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, BoxIndex
+from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.formats.dcp.items import Items
@@ -30,6 +30,8 @@ _RANK: Final = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
 _STEPS: Final = ("train_state.step", "step", "global_step", "iteration", "trainer_state.global_step")
 """Keys under which trainers keep the number of steps."""
 _SHOWN: Final = 3
+_COMPARED: Final = 1_000_000
+"""Comparisons of boxes in one checkpoint; tensors that are cut alike are looked at once, and take one for each box."""
 
 
 class Collector:
@@ -48,6 +50,12 @@ class Collector:
         Several metadata are those of the ranks of one save.
         """
         saved = _Save(self, model)
+        flat = next((key for key in saved.sorted.weights if key.endswith("_flat_param")), None)
+        if flat is not None:
+            raise UnsupportedError(
+                f"{flat!r} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
+                hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+            )
         weights = {
             saved.sorted.weights[key]: saved.tensor(key, saved.sorted.weights[key]) for key in saved.sorted.weights
         }
@@ -166,6 +174,11 @@ class _Save:
                 strange.append(key)
                 continue
             name = state_name(state, parameter)
+            if name in states:
+                raise SourceError(
+                    f"{key!r} and {states[name].chunks[0].name!r} are both the state {state} of {parameter}",
+                    hint="several optimizers of one model cannot be told apart",
+                )
             states[name] = self.tensor(key, name)
         if strange:
             self.collector.warnings.append(
@@ -235,22 +248,42 @@ def _united(metadata: Sequence[Metadata]) -> dict[str, Declared]:
                     f"{key!r} is {other.dtype} {list(other.shape)} for one rank and {declared.dtype} "
                     f"{list(declared.shape)} in {each.path}"
                 )
-    checked: dict[object, None] = {}
+    layouts: dict[tuple[Box, ...], str] = {}
     for key, declared in found.items():
-        boxes = list(dict.fromkeys(b for each in metadata if key in each.tensors for b in each.tensors[key].boxes))
-        own = declared.boxes if len(metadata) == 1 else tuple(boxes)
-        if own not in checked:
-            _check_disjoint(key, own)
-            checked[own] = None
+        boxes = declared.boxes
+        if len(metadata) > 1:
+            boxes = tuple(dict.fromkeys(b for each in metadata if key in each.tensors for b in each.tensors[key].boxes))
+        layouts.setdefault(boxes, key)
+    compared = 0
+    for boxes, key in layouts.items():
+        compared += _check_disjoint(key, boxes, _COMPARED - compared)
     return found
 
 
-def _check_disjoint(key: str, boxes: tuple[Box, ...]) -> None:
-    index = BoxIndex(boxes)
-    for position, box in enumerate(boxes):
-        for other, common in index.overlapping(box):
-            if other != position:
+def _check_disjoint(key: str, boxes: tuple[Box, ...], most: int) -> int:
+    """Compare boxes that begin before another ends, along the dim that tells most apart; returns how often.
+
+    Raises HostileError for two that overlap, or if it would take more than `most` comparisons.
+    """
+    filled = [box for box in boxes if box.size]
+    dims = range(len(filled[0].origin)) if filled else range(0)
+    dim = max(dims, key=lambda d: len({box.origin[d] for box in filled}), default=None)
+    if dim is not None:
+        filled.sort(key=lambda box: box.origin[dim])
+    compared = 0
+    open_boxes: list[Box] = []
+    for box in filled:
+        if dim is not None:
+            open_boxes = [other for other in open_boxes if other.stop[dim] > box.origin[dim]]
+        compared += len(open_boxes) + 1
+        if compared > most:
+            raise HostileError(f"{key!r} has {len(boxes):,} boxes in an order that nobody saves and that takes long")
+        for other in open_boxes:
+            common = box.intersect(other)
+            if common is not None:
                 raise HostileError(
-                    f"{key!r}: the boxes {box} and {boxes[other]} overlap in {common}",
+                    f"{key!r}: the boxes {other} and {box} overlap in {common}",
                     hint="torch refuses to save such a checkpoint; which of the two is right nobody can say",
                 )
+        open_boxes.append(box)
+    return compared

@@ -99,7 +99,7 @@ class Metadata:
     objects: tuple[str, ...]
     """Keys of what is no tensor."""
     places: dict[str, tuple[str | int, ...]]
-    """By key, the way to it through the dicts and lists that were saved; empty if the writer did not say."""
+    """By key, the way to it through the dicts and lists that were saved, where the writer says one that fits."""
     items: dict[tuple[str, tuple[int, ...] | None], Item]
     """By key and, for tensors, the first index of the box."""
 
@@ -232,7 +232,9 @@ class _Reader:
         return {
             key: value
             for key, value in node.items()
-            if isinstance(key, str) and isinstance(value, tuple) and all(isinstance(part, str | int) for part in value)
+            if isinstance(value, tuple)
+            and all(isinstance(part, str | int) for part in value)
+            and ".".join(map(str, value)) == key
         }
 
     def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Item]:
