@@ -12,7 +12,8 @@
         )
 
 With `processes=N`, meshes of up to N ranks run with one process per rank, else all ranks run in this one; the result's
-`engine` says which. A rank that dies, raises or hangs makes the result `failed` with a finding that names it.
+`engine` says which. A rank that dies, raises or hangs makes the result `failed` with a finding that names it. With
+`second_opinion=True`, `result.opinion` says what transformers' own tensor parallelism makes of the shards.
 
 `lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)`
 takes. torch and transformers are imported only by calls.
@@ -23,7 +24,7 @@ from __future__ import annotations
 from shardctl.verify.forward.by_processes import usual_processes
 from shardctl.verify.forward.check import ForwardOptions, forward
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
-from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated
+from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated, Opinion
 from shardctl.verify.forward.sides import Candidate, Original
 from shardctl.verify.forward.tolerance import Tolerance
 
@@ -37,6 +38,7 @@ __all__ = [
     "Generated",
     "LazyTensor",
     "Lens",
+    "Opinion",
     "Original",
     "StoredTensor",
     "Tolerance",

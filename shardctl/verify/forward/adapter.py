@@ -45,6 +45,12 @@ def class_of(architecture: str) -> Torch:
     return found
 
 
+def described(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
+    """The configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
+    values = {key: _number(value) for key, value in config.items() if key not in _OTHERWISE}
+    return kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
+
+
 def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """A model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
 
@@ -52,13 +58,11 @@ def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """
     import torch
 
-    values = {key: _number(value) for key, value in config.items() if key not in _OTHERWISE}
-    described = kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
     usual = torch.get_default_dtype()
     with quiet(), _parameters_without_memory():
         torch.set_default_dtype(dtype)  # never model.to(dtype): it would round the rotary tables too
         try:
-            model = kind._from_config(described, dtype=dtype, **_plain(kind))  # noqa: SLF001 - the only way in
+            model = kind._from_config(described(kind, config, dtype), dtype=dtype, **_plain(kind))  # noqa: SLF001 - the only way in
         finally:
             torch.set_default_dtype(usual)
     for module in model.modules():

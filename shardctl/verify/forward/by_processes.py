@@ -19,6 +19,7 @@ from shardctl.verify.forward.team import Processes
 from shardctl.verify.processes import run_ranks, usual_environment
 
 if TYPE_CHECKING:
+    from shardctl.bands import Reader
     from shardctl.verify.forward.check import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import Candidate, Original
@@ -44,13 +45,29 @@ class _Elsewhere:
 class _Noting:
     """A reader that notes which files it was asked for."""
 
-    reader: LocalSource
+    reader: Reader
     files: set[str] = field(default_factory=set)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Note and read."""
         self.files.add(path)
         self.reader.read_at(path, offset, into)
+
+
+def elsewhere(candidate: Candidate, original: Original) -> tuple[Candidate, Original]:
+    """The two as another process can be told of them; raises UnsupportedError where files are not local."""
+    if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
+        raise UnsupportedError("processes of their own can read local files only")
+    proved = replace(candidate, reader=_Elsewhere(candidate.reader.path))
+    return proved, replace(original, reader=_Elsewhere(original.reader.path))
+
+
+def here(candidate: Candidate, original: Original) -> tuple[Candidate, Original]:
+    """The two in the process that was told of them, their files opened."""
+    assert isinstance(candidate.reader, _Elsewhere)  # noqa: S101 - what `elsewhere` made
+    assert isinstance(original.reader, _Elsewhere)  # noqa: S101
+    proved = replace(candidate, reader=LocalSource(candidate.reader.path))
+    return proved, replace(original, reader=LocalSource(original.reader.path))
 
 
 def usual_processes(device: str) -> int:
@@ -71,10 +88,7 @@ def forward_by_processes(
     """
     mesh = candidate.mesh
     assert mesh is not None  # noqa: S101 - asked for meshes only
-    if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
-        raise UnsupportedError("processes of their own can read local files only")
-    right = replace(original, reader=_Elsewhere(original.reader.path))
-    proved = replace(candidate, reader=_Elsewhere(candidate.reader.path))
+    proved, right = elsewhere(candidate, original)
     environment = usual_environment(mesh.world)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
@@ -100,8 +114,6 @@ def _work(
         options = replace(options, device=f"cuda:{rank.number}")
         torch.cuda.set_device(rank.number)
     assert candidate.mesh is not None  # noqa: S101
-    assert isinstance(candidate.reader, _Elsewhere)  # noqa: S101
-    assert isinstance(original.reader, _Elsewhere)  # noqa: S101
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=(Path(folder) / "meeting").as_uri(),
@@ -110,7 +122,8 @@ def _work(
         timeout=_TIMEOUT,
     )
     team = Processes(rank.number, candidate.mesh, options.device)
-    ours, theirs = _Noting(LocalSource(candidate.reader.path)), LocalSource(original.reader.path)
-    result = compared(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
+    candidate, original = here(candidate, original)
+    ours = _Noting(candidate.reader)
+    result = compared(replace(candidate, reader=ours), original, options, team)
     dist.barrier()  # who ends first closes connections that others still read from
     return {"found": base64.b64encode(pickle.dumps(result)).decode(), "files": sorted(ours.files)}

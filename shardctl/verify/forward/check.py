@@ -49,6 +49,8 @@ class ForwardOptions:
     """A text that both are to continue."""
     tokens: int = 16
     """How many tokens of it."""
+    second_opinion: bool = False
+    """Whether transformers' own tensor parallelism is asked as well."""
     processes: int = 0
     """Ranks have a process of their own if there are at most so many; else all are run in this one."""
     limit: int = _LIMIT
@@ -76,6 +78,10 @@ def forward(
             result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
     else:
         result = compared(candidate, original, options)
+    if options.second_opinion and result.status != "skipped":
+        from shardctl.verify.forward.second_opinion import ask, with_opinion
+
+        result = with_opinion(result, ask(candidate, original, options, stop))
     return replace(result, seconds=time.monotonic() - began)
 
 

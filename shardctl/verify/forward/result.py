@@ -46,6 +46,17 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
+class Opinion:
+    """What transformers' own tensor parallelism makes of the shards."""
+
+    status: Literal["agrees", "differs", "skipped"]
+    """Skipped also where its cuts are others than those of the shards, so that it proves nothing of them."""
+    reason: str = ""
+    error: float = inf
+    """Relative L2 distance of the outputs of the farthest rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardResult:
     """The outcome; `status` is the verdict, and everything that was done otherwise than planned is in `notes`."""
 
@@ -72,6 +83,8 @@ class ForwardResult:
     notes: tuple[str, ...] = ()
     """Every fallback, and what the pass did not reach."""
     generated: Generated | None = None
+    opinion: Opinion | None = None
+    """A second opinion, if one was asked for."""
     seconds: float = 0.0
     read_bytes: int = 0
     """Bytes read from both checkpoints."""

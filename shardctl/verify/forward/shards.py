@@ -66,9 +66,20 @@ class HeldTensor(LazyTensor):
 
         Raises CoverageError, naming the rank, if one lacks what it should hold.
         """
+        if self._shards.index is not None:
+            return self._read_own(box, self._shards.index)
         compare = not self._compared and box.size == Box.whole(self._shape).size
         self._compared |= compare
         return self.read_from(self.holdings, box, compare=compare)
+
+    def _read_own(self, box: Box, index: int) -> Array:
+        """The elements of `box`, from the ranks with one tp index if they hold them all."""
+        mine = [h for h in self.holdings if self._shards.placed.mesh.coordinate(h.rank)["tp"] == index]
+        rest = subtract_all(box, [held for holding in mine for held in holding.boxes])
+        if rest:
+            nbytes = sum(self.elements.nbytes(each.shape) for each in rest)
+            self._shards.foreign[self.name] = self._shards.foreign.get(self.name, 0) + nbytes
+        return self.read_from(self.holdings if rest else mine, box)
 
     def read_from(
         self, holdings: Iterable[Holding], box: Box, *, compare: bool = False, index: int | None = None
@@ -170,6 +181,10 @@ class Shards:
     placed: Placed
     rank_of: Callable[[str], int | None] = rank_of_file
     team: Team = field(default_factory=Team)
+    index: int | None = None
+    """Of a rank along tp that reads for itself: where its files have what it asks for, they alone are read."""
+    foreign: dict[str, int] = field(default_factory=dict)
+    """Bytes, by name, that this rank asked for and others hold."""
     findings: list[Finding] = field(default_factory=list)
     """Copies that differ, found while reading."""
     _holdings: dict[str, list[tuple[Holding, tuple[str, ...]]]] = field(default_factory=dict)

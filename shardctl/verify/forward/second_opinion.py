@@ -1,0 +1,167 @@
+"""A second opinion: transformers' own tensor parallelism, all ranks in one process, on what each rank holds.
+
+Every rank's model is loaded by transformers from that rank's files, under a process group that is none. One of them
+then runs with all ranks' weights at once under torch's LocalTensorMode, which does to every rank's tensor what a real
+group would (torch 2.10 and later, `torch/distributed/_local_tensor`). Both are private or young, so that whatever they
+raise is a reason to skip and no fault of the shards. It happens in a process of its own, because of what it sets.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.verify.finding import Finding
+from shardctl.verify.forward.adapter import class_of, described, quiet, versions
+from shardctl.verify.forward.by_processes import elsewhere, here
+from shardctl.verify.forward.lens import Lens
+from shardctl.verify.forward.result import Opinion
+from shardctl.verify.forward.shards import Shards
+from shardctl.verify.forward.tolerance import distance
+from shardctl.verify.forward.verdict import output_of, some
+from shardctl.verify.processes import RankError, run_ranks, usual_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.verify.forward.check import ForwardOptions
+    from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.forward.sides import Candidate, Original
+    from shardctl.verify.processes import Rank
+    from shardctl.workers import Stop
+
+Torch = Any
+_SHARE: Final = 2
+"""The weights in fp32 may take one part in so many of the memory that is there: here they are all held at once."""
+_TOLD: Final = 200
+"""Characters of what transformers says."""
+_BOUND: Final = 1e-4
+"""Of the relative distance of the outputs, as for our own."""
+
+
+def ask(candidate: Candidate, original: Original, options: ForwardOptions, stop: Stop | None = None) -> Opinion:
+    """What transformers' tensor parallelism makes of the shards; never raises because of it."""
+    degree = candidate.mesh.degree("tp") if candidate.mesh is not None else 1
+    if degree == 1 or candidate.model is None:
+        return Opinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
+    needed = 4 * sum(prod(tensor.shape) for tensor in candidate.manifest.tensors.values())
+    there = _available()
+    if needed * _SHARE > there:
+        reason = f"transformers holds all ranks' weights at once, {needed:,} bytes, and there are {there:,}"
+        return Opinion("skipped", reason)
+    try:
+        work = partial(_work, *elsewhere(candidate, original), replace(options, device="cpu"))
+        environment = usual_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
+        (found,) = run_ranks(work, 1, environment=environment, stop=stop, idle=30.0)
+    except UnsupportedError as error:
+        return Opinion("skipped", error.message)
+    except RankError as error:
+        told = error.message.replace("rank 0 raised ", "transformers raised ").splitlines()[0]
+        return Opinion("skipped", told[:_TOLD] + ("..." if len(told) > _TOLD else ""))
+    return Opinion(**found)
+
+
+def with_opinion(result: ForwardResult, opinion: Opinion) -> ForwardResult:
+    """The result with a second opinion, which fails it only if it is one of these very shards."""
+    if opinion.status == "differs":
+        found = Finding("error", "second opinion", opinion.reason)
+        return replace(result, status="failed", opinion=opinion, findings=(*result.findings, found))
+    if opinion.status == "skipped":
+        return replace(result, opinion=opinion, notes=(*result.notes, f"no second opinion: {opinion.reason}"))
+    return replace(result, opinion=opinion)
+
+
+def _available() -> int:
+    """Bytes of memory that this machine can still give, as far as it says."""
+    with suppress(OSError):
+        told = Path("/proc/meminfo").read_text()
+        return next(int(line.split()[1]) << 10 for line in told.splitlines() if line.startswith("MemAvailable"))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _work(candidate: Candidate, original: Original, options: ForwardOptions, rank: Rank) -> dict[str, object]:
+    """In a process of its own."""
+    from shardctl.verify.forward.check import Comparison
+    from shardctl.verify.forward.inputs import inputs_for
+
+    candidate, original = here(candidate, original)
+    rank.beat()
+    check = Comparison(candidate, original, options)
+    kind = class_of(str(check.config["architectures"][0]))
+    executor = check.executor(kind, "fp32")
+    source, _ = check.sides.fill(executor, options.seed)
+    inputs = inputs_for(executor.skeleton.model, "cpu", seed=options.seed)
+    expected = output_of(executor.run(inputs, source))[1]
+    try:
+        outputs, foreign = _native(kind, check.config, candidate, inputs)
+    except CoverageError as error:
+        return {"status": "differs", "reason": f"transformers' tensor parallelism finds: {error.message}"}
+    apart = max(distance(expected, output) for output in outputs)
+    if foreign:
+        cuts = f"layout differs from that of transformers {versions()['transformers']} at {some(list(foreign))}"
+        return {"status": "skipped", "reason": f"{cuts}; it computed from several ranks' files", "error": apart}
+    if apart > _BOUND:
+        reason = f"transformers' tensor parallelism computes something else: {apart:.2e}, at most {_BOUND:g}"
+        return {"status": "differs", "reason": reason, "error": apart}
+    return {"status": "agrees", "error": apart}
+
+
+def _native(
+    kind: Torch, config: Mapping[str, Any], candidate: Candidate, inputs: Mapping[str, Torch]
+) -> tuple[list[Torch], dict[str, int]]:
+    """Each rank's output, and what of other ranks' files they needed."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _local_tensor
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import distributed
+
+    native: Torch = distributed  # private or young: types that change from version to version
+    local_tensor: Torch = _local_tensor
+    assert candidate.mesh is not None  # noqa: S101
+    assert candidate.model is not None  # noqa: S101
+    degree, local, foreign, model = candidate.mesh.degree("tp"), dict[str, dict[int, Torch]](), dict[str, int](), None
+    shape = (candidate.manifest, candidate.reader, candidate.model, candidate.mesh, candidate.stages, candidate.rank_of)
+    for index in reversed(range(degree)):  # the first is loaded last, and is the one that runs
+        os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(degree)}
+        dist.init_process_group("fake", rank=index, world_size=degree, store=FakeStore())
+        shards = Shards.of(*shape)
+        shards.index = index
+        with quiet():
+            model = kind.from_pretrained(
+                None,
+                config=described(kind, config, torch.float32),
+                state_dict=Lens(shards.entries()),
+                dtype=torch.float32,
+                attn_implementation="eager",
+                distributed_config=native.DistributedConfig(tp_size=degree),
+            )
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            data = parameter.data
+            local.setdefault(name, {})[index] = data.to_local() if isinstance(data, DTensor) else data
+        foreign |= shards.foreign
+        if index:
+            dist.destroy_process_group()
+    assert model is not None  # noqa: S101 - there is at least one rank
+    made: dict[int, Torch] = {}
+    with local_tensor.LocalTensorMode(degree), torch.no_grad():
+        for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+            if id(parameter) not in made:
+                every, data = local_tensor.LocalTensor(local[name]), parameter.data
+                if isinstance(data, DTensor):
+                    form: Torch = {"shape": data.shape, "stride": data.stride()}
+                    every = DTensor.from_local(every, data.device_mesh, data.placements, run_check=False, **form)
+                made[id(parameter)] = torch.nn.Parameter(every, requires_grad=False)
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._parameters[attribute] = made[id(parameter)]  # noqa: SLF001
+        output: Torch = output_of(model.eval()(**inputs, return_dict=True))[1]
+        output = output.to_local() if isinstance(output, DTensor) else output
+    every_rank = isinstance(output, local_tensor.LocalTensor)
+    return list(output._local_tensors.values()) if every_rank else [output], foreign  # noqa: SLF001
