@@ -24,9 +24,7 @@ def verify(
     *,
     level: Annotated[
         LevelName,
-        typer.Option(
-            help="Headers; and every element; and loaded onto devices; and the model run. Each adds to the last."
-        ),
+        typer.Option(help="Headers; every element too; loaded onto devices too; the model run too."),
     ] = "quick",
     against: Annotated[
         str | None,
@@ -38,7 +36,7 @@ def verify(
     ] = None,
     load: Annotated[
         Literal["cpu", "cuda", "auto"] | None,
-        typer.Option(rich_help_panel=_DEVICES, help="Load every rank there: --level load. Default of auto: CUDA."),
+        typer.Option(rich_help_panel=_DEVICES, help="Load every rank there: --level load."),
     ] = None,
     device_memory: Annotated[
         int | None,

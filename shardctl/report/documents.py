@@ -168,7 +168,7 @@ def _level(level: Level) -> Document:
 
 def _forward(result: ForwardResult) -> Document:
     """What a forward pass found; a distance that is infinite, because nothing could be compared, is null."""
-    worst, bounds, generated = result.worst, result.tolerance, result.generated
+    worst, bounds, generated, opinion = result.worst, result.tolerance, result.generated, result.opinion
     return {
         "engine": result.engine,
         "dtype": result.dtype,
@@ -182,6 +182,9 @@ def _forward(result: ForwardResult) -> Document:
         "flips": result.flips,
         "positions": result.positions,
         "tolerance": {name: _finite(bound) for name, bound in asdict(bounds).items()} if bounds is not None else None,
+        "opinion": {"status": opinion.status, "reason": opinion.reason, "error": _finite(opinion.error)}
+        if opinion
+        else None,
         "generated": asdict(generated) | {"same": generated.same} if generated is not None else None,
         "read_bytes": result.read_bytes,
     }

@@ -108,6 +108,9 @@ def forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
         flips = f"; {result.flips:,} of {result.positions:,} positions choose another token" if result.positions else ""
         allowed = _allowed(bounds.logits) if bounds is not None else ""
         rows.append((result.output, f"{_apart(result.output_error)}{allowed}{flips}"))
+    if result.opinion is not None and result.opinion.status != "skipped":
+        said = f"transformers' tensor parallelism {result.opinion.status}, {_apart(result.opinion.error)}"
+        rows.append(("second opinion", said))
     if result.generated is not None:
         rows.append(("prompt", repr(result.generated.prompt)))
         rows.append(("source", repr(result.generated.source.text)))

@@ -284,6 +284,7 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         device=device,
         prompt=trial.prompt,
         tokens=trial.tokens,
+        second_opinion=trial.second_opinion,
         processes=0 if trial.virtual else processes,
     )
     result = forward(candidate, original, options)

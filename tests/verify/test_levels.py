@@ -25,7 +25,7 @@ from shardctl.verbs.level import Level, Verified
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import Trial, verify
 from shardctl.verify.finding import Finding
-from shardctl.verify.forward import BlockError, Continuation, ForwardResult, Generated, Tolerance
+from shardctl.verify.forward import BlockError, Continuation, ForwardResult, Generated, Opinion, Tolerance
 from shardctl.verify.forward.by_processes import usual_processes
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -320,6 +320,7 @@ RESULT = ForwardResult(
     tolerance=Tolerance(1e-5, 1e-4, 1e-4, 6.5e-6),
     findings=(Finding("error", "forward", "model.layers.1 computes something else", "model.layers.1"),),
     notes=("attention was assembled",),
+    opinion=Opinion("differs", "rank 1 is off", 0.5),
     generated=Generated("Once", Continuation((1, 2), " upon a time"), Continuation((1, 3), " in a while")),
     read_bytes=1000,
 )
@@ -349,6 +350,7 @@ class TestForward:
         say("verify", ranks, "--against", source, "--prompt", "Once", "--tokens", 3, "--dtype", "bf16", "--load", "cpu")
         ((candidate, original, options),) = told
         assert (options.dtype, options.device, options.prompt, options.tokens) == ("bf16", "cpu", "Once", 3)
+        assert not options.second_opinion
         assert (str(candidate.mesh), candidate.stages) == ("pp2 x tp2", (1, 1))
         assert original.folder == source
         assert not [name for name in original.stored.files if name.startswith("shard")]
@@ -365,12 +367,13 @@ class TestForward:
         assert len(told) == 1
         assert code == 3
         assert [line.rstrip() for line in out.splitlines() if line.startswith(("    ", "note"))][4:] == [
-            "    engine       4 virtual ranks in one process, fp32 on cpu; torch 2.11.0, transformers 5.17.0",
-            "    worst block  lm_head not comparable, allowed 1e-05, rounding 6.5e-06",
-            "    logits       1.2e-01 off, allowed 1e-04; 3 of 64 positions choose another token",
-            "    prompt       'Once'",
-            "    source       ' upon a time'",
-            "    shards       ' in a while'",
+            "    engine          4 virtual ranks in one process, fp32 on cpu; torch 2.11.0, transformers 5.17.0",
+            "    worst block     lm_head not comparable, allowed 1e-05, rounding 6.5e-06",
+            "    logits          1.2e-01 off, allowed 1e-04; 3 of 64 positions choose another token",
+            "    second opinion  transformers' tensor parallelism differs, 5.0e-01 off",
+            "    prompt          'Once'",
+            "    source          ' upon a time'",
+            "    shards          ' in a while'",
             "note: forward: compared with the same elements on one device; --against SRC compares with the source",
             "note: forward: attention was assembled",
         ]
@@ -384,6 +387,7 @@ class TestForward:
         assert forward["worst"] == {"name": "lm_head", "error": None}
         assert forward["blocks"][1] == {"name": "model.layers.1", "error": 0.25}
         assert forward["generated"]["same"] is False
+        assert forward["opinion"] == {"status": "differs", "reason": "rank 1 is off", "error": 0.5}
         assert forward["tolerance"]["floor"] == 6.5e-6
 
     def test_reports(self, say, ranks, told, tmp_path):
