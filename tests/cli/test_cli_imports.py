@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from cli_checkpoints import environment
+from cli_checkpoints import CONFIGS, environment
 
 HEAVY = {"numpy", "torch", "ml_dtypes", "huggingface_hub", "transformers", "safetensors"}
 
@@ -32,6 +32,13 @@ def test_help_and_version_load_nothing_heavy(args):
 def test_headers_are_read_without_numpy_and_torch(source):
     assert loaded("inspect", source, "--tensors", "--show-rules") == set()
     assert loaded("plan", source, "--tp", 2, "--pp", 2) == set()
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-v3"])
+def test_models_that_are_not_here_are_planned_without_numpy_and_torch(name):
+    config = CONFIGS.parent / "configs_public" / f"{name}.json"
+    assert loaded("inspect", config) == set()
+    assert loaded("plan", config, "--pp", 2) == set()
 
 
 def test_bytes_are_moved_and_compared_without_torch(source, tmp_path):
