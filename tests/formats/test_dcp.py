@@ -12,6 +12,7 @@ import time
 import zipfile
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -551,3 +552,26 @@ def test_places_that_do_not_fit_their_keys_are_not_believed(tmp_path):
 
     manifest = scan(changed(FIXTURES / "tp", tmp_path / "odd", change))
     check(tmp_path / "odd", manifest.tensors, weights())
+
+
+@pytest.mark.parametrize("name", ["tp", "flat", "alone"])
+def test_damaged_files_have_verdicts_and_never_a_traceback(name, tmp_path):
+    place = shutil.copytree(FIXTURES / name, tmp_path / "damaged")
+    files = sorted(path for path in place.iterdir() if path.name != "config.json")
+    verdicts = collections.Counter()
+    for seed in range(60):
+        random = Random(seed)
+        path = random.choice(files)
+        whole_file = path.read_bytes()
+        content = bytearray(whole_file)
+        for _ in range(random.choice([1, 2, 5])):
+            at = random.randrange(len(content))
+            content[at : at + random.choice([0, 1, 1, 9])] = random.randbytes(random.choice([0, 1, 1, 9]))
+        path.write_bytes(content)
+        try:
+            scan(place)
+            verdicts["read"] += 1
+        except SourceError:
+            verdicts["refused"] += 1
+        path.write_bytes(whole_file)
+    assert verdicts["refused"] > verdicts["read"]
