@@ -80,7 +80,8 @@ def verdict(planned: Planned) -> str:
     if estimate.budget is None or device is None:
         return f"binding: {needs}"
     sure = "" if estimate.certain else ", though not for certain"
-    what = f"{memory_size(estimate.budget)} of {device.name}"
+    size = memory_size(estimate.budget)
+    what = size if device.name == size else f"{size} of {device.name}"
     return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
 
 

@@ -39,7 +39,8 @@ def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableT
         parts.append(line(f"no mesh of {plural(found.devices, 'device')} fits", "bold red"))
     if explored.fewest is not None and explored.fewest.mesh.world != found.devices:
         few = explored.fewest
-        parts.append(line(f"the fewest that fit: {plural(few.mesh.world, 'device')}, as {few.mesh}"))
+        one = few.mesh.world == 1
+        parts.append(line(f"the fewest that fit: {'one device' if one else f'{few.mesh.world:,}, as {few.mesh}'}"))
     least = None if everything else _REJECTED
     rows = [(rejection.what, rejection.reason) for rejection in found.rejected[:least]]
     if rows:
