@@ -21,6 +21,7 @@ def diff(
     threads: options.Threads = None,
     config: options.Config = None,
     rules: options.Rules = None,
+    weights: options.Weights = None,
     strict: options.Strict = False,
 ) -> int:
     """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
@@ -29,7 +30,7 @@ def diff(
     from shardctl.report.difference import difference
     from shardctl.verbs.diff import diff as verb
 
-    reading = options.reading(config, rules, strict=strict)
+    reading = options.reading(config, rules, strict=strict, weights=weights)
     with effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
     if json:

@@ -24,6 +24,7 @@ def digest(
     config: options.Config = None,
     rules: options.Rules = None,
     container: options.From = None,
+    weights: options.Weights = None,
     strict: options.Strict = False,
 ) -> None:
     """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
@@ -33,7 +34,9 @@ def digest(
     from shardctl.verbs.digest import digest as verb
 
     with effort("digest", threads) as work:
-        found = verb(src, reading=options.reading(config, rules, container, strict=strict), effort=work)
+        found = verb(
+            src, reading=options.reading(config, rules, container, weights=weights, strict=strict), effort=work
+        )
     streams.warn(found.warnings)
     if json:
         streams.document(documents.digested(found, tensors=tensors))

@@ -23,6 +23,7 @@ def inspect(
     rules: options.Rules = None,
     rules_from: options.RulesFrom = None,
     container: options.From = None,
+    weights: options.Weights = None,
     strict: options.Strict = False,
 ) -> None:
     """Say what a checkpoint is: format, layout, model, types, ties; from its headers only."""
@@ -30,7 +31,9 @@ def inspect(
     from shardctl.report.inspection import inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found = verb(src, reading=options.reading(config, rules, container, strict=strict, rules_from=rules_from))
+    found = verb(
+        src, reading=options.reading(config, rules, container, weights=weights, strict=strict, rules_from=rules_from)
+    )
     streams.warn(found.warnings)
     if json:
         streams.document(documents.inspected(found, tensors=tensors, rules=show_rules))

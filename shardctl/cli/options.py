@@ -54,6 +54,14 @@ From = Annotated[
     str | None,
     typer.Option("--from", metavar="FORMAT", rich_help_panel=_READING, help="The format, instead of detecting it."),
 ]
+Weights = Annotated[
+    Literal["module", "master"] | None,
+    typer.Option(
+        show_default=False,
+        rich_help_panel=_READING,
+        help="Of a training checkpoint: the module's own copy, or the optimizer's in fp32. Default: master.",
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", metavar="", rich_help_panel=_READING, help="Every warning is an error.")
 ]
@@ -146,12 +154,19 @@ def reading(
     strict: bool = False,
     kv_heads: Literal["error", "replicate"] = "error",
     rules_from: Literal["transformers"] | None = None,
+    weights: Literal["module", "master"] | None = None,
 ) -> "Reading":
     """How a source is to be understood."""
     from shardctl.verbs.opening import Reading
 
     return Reading(
-        config=config, rules=rules, rules_from=rules_from, container=container, kv_heads=kv_heads, strict=strict
+        config=config,
+        rules=rules,
+        rules_from=rules_from,
+        container=container,
+        kv_heads=kv_heads,
+        weights=weights,
+        strict=strict,
     )
 
 

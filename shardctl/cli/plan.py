@@ -66,6 +66,7 @@ def plan(
     rules: options.Rules = None,
     rules_from: options.RulesFrom = None,
     container: options.From = None,
+    weights: options.Weights = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
 ) -> int:
@@ -88,7 +89,9 @@ def plan(
         memory=memory,
         threads=threads,
     )
-    reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
+    reading = options.reading(
+        config, rules, container, weights=weights, strict=strict, kv_heads=kv_heads, rules_from=rules_from
+    )
     asked = purpose.purpose(
         gpu=gpu,
         kv_dtype=kv_dtype,

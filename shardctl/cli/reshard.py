@@ -78,6 +78,7 @@ def reshard(
     rules: options.Rules = None,
     rules_from: options.RulesFrom = None,
     container: options.From = None,
+    weights: options.Weights = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
 ) -> None:
@@ -97,7 +98,9 @@ def reshard(
         memory=memory,
         threads=threads,
     )
-    reading = options.reading(config, rules, container, strict=strict, kv_heads=kv_heads, rules_from=rules_from)
+    reading = options.reading(
+        config, rules, container, weights=weights, strict=strict, kv_heads=kv_heads, rules_from=rules_from
+    )
     file = _followed(context, plan) if plan is not None else None
     if file is not None:
         planned = file.wish

@@ -83,6 +83,7 @@ def verify(
     config: options.Config = None,
     rules: options.Rules = None,
     container: options.From = None,
+    weights: options.Weights = None,
     strict: options.Strict = False,
 ) -> int:
     """Prove a checkpoint: structure, content, that it equals its source, loads and computes. Exit code 3 if not."""
@@ -109,7 +110,7 @@ def verify(
             against=against,
             require=require,
             trial=trial,
-            reading=options.reading(config, rules, container, strict=strict),
+            reading=options.reading(config, rules, container, weights=weights, strict=strict),
             effort=work,
         )
     if junit:

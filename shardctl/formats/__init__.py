@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import dcp, safetensors, torch_save
-from shardctl.formats.format import Format, given_file
+from shardctl.formats import dcp, deepspeed, safetensors, torch_save
+from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
-FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, dcp.FORMAT, torch_save.FORMAT)
+FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, dcp.FORMAT, deepspeed.FORMAT, torch_save.FORMAT)
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
 _SHOWN: Final = 5
 
@@ -36,20 +36,26 @@ def detect(source: Source) -> Format:
     return found[0]
 
 
-def scan(source: Source, *, override: str | None = None) -> Manifest:
+def scan(source: Source, *, override: str | None = None, weights: Weights = None) -> Manifest:
     """What the source contains and where, by stored names; headers only, never tensor data.
 
     `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
-    that is read, the manifest's warnings say that it is left behind.
+    that is read, the manifest's warnings say that it is left behind. `weights` says which copy of them is meant, in
+    formats that may hold two.
 
     Raises:
-        UsageError: there is no format of that name.
+        UsageError: there is no format of that name, or it has one copy of weights only and `weights` is given.
         SourceError: as `detect`, and as the format's own `scan`.
     """
     refuse_adapter(source)
-    if override is not None:
-        return _named(override).scan(source)
-    return detect(source).scan(source)
+    chosen = _named(override) if override is not None else detect(source)
+    if weights is None:
+        return chosen.scan(source)
+    if chosen.scan_copy is None:
+        raise UsageError(
+            f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
+        )
+    return chosen.scan_copy(source, weights)
 
 
 def _detected(source: Source) -> list[Format]:

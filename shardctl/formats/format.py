@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
+
+Weights = Literal["module", "master"] | None
+"""Which copy of the weights is meant: the module's own, as it computes, or the optimizer's in fp32; None is the master
+where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class Format:
     Raises SourceError for what is missing, malformed or hostile, and UnsupportedError for what is understood and not
     converted. What is odd but not wrong goes into the manifest's warnings.
     """
+    scan_copy: Callable[[Source, Weights], Manifest] | None = None
+    """The same, with the copy of the weights that is meant; only for containers that may hold two."""
 
 
 def given_file(source: Source) -> str | None:

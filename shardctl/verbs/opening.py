@@ -41,6 +41,8 @@ class Reading:
     """Overrides detection (`--from`)."""
     kv_heads: models.KvHeads = "error"
     """`replicate` keeps each key/value head on several ranks when tp exceeds their number."""
+    weights: Literal["module", "master"] | None = None
+    """Which copy of the weights is read where a trainer saved two; by default the optimizer's in fp32."""
     strict: bool = False
     """Makes every warning an error."""
     described: bool = False
@@ -129,7 +131,7 @@ def _open(
     only = _only_config(source, reading)
     if only is not None:
         return _described(source, only, reading)
-    stored = formats.scan(source, override=reading.container)
+    stored = formats.scan(source, override=reading.container, weights=reading.weights)
     if stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)

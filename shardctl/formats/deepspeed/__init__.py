@@ -1,0 +1,37 @@
+"""Checkpoints of DeepSpeed: `mp_rank_*_model_states.pt` and the flat partitions of ZeRO ranks beside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.formats.deepspeed.checkpoint import Reader
+from shardctl.formats.deepspeed.files import choose, is_mark, sort_files
+from shardctl.formats.format import Format
+
+if TYPE_CHECKING:
+    from shardctl.formats.format import Weights
+    from shardctl.manifest import Manifest
+    from shardctl.storage import Source
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory, or one in it, has files that are named as DeepSpeed names them."""
+    return any(is_mark(path) for path in source.files())
+
+
+def scan(source: Source, weights: Weights = None) -> Manifest:
+    """Read every pickle without running it, and say where each part of each tensor is.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: a kind of partition that is not converted, or the copy of the weights that is not there.
+    """
+    found = sort_files(source)
+    if not found:
+        raise SourceError(f"{source.name} holds no files of DeepSpeed")
+    return Reader(source, choose(source, found), weights).manifest(FORMAT.name)
+
+
+FORMAT: Final = Format("deepspeed", "files of DeepSpeed", detect, scan, scan)

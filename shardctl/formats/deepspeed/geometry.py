@@ -1,0 +1,77 @@
+"""Which stretch of each parameter a rank's flat partition holds.
+
+Stages 1 and 2: DeepSpeed `runtime/zero/stage_1_and_2.py` (constructor, `get_data_parallel_partitions`), stage 3:
+`runtime/zero/partition_parameters.py` (`_partition_param`) and `runtime/zero/stage3.py`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+class Run(NamedTuple):
+    """A stretch of a parameter's row-major elements, in a flat array."""
+
+    start: int
+    """First element, in the parameter."""
+    stop: int
+    """One past the last."""
+    at: int
+    """Where in the flat array the first one is."""
+
+
+class Partition(NamedTuple):
+    """One of the equal parts of a group of parameters."""
+
+    rank: int
+    parts: int
+
+
+def joined(
+    shapes: Mapping[str, tuple[int, ...]], part: Partition, length: int, paddings: Sequence[int] = ()
+) -> Iterator[tuple[str, Run]]:
+    """What is in a part of stages 1 and 2: the parameters follow one another, and the whole is cut in equal parts.
+
+    Args:
+        shapes: The parameters, in order.
+        part: Which part.
+        length: Elements of each part, padding included.
+        paddings: Zeros after each parameter.
+
+    Raises:
+        SourceError: the parts are too short for the parameters.
+    """
+    begin, end = part.rank * length, (part.rank + 1) * length
+    offset = 0
+    for number, (name, shape) in enumerate(shapes.items()):
+        size = prod(shape)
+        start, stop = max(offset, begin), min(offset + size, end)
+        if start < stop:
+            yield name, Run(start - offset, stop - offset, start - begin)
+        offset += size + (paddings[number] if paddings else 0)
+    if offset > part.parts * length:
+        raise SourceError(
+            f"{part.parts} parts of {length:,} elements hold less than the {offset:,} of the parameters in them"
+        )
+
+
+def scattered(shapes: Mapping[str, tuple[int, ...]], part: Partition) -> Iterator[tuple[str, Run]]:
+    """What is in a part of stage 3: each parameter by itself is cut in equal parts, the last ones shorter or empty.
+
+    >>> list(scattered({"a": (5,), "b": (2, 2)}, Partition(1, 2)))
+    [('a', Run(start=3, stop=5, at=0)), ('b', Run(start=2, stop=4, at=3))]
+    """
+    offset = 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        share = -(-size // part.parts)
+        start, stop = min(part.rank * share, size), min((part.rank + 1) * share, size)
+        if start < stop:
+            yield name, Run(start, stop, offset)
+        offset += share

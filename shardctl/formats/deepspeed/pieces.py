@@ -1,0 +1,130 @@
+"""Collects where the pieces of each tensor are, rank by rank, and puts them together into global tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box, flat_boxes
+from shardctl.errors import CoverageError, SourceError
+from shardctl.manifest import Chunk, Fill, Region, Tensor, dense_strides, narrow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.formats.deepspeed.geometry import Run
+    from shardctl.formats.deepspeed.values import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which boxes of a tensor each tensor-parallel rank has."""
+
+    shape: tuple[int, ...]
+    """That of the whole tensor."""
+    parts: Mapping[int, tuple[tuple[Box, tuple[int, ...]], ...]]
+    """By model-parallel rank: boxes of its own tensor, and where each begins in the whole."""
+
+
+@dataclass(slots=True)
+class Local:
+    """What one model-parallel rank has of a tensor, all data-parallel ranks together."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    chunks: list[Chunk] = field(default_factory=list)
+    """Boxes in this rank's own tensor."""
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The pieces of several tensors, by name and model-parallel rank."""
+
+    held: dict[str, dict[int, Local]] = field(default_factory=dict)
+
+    def add_array(self, name: str, rank: int, array: Array) -> None:
+        """Note that an array is all that `rank` has of a tensor."""
+        local = self._local(name, rank, array.shape, array)
+        local.chunks.append(Chunk(Box.whole(array.shape), array.dtype, _region(array), name))
+
+    def add_run(self, name: str, rank: int, shape: tuple[int, ...], array: Array, run: Run) -> None:
+        """Note that a stretch of a flat array is one of the tensor, which is `shape` on `rank`.
+
+        Raises CoverageError if the array ends before it.
+        """
+        local = self._local(name, rank, shape, array)
+        boxes = _boxes(shape, run.start, run.stop)
+        if run.at + run.stop - run.start > array.size:
+            raise CoverageError(
+                f"{name} {list(shape)}: elements {boxes[0]} should be in {array.file}, whose flat array has "
+                f"{array.size:,} elements and not {run.at + run.stop - run.start:,}",
+                hint="states that were offloaded to a disk are not in the checkpoint's own files",
+            )
+        strides, width = dense_strides(array.dtype, shape), array.dtype.unit_bytes
+        offset = array.offset + (run.at - run.start) * width
+        for box in boxes:
+            first = sum(at * stride for at, stride in zip(box.origin, strides, strict=True))
+            local.chunks.append(Chunk(box, array.dtype, Region(array.file, offset + first, strides), name))
+
+    def add_fill(self, name: str, rank: int, dtype: DType, content: bytes) -> None:
+        """Note that a tensor of one element has this value."""
+        local = self.held.setdefault(name, {}).setdefault(rank, Local((), dtype))
+        local.chunks.append(Chunk(Box.whole(()), dtype, Fill(content), name))
+
+    def _local(self, name: str, rank: int, shape: tuple[int, ...], array: Array) -> Local:
+        local = self.held.setdefault(name, {}).setdefault(rank, Local(shape, array.dtype))
+        if (local.shape, local.dtype) != (shape, array.dtype):
+            before = f"{local.dtype} {list(local.shape)}"
+            raise SourceError(f"{array.file}: {name!r} is {array.dtype} {list(shape)}, but {before} elsewhere")
+        return local
+
+    def empty(self, name: str, rank: int, shape: tuple[int, ...], dtype: DType) -> None:
+        """Note a tensor that has no elements."""
+        local = self.held.setdefault(name, {}).setdefault(rank, Local(shape, dtype))
+        if not local.chunks:
+            local.chunks.append(Chunk(Box.whole(shape), dtype, Fill(bytes(dtype.unit_bytes)), name))
+
+    def shapes(self, name: str) -> dict[int, tuple[int, ...]]:
+        """The shape that each model-parallel rank has of a tensor."""
+        return {rank: local.shape for rank, local in self.held[name].items()}
+
+    def tensor(self, name: str, called: str, cut: Cut | None = None, ties: tuple[str, ...] = ()) -> Tensor:
+        """The whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
+        by_rank = self.held[name]
+        first = next(iter(by_rank.values()))
+        if any(local.dtype != first.dtype for local in by_rank.values()):
+            raise SourceError(
+                f"{name!r} is of several types: {', '.join(sorted({str(p.dtype) for p in by_rank.values()}))}"
+            )
+        if cut is None:
+            chunks = tuple(chunk for local in by_rank.values() for chunk in local.chunks)
+            return Tensor(called, first.dtype, first.shape, chunks, ties=ties)
+        chunks = tuple(
+            moved for rank, local in by_rank.items() for chunk in local.chunks for moved in _moved(chunk, cut, rank)
+        )
+        return Tensor(called, first.dtype, cut.shape, chunks, ties=ties)
+
+
+def _moved(chunk: Chunk, cut: Cut, rank: int) -> Iterator[Chunk]:
+    """A chunk of one rank's tensor as chunks of the whole."""
+    for box, origin in cut.parts[rank]:
+        common = chunk.box.intersect(box)
+        if common is not None:
+            place = tuple(a - b + o for a, b, o in zip(common.origin, box.origin, origin, strict=True))
+            whole = Box(place, common.shape)
+            inside = whole.intersect(Box.whole(cut.shape))  # a vocabulary may be padded
+            if inside is not None:
+                begin = tuple(i - w + c for i, w, c in zip(inside.origin, place, common.origin, strict=True))
+                yield replace(narrow(chunk, Box(begin, inside.shape)), box=inside)
+
+
+@lru_cache(maxsize=1 << 14)
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """Layers are alike, and so are their boxes."""
+    return tuple(flat_boxes(shape, start, stop))
+
+
+def _region(array: Array) -> Region:
+    return Region(array.file, array.offset, array.strides)
