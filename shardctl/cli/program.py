@@ -41,6 +41,10 @@ def run(args: Sequence[str]) -> int:
         return _report(Failure("interrupted", "run the same command again", 130), args)
     except _Terminated:
         return _report(Failure("terminated", "run the same command again", 143), args)
+    except SystemExit:  # rich ends the process so when the reader of the help has left
+        return 0
+    except BrokenPipeError as error:
+        return 0 if streams.abandoned() else _report(failure(error), args)
     except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
         if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
             streams.talk(traceback.format_exc())

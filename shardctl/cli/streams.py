@@ -76,6 +76,19 @@ def warn(messages: Iterable[str]) -> None:
     talk("".join(map(warning, messages)))
 
 
+def abandoned() -> bool:
+    """Whether the reader of stdout has left, such as `head`, while something that writes by itself was writing (help).
+
+    What is left to write goes nowhere, or the interpreter would complain of it at its end.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return True
+    return False
+
+
 def flush() -> None:
     """Empty the buffers, so that a closed pipe shows here and not when the interpreter ends."""
     for stream in (sys.stdout, sys.stderr):
@@ -95,9 +108,13 @@ def _write(stream: TextIO | None, content: str) -> None:
         stream.write(_encodable(content, stream))
         stream.flush()
     except BrokenPipeError:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, stream.fileno())
-        os.close(devnull)
+        _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def _encodable(content: str, stream: TextIO) -> str:

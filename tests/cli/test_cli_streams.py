@@ -41,6 +41,17 @@ def test_a_reader_who_leaves_changes_neither_the_work_nor_its_exit_code(source, 
     assert (process.returncode, err) == (3, "")
 
 
+def test_a_reader_who_has_enough_of_the_help_leaves_in_peace():
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        with start("verify", "--help", stdout=write) as process:
+            _, err = process.communicate(timeout=60)
+    finally:
+        os.close(write)
+    assert (process.returncode, err) == (0, "")
+
+
 def test_without_a_stdout_the_exit_code_still_answers(source):
     command = f'"{sys.executable}" -m shardctl inspect "{source}" >&-'
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=environment(), check=False)  # noqa: S602
