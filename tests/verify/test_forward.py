@@ -23,6 +23,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jam
 CASES = [
     *((name, "pp=2,fsdp=2,tp=2") for name in FIXTURES),
     *((name, mesh) for name in THOROUGH for mesh in ("tp=2", "tp=4", "fsdp=2", "pp=2", "fsdp=2,tp=2")),
+    *((name, "dp=2,tp=2") for name in ("llama", "mixtral")),
     *((name, mesh) for name in EXPERTS for mesh in ("fsdp=2,ep=2", "tp=4,ep=2,etp=2")),
 ]
 PROJECTOR = ("llava", "gemma3", "paligemma", "mistral3")

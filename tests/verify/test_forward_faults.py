@@ -85,6 +85,10 @@ def row_of_zeros(path):
     values(path, f"{LAYER}.mlp.up_proj.weight", 1)[5] = 0
 
 
+def not_a_number(path):
+    values(path, f"{LAYER}.self_attn.k_proj.weight", 1)[2, 3] = np.nan
+
+
 def exponent_bit(path):
     part = values(path, f"{LAYER}.self_attn.v_proj.weight", 0)
     bits = part.view(np.uint32)
@@ -111,6 +115,7 @@ FAULTS = {
     "layers exchanged": layers_exchanged,
     "a row of zeros": row_of_zeros,
     "an exponent bit": exponent_bit,
+    "a value that is none": not_a_number,
     "v off by a row": off_by_a_row,
     "a norm of another layer": norm_of_another_layer,
 }
@@ -126,6 +131,7 @@ def test_a_fault_in_one_layer_is_found_and_named(broken, fault):
     assert wrong == ({LAYER, "model.layers.2"} if fault == "layers exchanged" else {LAYER})
     assert max(block.error for block in result.blocks) > 1e-3
     assert result.output_error > 1e-4
+    assert not result.notes
     assert any(finding.tensor == LAYER and finding.severity == "error" for finding in result.findings)
 
 

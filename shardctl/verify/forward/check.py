@@ -20,6 +20,7 @@ from shardctl.verify.forward.leaves import Precision
 from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
 from shardctl.verify.forward.sides import Candidate, Original, Sides
 from shardctl.verify.forward.skeleton import Skeleton
+from shardctl.verify.forward.stacks import chosen, idle
 from shardctl.verify.forward.team import Processes, Team
 from shardctl.verify.forward.tolerance import distance, tolerance
 from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
@@ -121,7 +122,9 @@ class Comparison:
         model = executor.skeleton.model
         inputs = inputs_for(model, self.options.device, seed=self.options.seed)
         executor.source = source
-        reference = executor.run(inputs, source, beside=shards)
+        with chosen(model) as seen:
+            reference = executor.run(inputs, source, beside=shards)
+        self._say(executor, shards, *idle(model, seen))
         name, expected = output_of(reference)
         self._look(executor, source, shards)
         found = self._free(executor, inputs, shards)
@@ -200,6 +203,15 @@ class Comparison:
                 executor.run(inputs, source, shards, model=tower)
             except (PartError, UnsupportedError) as error:
                 self.sides.notes.append(f"{name} was not run: {error}")
+
+    def _say(self, executor: Executor, shards: Weights, unused: int, experts: int) -> None:
+        """What was read and not computed with as it would be on ranks."""
+        if unused:
+            text = "experts were chosen by no token of these inputs, and were not computed with"
+            self.sides.notes.append(f"{unused} of {experts} {text}")
+        cut = shards.shards is not None and shards.shards.placed.mesh.degree("tp") > 1
+        if cut and not executor.parted:
+            self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
 
     def _idle(self, executor: Executor) -> list[str]:
         """The parts that no input reached, and whose weights no other part has."""

@@ -53,6 +53,8 @@ class Executor:
     findings: list[Finding] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     """The parts that ran."""
+    parted: int = 0
+    """How often a module computed with parts that ranks hold."""
     _assembled: set[Slot] = field(default_factory=set)
     """Weights that must be whole because code reaches for them."""
     _resident: bool = False
@@ -68,7 +70,7 @@ class Executor:
         Raises PartError if a part cannot run with the shards, UnsupportedError if one cannot with the source, and
         CoverageError if a rank lacks what it should hold.
         """
-        if not self._resident:
+        if not self._resident and (self.source is None or weights is self.source):  # which tells of the code alone
             try:
                 output = self._pass(model or self.skeleton.model, inputs, weights, beside)
             except _FAILURES as error:
@@ -206,6 +208,7 @@ class Executor:
                 run = leaf.embedding if hasattr(leaf.module, "num_embeddings") else leaf.linear
                 done |= {id(each) for each in (slot, bias) if each is not None}  # they stay empty
                 leaves.append(leaf)
+                self.parted += leaf.cut is not None
                 if slot.module is unit.module:
                     own = run
                 else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardctl.verify.forward.leaves import Precision
     from shardctl.verify.forward.skeleton import Slot
     from shardctl.verify.forward.weights import Weights
@@ -27,6 +30,39 @@ class Stack:
         """One expert's weight, ready to compute with."""
         read = self.weights.direct[self.slot][int(expert)]
         return self.weights.typed(self.slot, read, self.precision.dtype).to(self.precision.device)
+
+
+@contextmanager
+def chosen(model: Torch) -> Iterator[dict[str, set[int]]]:
+    """The experts that tokens were sent to while the `with` block ran, by the name of the module that has them."""
+    seen: dict[str, set[int]] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if "Experts" in type(module).__name__ and isinstance(getattr(module, "num_experts", None), int):
+            hooks.append(module.register_forward_pre_hook(_Note(seen.setdefault(name, set())), with_kwargs=True))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(slots=True)
+class _Note:
+    """Notes the indices that a module is called with."""
+
+    seen: set[int]
+
+    def __call__(self, module: Torch, args: Torch, kwargs: Torch) -> None:
+        for given in (*args, *kwargs.values()):
+            if hasattr(given, "is_floating_point") and given.dtype.is_signed and not given.is_floating_point():
+                self.seen.update(index for index in given.unique().tolist() if 0 <= index < module.num_experts)
+
+
+def idle(model: Torch, seen: dict[str, set[int]]) -> tuple[int, int]:
+    """How many experts no token was sent to, and how many there are, where tokens are sent to some."""
+    counts = [(model.get_submodule(name).num_experts, len(indices)) for name, indices in seen.items() if indices]
+    return sum(every - some for every, some in counts), sum(every for every, _ in counts)
 
 
 def is_stack(slot: Slot, precision: Precision) -> bool:
