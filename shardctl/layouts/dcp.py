@@ -140,14 +140,11 @@ class _Builder:
         self.ways[key] = way
 
     def finished(self) -> dict[str, File]:
-        """All files, the metadata last."""
+        """All files, the metadata last; without a `StorageMeta`, which older versions of torch do not know."""
         state = {
             "state_dict_metadata": dict(self._descriptions()),
             "planner_data": self.ways,
             "storage_data": self.stored,
-            "storage_meta": Object(
-                Name(_CLASSES, "StorageMeta"), {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
-            ),
             "version": VERSION,
         }
         content = dump(Object(Name(_CLASSES, "Metadata"), state), 4)

@@ -263,16 +263,28 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
             carried.append(side)
     carried += settings_file(have, layout)
     if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
-        config = (json.dumps(dict(checkpoint.config), indent=2, ensure_ascii=False) + "\n").encode()
-        content = _mended(config, cast.pop()) if cast else config
+        dtype = "" if quantisation_config(checkpoint.config) is not None else _common(have, dtypes)
+        content = _mended(json.dumps(dict(checkpoint.config)).encode(), dtype)
         carried.append(Opaque(CONFIG, "synthesise", size=len(content), content=content))
     return carried
 
 
+def _common(have: Manifest, dtypes: Mapping[str, DType]) -> str:
+    """The type of most elements of weights that are floats, as transformers would write it into a config."""
+    sizes: dict[str, int] = {}
+    for name, tensor in have.tensors.items():
+        if dtypes[name].name in CASTABLE and name not in states_of(have):
+            sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
+
+
 def _mended(config: bytes, dtype: str) -> bytes:
+    """A config that says `dtype`, unless that is empty."""
     parsed = json.loads(config)
     keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
-    return (json.dumps(parsed | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False) + "\n").encode()
+    return (
+        json.dumps(parsed | (dict.fromkeys(keys, dtype) if dtype else {}), indent=2, ensure_ascii=False) + "\n"
+    ).encode()
 
 
 def _inherited(checkpoint: Checkpoint) -> dict[str, str]:

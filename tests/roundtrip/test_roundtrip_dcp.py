@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -244,3 +245,12 @@ def test_experts_apart_have_states_apart_and_come_together_again(experts, tmp_pa
     assert checked.ok, checked.findings
     reshard(tmp_path / "ranks", tmp_path / "dcp", Wish(to="dcp", experts="fused"))
     compare_with_torch(tmp_path / "dcp", expected, tmp_path)
+
+
+def test_the_config_that_is_given_travels_along_and_says_the_type_of_the_weights(tmp_path):
+    (tmp_path / "config.json").write_text((FIXTURES / "config.json").read_text().replace("float32", "bfloat16"))
+    given = Reading(config=tmp_path / "config.json")
+    for dtype, expected in (("keep", "float32"), ("fp16", "float16")):
+        reshard(FIXTURES / "tp", tmp_path / dtype, Wish(dtype=dtype), reading=given)
+        written = json.loads((tmp_path / dtype / "config.json").read_text())
+        assert written == json.loads(given.config.read_text()) | {"dtype": expected}
