@@ -118,6 +118,15 @@ class Opaque:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnConfig:
+    """A `config.json` of transformers, made from what another library keeps (Meta's `params.json`)."""
+
+    values: Mapping[str, object]
+    warnings: tuple[str, ...] = ()
+    """What had to be guessed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """All tensors, files and opaque objects of a checkpoint; a source and a target are the same type."""
 
@@ -134,6 +143,8 @@ class Manifest:
     """What is odd but not wrong; `--strict` makes each an error."""
     training: Training | None = None
     """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
+    own_config: OwnConfig | None = None
+    """What follows from a description that the container has of its own, where there is no `config.json`."""
 
     @property
     def nbytes(self) -> int:

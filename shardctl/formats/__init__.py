@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import dcp, deepspeed, safetensors, torch_save
+from shardctl.formats import dcp, deepspeed, meta, safetensors, torch_save
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
-FORMATS: Final[tuple[Format, ...]] = (safetensors.FORMAT, dcp.FORMAT, deepspeed.FORMAT, torch_save.FORMAT)
+FORMATS: Final[tuple[Format, ...]] = (
+    safetensors.FORMAT,
+    dcp.FORMAT,
+    deepspeed.FORMAT,
+    meta.FORMAT,
+    torch_save.FORMAT,
+)
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
 _SHOWN: Final = 5
 

@@ -29,7 +29,7 @@ from shardctl.manifest import Chunk, File, Manifest, Opaque, Region, Tensor
 from shardctl.storage import read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.formats.torch_tensors import Saved, View
     from shardctl.storage import Source
@@ -78,9 +78,9 @@ def scan(source: Source) -> Manifest:
     """
     chosen = _choose(source)
     warnings = list(chosen.warnings)
-    read_files: dict[str, _Read] = {}
+    read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
-        read_files[path] = found = _read(source, path)
+        read_files[path] = found = read_weights(source, path)
         warnings += found.state.warnings
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
@@ -228,25 +228,30 @@ def _check_numbering(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class WeightsFile:
     """One file's weights."""
 
     saved: Saved
     state: StateDict
 
 
-def _read(source: Source, path: str) -> _Read:
+def read_weights(source: Source, path: str) -> WeightsFile:
+    """The weights in a file of torch.save.
+
+    Raises as `read_saved` and `state_dict`, and HostileError for tensors that would fill a disk.
+    """
     refuse_unfinished(source, path)
     check_link(source, path)
     saved = read_saved(source, path)
     state = state_dict(saved.tree, path)
-    _check_total(source, path, state.views)
-    return _Read(saved, state)
+    check_total(source, path, state.views.values())
+    return WeightsFile(saved, state)
 
 
-def _check_total(source: Source, path: str, views: Mapping[str, View]) -> None:
+def check_total(source: Source, path: str, views: Iterable[View]) -> None:
+    """Raise HostileError if the tensors of a file are much larger than it."""
     size = source.files()[path].size
-    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in set(views.values()))
+    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in set(views))
     if total > _REPEATED * size + _REPEATED_FREE:
         raise HostileError(
             f"{path} has {size:,} bytes, but its tensors would have {total:,}: their strides repeat elements",
@@ -254,7 +259,7 @@ def _check_total(source: Source, path: str, views: Mapping[str, View]) -> None:
         )
 
 
-def _tensors(found: _Read, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
+def _tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
     """The tensors of a file that the index does not place in another one."""
     saved = found.saved
     names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
@@ -274,7 +279,7 @@ def _whole_box(shape: tuple[int, ...]) -> Box:
     return Box.whole(shape)
 
 
-def _check_index(index: Index, read_files: Mapping[str, _Read]) -> tuple[str, ...]:
+def _check_index(index: Index, read_files: Mapping[str, WeightsFile]) -> tuple[str, ...]:
     """The index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
     by_name: dict[str, dict[str, int]] = {}
     once: dict[str, dict[str, int]] = {}

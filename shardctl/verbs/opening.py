@@ -135,6 +135,9 @@ def _open(
     if stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)
+    if config is None and stored.own_config is not None:
+        config = stored.own_config.values
+        stored = replace(stored, warnings=(*stored.warnings, *stored.own_config.warnings))
     rules = models.load_rules(reading.rules) if reading.rules else None
     manifest, model, problem = stored, None, None
     if config is not None or rules is not None or reading.rules_from is not None:

@@ -1,0 +1,199 @@
+"""Meta's `consolidated.NN.pth`: parts are joined by their shapes, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardctl import formats
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.reshard import reshard
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+sys.path.insert(0, str(FIXTURES))
+import make_meta  # noqa: E402
+
+
+def scan(path: Path):
+    with closing(LocalSource(path)) as source:
+        return formats.scan(source)
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A copy of the fixture with two ranks."""
+    return Path(shutil.copytree(FIXTURES / "meta" / "llama2", tmp_path / "llama2"))
+
+
+def change(path: Path, **tensors) -> None:
+    """Replace tensors of a file; None takes one away."""
+    state = torch.load(path)
+    for name, value in tensors.items():
+        state[name.replace("__", ".")] = value
+    torch.save({name: t for name, t in state.items() if t is not None}, path)
+
+
+def say(place: Path, **fields) -> None:
+    params = json.loads((place / "params.json").read_text())
+    (place / "params.json").write_text(json.dumps(params | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "notes"),
+    [
+        ("llama2", ["the embedding is cut along the hidden dim, as Llama 2 does"]),
+        (
+            "llama3",
+            [
+                "the embedding is cut along the vocabulary, as Llama 3 does",
+                "each key/value head is on 2 ranks; its copies must be equal",
+            ],
+        ),
+        ("llama31", []),
+    ],
+)
+def test_how_it_was_understood_is_said(name, notes):
+    manifest = scan(FIXTURES / "meta" / name)
+    assert (manifest.format, manifest.training.writer) == ("meta", "Meta's Llama")
+    assert manifest.training.ranks == make_meta.RANKS[name]
+    assert list(manifest.training.notes) == notes
+    assert manifest.warnings == ()
+    assert {n: t.shape for n, t in manifest.tensors.items()} == {
+        n: tuple(t.shape) for n, t in make_meta.weights(name).items()
+    }
+
+
+def test_buffers_and_descriptions_are_left_behind(place):
+    dropped = inspect(place).dropped
+    assert set(dropped) == {"params.json", "checklist.chk", "rope.freqs"}
+
+
+def test_a_missing_file_in_the_middle_is_named(place):
+    for rank in (3, 4):
+        shutil.copy(place / "consolidated.01.pth", place / f"consolidated.{rank:02d}.pth")
+    with pytest.raises(SourceError, match=r"consolidated\.02\.pth is missing, but consolidated\.04\.pth is there"):
+        scan(place)
+
+
+def test_a_missing_file_at_the_end_is_named(place):
+    (place / "consolidated.01.pth").unlink()
+    with pytest.raises(
+        SourceError, match=r"consolidated\.01\.pth is missing: .*wo.weight is \[32, 16\].* one of 2 parts"
+    ):
+        scan(place)
+
+
+def test_a_missing_first_file_is_named(place):
+    (place / "consolidated.00.pth").unlink()
+    with pytest.raises(SourceError, match=r"consolidated\.00\.pth is missing"):
+        scan(place)
+
+
+def test_an_embedding_that_is_cut_in_no_known_way_is_refused(place):
+    for rank in range(2):
+        change(place / f"consolidated.{rank:02d}.pth", tok_embeddings__weight=torch.zeros(64, 20).half())
+    with pytest.raises(
+        SourceError, match=r"tok_embeddings\.weight is \[64, 20\], neither one of 2 parts of 32 columns nor"
+    ):
+        scan(place)
+
+
+def test_parts_of_other_models_are_refused(place):
+    change(place / "consolidated.01.pth", layers__0__feed_forward__w1__weight=torch.zeros(40, 32).half())
+    with pytest.raises(SourceError, match=r"w1.weight is F16 \[40, 32\] in consolidated\.01\.pth, but F16 \[44, 32\]"):
+        scan(place)
+
+
+def test_a_tensor_that_one_rank_lacks_is_named(place):
+    change(place / "consolidated.01.pth", norm__weight=None)
+    with pytest.raises(SourceError, match=r"consolidated\.01\.pth has no norm\.weight, but consolidated\.00\.pth has"):
+        scan(place)
+
+
+def test_tensors_that_no_such_llama_has_are_refused(place):
+    for rank in range(2):
+        change(place / f"consolidated.{rank:02d}.pth", vision_model__conv1__weight=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match=r"'vision_model\.conv1\.weight', which Llama 2 and 3 have not"):
+        scan(place)
+
+
+def test_quantised_weights_are_refused(place):
+    (place / "fp8_scales_0.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="quantised to 8 bits"):
+        scan(place)
+
+
+def test_copies_of_a_head_that_differ_are_found(tmp_path):
+    place = tmp_path / "llama3"
+    make_meta.write("llama3", place)
+    change(place / "consolidated.01.pth", layers__1__attention__wk__weight=torch.zeros(4, 32).bfloat16())
+    with pytest.raises(SourceError, match=r"layers\.1\.self_attn\.k_proj\.weight"):
+        reshard(place, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dim": 0}, "dim 0, which is no positive number"),
+        ({"n_layers": "2"}, "n_layers '2', which is no positive number"),
+        ({"n_heads": 5}, "5 heads, which do not divide dim 32"),
+        ({"norm_eps": -1}, "norm_eps -1"),
+        ({"n_kv_heads": True}, "n_kv_heads True"),
+    ],
+)
+def test_params_that_make_no_sense_are_refused(place, fields, message):
+    say(place, **fields)
+    with pytest.raises(SourceError, match=message):
+        scan(place)
+
+
+def test_params_that_are_not_json_are_refused(place):
+    (place / "params.json").write_text("{")
+    with pytest.raises(SourceError, match=r"params\.json is not JSON"):
+        scan(place)
+
+
+def test_params_of_another_kind_give_no_config(place):
+    say(place, moe_args={"num_experts": 16})
+    manifest = scan(place)
+    assert manifest.own_config is None
+    assert manifest.training.notes[-1].startswith("params.json is unlike that of Llama 2 and 3: without --config")
+
+
+def test_without_params_the_names_stay_metas(place):
+    (place / "params.json").unlink()
+    found = inspect(place)
+    assert found.architecture == ""
+    assert "layers.0.attention.wq.weight" in {line.name for line in found.tensors}
+
+
+class _Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/owned-by-meta",)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_that_runs_code_is_hostile(place, protocol):
+    with zipfile.ZipFile(place / "consolidated.01.pth", "w") as archive:
+        archive.writestr("consolidated/data.pkl", pickle.dumps({"norm.weight": _Evil()}, protocol))
+        archive.writestr("consolidated/version", "3\n")
+    with pytest.raises(HostileError, match=r"consolidated\.01\.pth"):
+        scan(place)
+
+
+def test_a_link_that_leaves_the_directory_is_hostile(place, tmp_path):
+    (place / "consolidated.01.pth").rename(tmp_path / "elsewhere.pth")
+    (place / "consolidated.01.pth").symlink_to(tmp_path / "elsewhere.pth")
+    with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
+        scan(place)

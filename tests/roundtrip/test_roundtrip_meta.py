@@ -1,0 +1,198 @@
+"""Meta to Hugging Face: the same bits as by the rule of transformers, and the same logits as by the model of Meta."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardctl.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+sys.path.insert(0, str(FIXTURES))
+import make_meta  # noqa: E402
+
+NAMES = tuple(make_meta.PARAMS)
+
+
+def in_hf_order(name: str) -> dict[str, torch.Tensor]:
+    """A model as transformers' `convert_llama_weights_to_hf.py` makes it: names, and `permute` of queries and keys."""
+    params, whole = make_meta.PARAMS[name], make_meta.weights(name)
+    dim = params["dim"]
+
+    def permute(w: torch.Tensor, heads: int) -> torch.Tensor:
+        rows = w.shape[0]
+        return w.view(heads, rows // heads // 2, 2, dim).transpose(1, 2).reshape(rows, dim)
+
+    state = {}
+    for n in range(params["n_layers"]):
+        meta, hf = f"layers.{n}", f"model.layers.{n}"
+        q, k = whole[f"{meta}.attention.wq.weight"], whole[f"{meta}.attention.wk.weight"]
+        state |= {
+            f"{hf}.self_attn.q_proj.weight": permute(q, params["n_heads"]),
+            f"{hf}.self_attn.k_proj.weight": permute(k, params.get("n_kv_heads", params["n_heads"])),
+            f"{hf}.self_attn.v_proj.weight": whole[f"{meta}.attention.wv.weight"],
+            f"{hf}.self_attn.o_proj.weight": whole[f"{meta}.attention.wo.weight"],
+            f"{hf}.mlp.gate_proj.weight": whole[f"{meta}.feed_forward.w1.weight"],
+            f"{hf}.mlp.down_proj.weight": whole[f"{meta}.feed_forward.w2.weight"],
+            f"{hf}.mlp.up_proj.weight": whole[f"{meta}.feed_forward.w3.weight"],
+            f"{hf}.input_layernorm.weight": whole[f"{meta}.attention_norm.weight"],
+            f"{hf}.post_attention_layernorm.weight": whole[f"{meta}.ffn_norm.weight"],
+        }
+    ends = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+    return state | {f"{hf}.weight": whole[f"{meta}.weight"] for hf, meta in ends.items()}
+
+
+def meta_logits(name: str, tokens: torch.Tensor) -> torch.Tensor:
+    """What Meta's model computes in float32: rotary embeddings of neighbouring pairs, as complex numbers."""
+    params, w = make_meta.PARAMS[name], {key: t.float() for key, t in make_meta.weights(name).items()}
+    heads, dim = params["n_heads"], params["dim"]
+    head, kv_heads = dim // heads, params.get("n_kv_heads", heads)
+    frequencies = 1.0 / params.get("rope_theta", 10000.0) ** (torch.arange(0, head, 2).float() / head)
+    if params.get("use_scaled_rope"):
+        frequencies = scaled(frequencies, params["rope_scaling_factor"])
+    length = tokens.shape[1]
+    angles = torch.outer(torch.arange(length).float(), frequencies)
+    turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]
+
+    def norm(x: torch.Tensor, key: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"]) * w[key]
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+
+    x = w["tok_embeddings.weight"][tokens]
+    mask = torch.full((length, length), float("-inf")).triu(1)
+    for n in range(params["n_layers"]):
+        at = norm(x, f"layers.{n}.attention_norm.weight")
+        q, k, v = (
+            (at @ w[f"layers.{n}.attention.{part}.weight"].T).unflatten(-1, (-1, head)) for part in ("wq", "wk", "wv")
+        )
+        q, k = rotated(q), rotated(k).repeat_interleave(heads // kv_heads, 2)
+        v = v.repeat_interleave(heads // kv_heads, 2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / head**0.5 + mask
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(-2)
+        x = x + mixed @ w[f"layers.{n}.attention.wo.weight"].T
+        inner = norm(x, f"layers.{n}.ffn_norm.weight")
+        gate = torch.nn.functional.silu(inner @ w[f"layers.{n}.feed_forward.w1.weight"].T)
+        up = inner @ w[f"layers.{n}.feed_forward.w3.weight"].T
+        x = x + (gate * up) @ w[f"layers.{n}.feed_forward.w2.weight"].T
+    return norm(x, "norm.weight") @ w["output.weight"].T
+
+
+def scaled(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
+    """The frequencies of Llama 3.1 (llama-models `llama3/model.py`, `apply_scaling`)."""
+    lengths = 2 * torch.pi / frequencies
+    smooth = ((8192 / lengths - 1) / (4 - 1)).clamp(0, 1)
+    return (1 - smooth) * frequencies / factor + smooth * frequencies
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name].view(torch.int16), value.contiguous().view(torch.int16)), name
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> dict[str, Path]:
+    places = {}
+    for name in NAMES:
+        places[name] = tmp_path_factory.mktemp("converted") / name
+        reshard(FIXTURES / "meta" / name, places[name])
+    return places
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> dict[str, Path]:
+    """The models as transformers itself saves them."""
+    places = {}
+    for name in NAMES:
+        places[name] = tmp_path_factory.mktemp("original") / name
+        params, state = make_meta.PARAMS[name], in_hf_order(name)
+        config = LlamaConfig(
+            hidden_size=params["dim"],
+            intermediate_size=state["model.layers.0.mlp.up_proj.weight"].shape[0],
+            num_hidden_layers=params["n_layers"],
+            num_attention_heads=params["n_heads"],
+            num_key_value_heads=params.get("n_kv_heads", params["n_heads"]),
+            vocab_size=make_meta.VOCABULARY,
+        )
+        model = LlamaForCausalLM(config).to(make_meta.DTYPES[name])
+        model.load_state_dict(state)
+        model.save_pretrained(places[name])
+    return places
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_are_those_that_transformers_makes(name, converted):
+    same(load_file(converted[name] / "model.safetensors"), in_hf_order(name))
+    assert {path.name for path in converted[name].iterdir()} == {
+        *("config.json", "model.safetensors", "shardctl.json", "tokenizer.model")
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_digest_is_that_of_the_original(name, converted, original):
+    assert digest(FIXTURES / "meta" / name).digest == digest(original[name]).digest == digest(converted[name]).digest
+    assert verify(converted[name], level="full", against=FIXTURES / "meta" / name).ok
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_logits_are_those_of_metas_model(name, converted):
+    tokens = torch.randint(0, make_meta.VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
+    model = LlamaForCausalLM.from_pretrained(converted[name], dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        found = model(input_ids=tokens).logits
+    expected = meta_logits(name, tokens)
+    assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4), (found - expected).abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_to_ranks(name, converted, tmp_path):
+    reshard(FIXTURES / "meta" / name, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
+    checked = verify(tmp_path / "ranks", level="full", against=converted[name])
+    assert checked.ok, checked.findings
+    assert checked.digest == digest(converted[name]).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama2", 1), ("llama2", 4), ("llama3", 1), ("llama3", 2), ("llama31", 2)]
+)
+def test_however_many_ranks_it_has(name, ranks, converted, tmp_path):
+    make_meta.write(name, tmp_path / "meta", ranks)
+    assert digest(tmp_path / "meta").digest == digest(converted[name]).digest
+
+
+def test_the_config_says_what_the_params_say(converted):
+    config = json.loads((converted["llama31"] / "config.json").read_text())
+    assert config == config | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 112,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    }
+    assert config["rope_scaling"]["factor"] == 8.0
+
+
+def test_a_config_of_its_own_wins(original, tmp_path):
+    result = reshard(FIXTURES / "meta" / "llama2", tmp_path / "out", reading=Reading(config=original["llama2"]))
+    assert result.warnings == ()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads((original["llama2"] / "config.json").read_text())
