@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.errors import UnsupportedError
+from shardctl.formats import FORMATS
 from shardctl.formats.format import given_file
 from shardctl.formats.impostors import FOREIGN, unfinished_downloads
 from shardctl.manifest import Manifest, Tensor
@@ -41,8 +42,11 @@ def config_file(source: Source) -> str | None:
         return given if fits and files[given].size <= _LARGEST else None
     if CONFIG not in files or RECORD in files:
         return None
-    weights = any("/" not in path and path.endswith(_WEIGHTS) for path in files)
-    return None if weights or any(unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
+    weights = [path for path in files if path.endswith(_WEIGHTS)]
+    own = any("/" not in path for path in weights)
+    if own or (weights and any(format_.detect(source) for format_ in FORMATS)):  # trainers keep them in folders
+        return None
+    return None if any(unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
 
 
 def names_a_model(config: Mapping[str, object]) -> bool:

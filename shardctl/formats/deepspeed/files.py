@@ -47,6 +47,12 @@ class Files:
     others: list[str] = field(default_factory=list)
     """Files of DeepSpeed that nothing is read from."""
 
+    def paths(self) -> set[str]:
+        """All of them."""
+        own = (self.model, self.optimizer, self.experts, self.layers)
+        states = {path for held in self.universal.values() for path in held.values()}
+        return {*(path for held in own for path in held.values()), *states, *self.others}
+
     def __bool__(self) -> bool:
         return bool(self.model or self.optimizer or self.layers or self.universal)
 

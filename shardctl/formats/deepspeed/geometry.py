@@ -31,6 +31,10 @@ class Partition(NamedTuple):
 
     rank: int
     parts: int
+    kind: int = 0
+    """Which of several ranks that have other parameters each (experts) under the same names."""
+    divided: int = 1
+    """How many of those there are."""
 
 
 def joined(

@@ -85,6 +85,9 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
         found = _scattered(saved, state, rank, world)
     elif _JOINED in state:
         found = _joined(saved, state, rank, world)
+        if _is_shuffled(tree):
+            for flats in found.groups:
+                flats.mapped = {}
     else:
         raise UnsupportedError(f"{path} has no flat partitions of weights; it was not written by a ZeRO optimizer")
     found.world = world
@@ -92,6 +95,12 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
     found.version = version[:40] if isinstance(version, str) and version.isprintable() else ""
     found.config = table(tree.get("ds_config"))
     return found
+
+
+def _is_shuffled(tree: Mapping[Any, Any]) -> bool:
+    """Whether parameters were handed to ranks in turn: DeepSpeed then maps them as if they had not been."""
+    zero = table(table(tree.get("ds_config")).get("zero_optimization"))
+    return bool(zero.get("round_robin_gradients"))
 
 
 def _joined(saved: Saved, state: Mapping[Any, Any], rank: int, world: int) -> OptimizerState:
@@ -130,7 +139,9 @@ def _scattered(saved: Saved, state: Mapping[Any, Any], rank: int, world: int) ->
         own = table(parts[number]) if number < len(parts) else {}
         count = integer(own.get("partition_count")) or world
         at = integer(own.get("partition_rank"))
-        found = Flats(master, Partition(rank % count if at is None else at, count), master.size)
+        kinds = max(1, world // count)
+        part = Partition(rank // kinds if at is None else at, count, rank % kinds, kinds)
+        found = Flats(master, part, master.size)
         _sort_states(saved, found, by_group.get(number))
         groups.append(found)
     return OptimizerState(
@@ -152,21 +163,28 @@ def _sort_states(saved: Saved, found: Flats, node: object) -> None:
             found.strange.append(name)
 
 
-def _settings(nodes: list[Any], groups: list[Flats]) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
-    """Hyper-parameters; some optimizers keep the number of steps among them."""
+def settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
+    """Per group of parameters the numbers of its flat groups, of which there are `groups`, and hyper-parameters."""
     found = []
     for node in nodes:
         held = table(node)
-        members = tuple(n for n in items(held.get("params")) if integer(n) is not None and n < len(groups))
+        members = tuple(n for n in items(held.get("params")) if integer(n) is not None and n < groups)
         values = {
             key: value[0]
             for key, node in held.items()
             if isinstance(key, str) and key != "params" and (value := plain(node)) is not None
         }
+        found.append((members, values))
+    return found
+
+
+def _settings(nodes: list[Any], groups: list[Flats]) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
+    """Hyper-parameters; some optimizers keep the number of steps among them."""
+    found = settings(nodes, len(groups))
+    for members, values in found:
         step = integer(values.get(_STEP))
         for number in members if step is not None else ():
             groups[number].numbers.setdefault(_STEP, float(step or 0))
-        found.append((members, values))
     return found
 
 
@@ -175,7 +193,8 @@ def _part(path: str, count: object, rank: int, world: int) -> Partition:
     parts = integer(count) or world
     if world % parts:
         raise SourceError(f"{path} is of {world} data-parallel ranks, but has a group in {parts} parts")
-    return Partition(rank // (world // parts), parts)
+    kinds = world // parts
+    return Partition(rank // kinds, parts, rank % kinds, kinds)
 
 
 def _address(path: str, node: object) -> tuple[int, int]:

@@ -99,6 +99,8 @@ class Pieces:
                 f"{name!r} is of several types: {', '.join(sorted({str(p.dtype) for p in by_rank.values()}))}"
             )
         if cut is None:
+            if any(local.shape != first.shape for local in by_rank.values()):
+                raise SourceError(f"{name!r} has another shape on every rank")
             chunks = tuple(chunk for local in by_rank.values() for chunk in local.chunks)
             return Tensor(called, first.dtype, first.shape, chunks, ties=ties)
         chunks = tuple(

@@ -1,0 +1,100 @@
+"""Optimizer states of a checkpoint without ZeRO: all in the module's file, under numbers in place of names.
+
+DeepSpeed `runtime/fp16/unfused_optimizer.py` and `fused_optimizer.py` (`state_dict`), and torch's optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.formats.deepspeed.geometry import Partition, joined
+from shardctl.formats.deepspeed.partitions import add_number
+from shardctl.formats.deepspeed.values import flat, integer, items, plain, table, tensor
+
+if TYPE_CHECKING:
+    from shardctl.formats.deepspeed.found import Found
+    from shardctl.formats.deepspeed.model_states import ModelState
+
+_INNER: Final = "optimizer_state_dict"
+_APART: Final = "fp32_groups"
+_FLAT: Final = "fp32_groups_flat"
+
+
+def read_optimizer(rank: int, state: ModelState, found: Found) -> None:
+    """Note the master weights and states in the file of one model-parallel rank.
+
+    Which number is which parameter is not in the file. It is known where the optimizer has one group, and as many
+    parameters of the same shapes as the module: then they follow one another as there. Else the optimizer is left
+    behind, with a warning.
+    """
+    top = table(state.optimizer)
+    base = table(top.get(_INNER)) or top
+    groups = [table(group) for group in items(base.get("param_groups"))]
+    if state.saved is None or not groups:
+        return
+    names = _names(state)
+    numbers = [n for group in groups for n in items(group.get("params"))]
+    states = {n: _arrays(state, node) for n, node in table(base.get("state")).items()}
+    if len(groups) != 1 or len(names) != len(numbers) or not _fit(state, names, numbers, states):
+        found.warnings.append(
+            f"{state.path}: the optimizer is left behind, for without ZeRO its states have numbers in place of names, "
+            f"and which is which cannot be told ({len(groups)} groups, {len(numbers)} of {len(names)} parameters)"
+        )
+        return
+    found.parameters |= dict.fromkeys(names)
+    settings = {str(k): value[0] for k, v in groups[0].items() if k != "params" and (value := plain(v)) is not None}
+    found.groups.setdefault(0, ({}, settings))[0].update(dict.fromkeys(names))
+    for number, name in zip(numbers, names, strict=True):
+        for key, value in states.get(number, {}).items():
+            if value.shape == state.module[name].shape:
+                found.state(key).add_array(name, rank, value)
+            else:
+                add_number(found.state(key), name, rank, value)
+    _read_master(rank, state, top, names, found)
+
+
+def _read_master(rank: int, state: ModelState, top: dict[Any, Any], names: list[str], found: Found) -> None:
+    if state.saved is None:
+        return
+    apart = items(top.get(_APART))
+    for name, node in zip(names, items(apart[0]) if len(apart) == 1 else (), strict=False):
+        array = tensor(state.saved, node, f"{_APART} of {name}")
+        if array is not None and array.shape == state.module[name].shape:
+            found.master.add_array(name, rank, array)
+    flats = items(top.get(_FLAT))
+    if len(flats) == 1:
+        array = flat(state.saved, flats[0], _FLAT)
+        shapes = {name: state.module[name].shape for name in names}
+        for name, run in joined(shapes, Partition(0, 1), array.size):
+            found.master.add_run(name, rank, shapes[name], array, run)
+
+
+def _arrays(state: ModelState, node: object) -> dict[str, Any]:
+    found = {}
+    for key, value in table(node).items():
+        array = tensor(state.saved, value, str(key)[:200]) if state.saved is not None else None
+        if array is not None:
+            found[str(key)[:200]] = array
+    return found
+
+
+def _names(state: ModelState) -> list[str]:
+    """The module's parameters, in its order; a tied one once."""
+    seen = set()
+    names = []
+    for name, array in state.module.items():
+        if name not in state.buffers and (array not in seen or not array.size):
+            seen.add(array)
+            names.append(name)
+    return names
+
+
+def _fit(state: ModelState, names: list[str], numbers: list[Any], states: dict[Any, dict[str, Any]]) -> bool:
+    """Whether every state is as its parameter or one number."""
+    for number, name in zip(numbers, names, strict=True):
+        if integer(number) is None:
+            return False
+        shape = state.module[name].shape
+        if any(array.shape not in {shape, (), (1,)} for array in states.get(number, {}).values()):
+            return False
+    return True
