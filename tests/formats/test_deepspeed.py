@@ -416,6 +416,88 @@ def test_a_link_that_leaves_the_directory_is_refused(tmp_path):
         scan(place)
 
 
+def elsewhere(tree):
+    tree["shared_params"] = {"a": "nothing"}
+
+
+def test_a_tie_with_nothing_is_refused(tmp_path):
+    place = scattered(tmp_path / "made", {"b": torch.randn(3)}, 2)
+    bad = changed(place, tmp_path / "bad", "zero_pp_rank_0_mp_rank_00_model_states.pt", elsewhere)
+    with pytest.raises(SourceError, match="'a' shares its elements with 'nothing', which is in no file"):
+        scan(bad)
+
+
+def other_part(tree):
+    tree["ds_zero_partition_groups"] = [{"partition_rank": 0, "partition_count": 3}]
+
+
+def test_a_part_that_is_there_twice_is_refused(tmp_path):
+    place = scattered(tmp_path / "made", {"a": torch.randn(9, 2)}, 3)
+    bad = changed(place, tmp_path / "bad", "zero_pp_rank_1_mp_rank_00_optim_states.pt", in_parts(other_part))
+    with pytest.raises(CoverageError, match=r"a \[9, 2\]: elements \[0:3, 0:2\] are stored twice"):
+        scan(bad)
+
+
+def hidden_class(value):
+    def change(tree):
+        (group,) = tree["param_shapes"]
+        group["b"] = value
+
+    return change
+
+
+@pytest.mark.parametrize("shape", [(True, 3), (1.0,), "33", None, (-3,), (1 << 70,), ((3,),)])
+def test_a_shape_that_is_none_is_refused(shape, tmp_path):
+    place = scattered(tmp_path / "made", {"b": torch.randn(3)}, 2)
+    bad = changed(place, tmp_path / "bad", "zero_pp_rank_0_mp_rank_00_model_states.pt", hidden_class(shape))
+    with pytest.raises(SourceError, match="something else in place of a shape"):
+        scan(bad)
+
+
+@pytest.mark.parametrize("step", [1e300, float("inf"), float("nan"), 1 << 2000, -3, "2", None, [2], 2.5])
+def test_a_step_may_be_anything(step, tmp_path):
+    def change(tree):
+        tree["optimizer_state_dict"]["state"][0]["step"] = step
+        tree["optimizer_state_dict"]["param_groups"][0]["step"] = step
+
+    place = scattered(tmp_path / "made", {"b": torch.randn(3)}, 1)
+    found = scan(changed(place, tmp_path / "bad", "*optim_states.pt", in_parts(change)))
+    assert ("optimizer.step.b" in found.training.states) is (step in {-3, 2.5} if not isinstance(step, list) else False)
+
+
+def test_the_modules_own_copy_needs_no_optimizer(tmp_path):
+    place = shutil.copytree(FIXTURES / "z2", tmp_path / "some")
+    next(place.rglob("*pp_rank_1*optim*")).unlink()
+    found = scan(place, "module")
+    check(place, found.tensors, whole("z2")["module"])
+    assert not found.training.states
+    assert "the optimizer is left behind: global_step2/bf16_zero_pp_rank_1" in found.warnings[0]
+    next(place.rglob("*pp_rank_0*optim*")).unlink()
+    found = scan(place)
+    check(place, found.tensors, whole("z2")["module"])
+    assert found.warnings == ("the optimizer is left behind: the optimizer's files are not here",)
+    place = shutil.copytree(FIXTURES / "z3", tmp_path / "none")
+    for path in place.rglob("*optim_states.pt"):
+        path.unlink()
+    with pytest.raises(SourceError, match=r"'model\.embed_tokens\.weight' is in no file of the checkpoint"):
+        scan(place)
+
+
+def test_safetensors_beside_win_and_say_so(tmp_path):
+    """As transformers' Trainer saves: the model in safetensors, and DeepSpeed's files in a folder."""
+    from safetensors.torch import save_file
+
+    place = shutil.copytree(FIXTURES / "z2", tmp_path / "checkpoint-2")
+    config(place)
+    save_file(whole("z2")["module"], place / "model.safetensors", {"format": "pt"})
+    found = scan(place)
+    assert found.format == "safetensors"
+    assert "global_step2/ is left behind" in " ".join(found.warnings)
+    with closing(LocalSource(place)) as source:
+        found = formats.scan(source, override="deepspeed")
+    check(place, found.tensors, whole("z2")["master"])
+
+
 # Tensor-parallel parts
 
 

@@ -8,7 +8,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.deepspeed.found import Found
 from shardctl.formats.deepspeed.layers import read_layers
 from shardctl.formats.deepspeed.modules import read_models, read_modules
-from shardctl.formats.deepspeed.partitions import read_partitions
+from shardctl.formats.deepspeed.partitions import MissingRankError, read_partitions
 from shardctl.formats.deepspeed.tensor_parallel import Cuts
 from shardctl.formats.deepspeed.universal import read_universal
 from shardctl.formats.deepspeed.without_zero import read_optimizer
@@ -43,7 +43,9 @@ class Reader:
         if files.universal:
             read_universal(self.source, files, self.models, found)
         elif files.optimizer:
-            read_partitions(self.source, files, self.models, found)
+            self._read_partitions()
+        elif any(state.groups is not None for state in self.models.values()):
+            self._forgo("the optimizer's files are not here")
         else:
             found.world = max((state.data_parallel or 1 for state in self.models.values()), default=1)
             for rank, state in self.models.items():
@@ -64,6 +66,24 @@ class Reader:
             warnings=(*found.warnings, *left),
             training=training,
         )
+
+    def _read_partitions(self) -> None:
+        try:
+            read_partitions(self.source, self.files, self.models, self.found)
+        except MissingRankError as error:
+            if self.weights != "module":
+                raise
+            self._forgo(error.message)
+
+    def _forgo(self, why: str) -> None:
+        """Go on without the optimizer, whose files are not complete."""
+        self.found.forget_optimizer()
+        self.found.kind = "without the optimizer"
+        self.found.world = max((state.data_parallel or 1 for state in self.models.values()), default=1)
+        self.found.warnings.append(f"the optimizer is left behind: {why}")
+        for state in self.models.values():
+            for group in state.groups or ():
+                self.found.parameters |= dict.fromkeys(group)
 
     # Which copy
 
@@ -120,8 +140,14 @@ class Reader:
                 continue
             pieces = found.master if use_master and name in found.master.held else found.module
             if name not in pieces.held:
-                raise SourceError(f"{name!r} is in no file of the checkpoint", hint="a file was not copied")
+                raise SourceError(
+                    f"{name!r} is in no file of the checkpoint",
+                    hint="at stage 3 the *_optim_states.pt of all ranks are needed; else a file was not copied",
+                )
             weights[name] = self._tensor(pieces, name, name, tuple(ties.get(name, ())))
+        for alias, name in found.ties.items():
+            if name not in weights:
+                raise SourceError(f"{alias!r} shares its elements with {name!r}, which is in no file of the checkpoint")
         if not weights:
             raise SourceError(f"{self.source.name} holds no weights")
         return weights

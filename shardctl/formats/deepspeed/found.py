@@ -35,6 +35,10 @@ class Found:
     """What is left behind: the key, and the file that has it."""
     warnings: list[str] = field(default_factory=list)
 
+    def forget_optimizer(self) -> None:
+        """Leave out all that its files said."""
+        self.master, self.states, self.parameters, self.groups = Pieces(), {}, {}, {}
+
     def state(self, name: str) -> Pieces:
         """The pieces of one kind of state."""
         return self.states.setdefault(name, Pieces())

@@ -50,7 +50,7 @@ def read_modules(source: Source, files: Files, models: Mapping[int, ModelState],
                 found.module.add_array(name, rank, array)
         _read_frozen(source, files, rank, state, found)
         _find_ties(state, found)
-        found.others += [(key, state.path) for key in state.others if (key, state.path) not in found.others]
+        found.others += [(key, state.path) for key in state.others]
     for (_, _, rank), path in sorted(files.experts.items()):
         saved = open_saved(source, path)
         held, others = tensors(saved, saved.tree)

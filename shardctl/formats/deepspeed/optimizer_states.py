@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.deepspeed.geometry import Partition
 from shardctl.formats.deepspeed.model_states import open_saved
-from shardctl.formats.deepspeed.values import Array, flat, integer, items, plain, table, tensor
+from shardctl.formats.deepspeed.values import Array, flat, integer, items, number, plain, table, tensor
 from shardctl.formats.pickle_tree import Call, mapping
 
 if TYPE_CHECKING:
@@ -110,16 +110,16 @@ def _joined(saved: Saved, state: Mapping[Any, Any], rank: int, world: int) -> Op
     elastic = isinstance(base, list)
     by_group = items(base) if elastic else table(table(base).get("state"))
     groups = []
-    for number, node in enumerate(items(state[_JOINED])):
-        master = flat(saved, node, f"{_JOINED}[{number}]")
-        padding = _nth(state.get("group_paddings"), number)
+    for place, node in enumerate(items(state[_JOINED])):
+        master = flat(saved, node, f"{_JOINED}[{place}]")
+        padding = _nth(state.get("group_paddings"), place)
         length = master.size + ((padding or 0) if stage is not None else 0)
-        part = _part(saved.path, _nth(state.get("partition_count"), number), rank, world)
-        paddings = items(_item(state.get("param_alignment_paddings"), number))
+        part = _part(saved.path, _nth(state.get("partition_count"), place), rank, world)
+        paddings = items(_item(state.get("param_alignment_paddings"), place))
         found = Flats(master, part, length, tuple(integer(n) or 0 for n in paddings))
-        for name, address in table(_item(state.get("param_slice_mappings"), number)).items():
+        for name, address in table(_item(state.get("param_slice_mappings"), place)).items():
             found.mapped[name] = _address(saved.path, address)
-        values = _item(by_group, number) if elastic else table(by_group).get(number)
+        values = _item(by_group, place) if elastic else table(by_group).get(place)
         _sort_states(saved, found, values)
         if elastic and integer(state.get("base_optimizer_state_step")) is not None:
             found.numbers.setdefault(_STEP, float(state["base_optimizer_state_step"]))
@@ -134,15 +134,15 @@ def _scattered(saved: Saved, state: Mapping[Any, Any], rank: int, world: int) ->
     by_group = table(base.get("state"))
     parts = items(state.get("ds_zero_partition_groups"))
     groups = []
-    for number, node in enumerate(items(state[_SCATTERED])):
-        master = flat(saved, node, f"{_SCATTERED}[{number}]")
-        own = table(parts[number]) if number < len(parts) else {}
+    for place, node in enumerate(items(state[_SCATTERED])):
+        master = flat(saved, node, f"{_SCATTERED}[{place}]")
+        own = table(parts[place]) if place < len(parts) else {}
         count = integer(own.get("partition_count")) or world
         at = integer(own.get("partition_rank"))
         kinds = max(1, world // count)
         part = Partition(rank // kinds if at is None else at, count, rank % kinds, kinds)
         found = Flats(master, part, master.size)
-        _sort_states(saved, found, by_group.get(number))
+        _sort_states(saved, found, by_group.get(place))
         groups.append(found)
     return OptimizerState(
         saved.path, integer(state.get("zero_stage")), groups, _settings(items(base.get("param_groups")), groups)
@@ -157,8 +157,8 @@ def _sort_states(saved: Saved, found: Flats, node: object) -> None:
             found.numbers[name] = held
         elif held is not None and len(held.shape) == 1 and held.size in {found.length, found.master.size}:
             found.states[name] = flat(saved, value, name)
-        elif held is None and isinstance(value, int | float) and not isinstance(value, bool):
-            found.numbers[name] = float(value)
+        elif held is None and (said := number(value)) is not None:
+            found.numbers[name] = said
         elif value is not None:
             found.strange.append(name)
 
@@ -168,7 +168,7 @@ def settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int, ...], dict[
     found = []
     for node in nodes:
         held = table(node)
-        members = tuple(n for n in items(held.get("params")) if integer(n) is not None and n < groups)
+        members = tuple(n for n in items(held.get("params")) if type(n) is int and 0 <= n < groups)
         values = {
             key: value[0]
             for key, node in held.items()
@@ -179,12 +179,12 @@ def settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int, ...], dict[
 
 
 def _settings(nodes: list[Any], groups: list[Flats]) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
-    """Hyper-parameters; some optimizers keep the number of steps among them."""
+    """Hyper-parameters; some optimizers keep the member of steps among them."""
     found = settings(nodes, len(groups))
     for members, values in found:
         step = integer(values.get(_STEP))
-        for number in members if step is not None else ():
-            groups[number].numbers.setdefault(_STEP, float(step or 0))
+        for member in members if step is not None else ():
+            groups[member].numbers.setdefault(_STEP, float(step or 0))
     return found
 
 
@@ -213,11 +213,11 @@ def _counts(node: object) -> list[Any]:
     return items(node) or [node]
 
 
-def _nth(node: object, number: int) -> int | None:
+def _nth(node: object, place: int) -> int | None:
     """The number at a place of a list, or the one number that is there in place of a list."""
-    return integer(_item(node, number)) if isinstance(node, list | tuple) else integer(node)
+    return integer(_item(node, place)) if isinstance(node, list | tuple) else integer(node)
 
 
-def _item(node: object, number: int) -> Any:  # noqa: ANN401 - a node of a tree
+def _item(node: object, place: int) -> Any:  # noqa: ANN401 - a node of a tree
     parts = items(node)
-    return parts[number] if number < len(parts) else None
+    return parts[place] if place < len(parts) else None

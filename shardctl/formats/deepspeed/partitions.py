@@ -145,11 +145,15 @@ def _check_mapped(path: str, runs: dict[str, Run], flats: Flats) -> None:
         )
 
 
-def _missing(files: Files, rank: int, data: int) -> SourceError:
+class MissingRankError(SourceError):
+    """A rank's file is not there."""
+
+
+def _missing(files: Files, rank: int, data: int) -> MissingRankError:
     known = next(iter(files.optimizer.values()))
     prefix = known[: known.index("zero_pp_rank_")]
-    return SourceError(
+    return MissingRankError(
         f"{prefix}zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt is missing, with a part of the parameters' "
         "master weights",
-        hint="a rank's file was not copied, or its save did not finish",
+        hint="a rank's file was not copied, or its save did not finish; --weights module needs none, up to stage 2",
     )

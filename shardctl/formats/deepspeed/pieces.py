@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, flat_boxes
@@ -36,6 +37,27 @@ class Local:
     dtype: DType
     chunks: list[Chunk] = field(default_factory=list)
     """Boxes in this rank's own tensor."""
+    runs: list[tuple[int, int, str]] = field(default_factory=list)
+    """The stretches of its row-major elements that flat arrays hold, and in which file."""
+
+    def check(self, name: str) -> None:
+        """Raise CoverageError unless the stretches hold every element once."""
+        free = 0
+        for start, stop, file in sorted(self.runs):
+            if start != free:
+                what = "stored in no file" if start > free else "stored twice"
+                box = _boxes(self.shape, min(start, free), max(start, free))[0]
+                raise CoverageError(
+                    f"{name} {list(self.shape)}: elements {box} are {what}",
+                    hint=f"those that follow are in {file}; are the ranks' files of one save?",
+                )
+            free = stop
+        if self.runs and free != prod(self.shape):
+            box = _boxes(self.shape, free, prod(self.shape))[0]
+            raise CoverageError(
+                f"{name} {list(self.shape)}: elements {box} are stored in no file",
+                hint=f"those before are in {max(self.runs)[2]}; is a rank's file of another save?",
+            )
 
 
 @dataclass(slots=True)
@@ -62,6 +84,7 @@ class Pieces:
                 f"{array.size:,} elements and not {run.at + run.stop - run.start:,}",
                 hint="states that were offloaded to a disk are not in the checkpoint's own files",
             )
+        local.runs.append((run.start, run.stop, array.file))
         strides, width = dense_strides(array.dtype, shape), array.dtype.unit_bytes
         offset = array.offset + (run.at - run.start) * width
         for box in boxes:
@@ -94,6 +117,8 @@ class Pieces:
         """The whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
         by_rank = self.held[name]
         first = next(iter(by_rank.values()))
+        for local in by_rank.values():
+            local.check(name)
         if any(local.dtype != first.dtype for local in by_rank.values()):
             raise SourceError(
                 f"{name!r} is of several types: {', '.join(sorted({str(p.dtype) for p in by_rank.values()}))}"

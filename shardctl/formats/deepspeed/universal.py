@@ -13,7 +13,7 @@ from shardctl.formats.deepspeed.geometry import Run
 from shardctl.formats.deepspeed.model_states import open_saved
 from shardctl.formats.deepspeed.optimizer_states import settings
 from shardctl.formats.deepspeed.partitions import add_number
-from shardctl.formats.deepspeed.values import items, table, tensor
+from shardctl.formats.deepspeed.values import items, number, table, tensor
 from shardctl.formats.pickle_tree import mapping
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ def _read_settings(source: Source, files: Files, models: Mapping[int, ModelState
         return
     saved = open_saved(source, path)
     tree = mapping(saved.tree) or {}
-    for number, (members, values) in enumerate(settings(items(tree.get("param_groups")), len(state.groups))):
-        names, _ = found.groups.setdefault(number, ({}, values))
+    for place, (members, values) in enumerate(settings(items(tree.get("param_groups")), len(state.groups))):
+        names, _ = found.groups.setdefault(place, ({}, values))
         for member in members:
             names |= dict.fromkeys(state.groups[member])
     inner = table(tree.get("optimizer_state_dict")).get("state")
-    for number, group in enumerate(state.groups):
-        step = table(table(inner).get(number)).get(_STEP)
+    for place, group in enumerate(state.groups):
+        step = table(table(inner).get(place)).get(_STEP)
         value = tensor(saved, step, _STEP) if step is not None else None
         if value is not None:
             for name in group:
@@ -94,8 +94,8 @@ def _add(source: Source, path: str, name: str, kind: str, shape: tuple[int, ...]
     saved = open_saved(source, path)
     tree = mapping(saved.tree)
     node = saved.tree if tree is None else tree.get(_WHOLE)
-    if kind == _STEP and isinstance(node, int | float) and not isinstance(node, bool):
-        add_number(found.state(kind), name, 0, float(node))
+    if kind == _STEP and (said := number(node)) is not None:
+        add_number(found.state(kind), name, 0, said)
         return
     array = tensor(saved, node, name)
     if array is None:

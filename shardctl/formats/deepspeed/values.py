@@ -19,6 +19,8 @@ _DEPTH: Final = 4
 _LONGEST: Final = 4_096
 _DIMS: Final = 64
 _FAR: Final = 1 << 63
+_LARGEST: Final = 3e38
+"""Nothing that is counted or averaged comes near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,22 @@ def integer(node: object) -> int | None:
     return node if type(node) is int and 0 <= node < _FAR else None
 
 
+def number(node: object) -> float | None:
+    """A number that a float of 32 bits can be near; None for anything else."""
+    if isinstance(node, bool) or not isinstance(node, int | float) or not abs(node) <= _LARGEST:
+        return None
+    return float(node)
+
+
 def size(node: object, where: str) -> tuple[int, ...]:
     """The numbers of a `torch.Size`, or of a tuple or list in its place; raises SourceError for anything else."""
     if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
         node = node.args[0]
-    if not isinstance(node, tuple | list) or len(node) > _DIMS or any(integer(n) is None for n in node):
+    if (
+        not isinstance(node, tuple | list)
+        or len(node) > _DIMS
+        or not all(type(n) is int and 0 <= n < _FAR for n in node)
+    ):
         raise SourceError(f"{where} has something else in place of a shape")
     return tuple(node)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.formats.deepspeed.geometry import Partition, joined
 from shardctl.formats.deepspeed.partitions import add_number
-from shardctl.formats.deepspeed.values import flat, integer, items, plain, table, tensor
+from shardctl.formats.deepspeed.values import flat, items, plain, table, tensor
 
 if TYPE_CHECKING:
     from shardctl.formats.deepspeed.found import Found
@@ -92,7 +92,7 @@ def _names(state: ModelState) -> list[str]:
 def _fit(state: ModelState, names: list[str], numbers: list[Any], states: dict[Any, dict[str, Any]]) -> bool:
     """Whether every state is as its parameter or one number."""
     for number, name in zip(numbers, names, strict=True):
-        if integer(number) is None:
+        if type(number) is not int:
             return False
         shape = state.module[name].shape
         if any(array.shape not in {shape, (), (1,)} for array in states.get(number, {}).values()):
