@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import dcp, deepspeed, meta, safetensors, torch_save
+from shardctl.formats import dcp, deepspeed, meta, pickled_ranks, safetensors, torch_save
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -18,6 +18,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     dcp.FORMAT,
     deepspeed.FORMAT,
     meta.FORMAT,
+    pickled_ranks.FORMAT,
     torch_save.FORMAT,
 )
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""

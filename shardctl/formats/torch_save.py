@@ -20,6 +20,7 @@ from shardctl.formats.impostors import (
 )
 from shardctl.formats.index import Index, read_index
 from shardctl.formats.links import check_link
+from shardctl.formats.rank_files import rank_file
 from shardctl.formats.side_files import side_files
 from shardctl.formats.torch_legacy import MAGICS, read_legacy
 from shardctl.formats.torch_state import StateDict, state_dict
@@ -191,6 +192,7 @@ def _one_file(path: str) -> _Choice:
 
 def _candidates(source: Source) -> list[str]:
     """The files of the root that are weights by their names or by their first bytes."""
+    whole = not {_WHOLE, _STANDARD_INDEX}.isdisjoint(source.files())
     return [
         path
         for path in source.files()
@@ -198,6 +200,7 @@ def _candidates(source: Source) -> list[str]:
         and path.endswith(_SUFFIXES)
         and path not in ADAPTERS
         and not _OTHERS.fullmatch(path)
+        and (rank_file(path) is None or whole)
         and (path.startswith("pytorch_model") or _has_magic(source, path))
     ]
 

@@ -1,0 +1,120 @@
+"""Checkpoints of which each rank saved its part with torch.save: DTensors and ShardedTensors, pickled.
+
+So do accelerate (`use_dcp=False`), verl (`model_world_size_8_rank_0.pt`) and scripts that save `model.state_dict()` on
+each rank. What a rank has of a tensor is said in its pickle, by placements on a mesh or by offsets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.formats.dcp.keys import sort_keys
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.pickled_ranks.checkpoint import Collector
+from shardctl.formats.pickled_ranks.trained import training
+from shardctl.formats.rank_files import rank_files
+from shardctl.formats.side_files import side_files
+from shardctl.manifest import File, Manifest, Opaque, OwnConfig
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.formats.rank_files import RankFile
+    from shardctl.storage import Source
+
+_WHOLE: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Beside these, the files of ranks are something else."""
+_CONFIG: Final = "huggingface/config.json"
+"""Where verl keeps the config, beside the files of its ranks."""
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory holds files with the numbers of ranks in their names, and no whole model."""
+    files = source.files()
+    if given_file(source) is not None or any(path in files for path in _WHOLE):
+        return False
+    return any(file.kind == "model" for file in rank_files(files))
+
+
+def scan(source: Source) -> Manifest:
+    """Read every pickle without running it, and put together what the ranks have.
+
+    Tensors are named as the model does: without the keys of the dicts that they were saved in.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: flat parameters of FSDP1, sums that are pending, tensors of a kind that is not converted.
+    """
+    files = rank_files(source.files())
+    model = _one_save(source, [file for file in files if file.kind == "model"], "models")
+    optimizer = _one_save(source, [file for file in files if file.kind == "optimizer"], "optimizers")
+    if not model:
+        raise SourceError(f"{source.name} holds no files of a model's ranks", hint="give the directory that does")
+    collector = Collector(source)
+    for file in model:
+        collector.read(file)
+    for file in optimizer:
+        collector.read(file, ("optimizer",))
+    found = sort_keys(collector.held, collector.objects, collector.ways)
+    if not found.weights:
+        raise SourceError(f"{source.name} holds no weights, only {len(collector.held)} tensors of an optimizer")
+    if len(model) > 1 and not any(collector.held[key].divided for key in found.weights):
+        raise SourceError(
+            f"{model[0].path} and the {len(model) - 1} files like it hold plain tensors, which do not say whose part",
+            hint=f"if each holds the whole model, give one of them: {source.name}/{model[0].path}",
+        )
+    weights = {name: collector.tensor(key, name, model) for key, name in found.weights.items()}
+    notes = [f"weights are named by what follows {'.'.join(found.model)!r} in the keys"] if found.model else []
+    trained = training(collector, found, weights, optimizer or model, len(model), notes)
+    for each in (model, optimizer):
+        collector.heed_missing(each)
+    return Manifest(
+        format=FORMAT.name,
+        tensors=weights,
+        files={file.path: File(file.path, source.files()[file.path].size) for file in (*model, *optimizer)},
+        objects=(*_side_files(source, files), *(Opaque(key, "drop") for key in found.others)),
+        warnings=tuple(collector.warnings),
+        training=trained,
+        own_config=_own_config(source),
+    )
+
+
+def _one_save(source: Source, files: Sequence[RankFile], what: str) -> list[RankFile]:
+    """The files in the order of ranks; raises SourceError if they are those of several saves."""
+    families = {file.family: file for file in sorted(files, key=lambda file: file.path, reverse=True)}
+    if len(families) > 1:
+        shown = " and ".join(file.path for file in [*families.values()][-2:])
+        raise SourceError(
+            f"{source.name} holds files of several {what}' ranks, such as {shown}",
+            hint="leave only those that are meant",
+        )
+    ordered = sorted(files, key=lambda file: file.rank)
+    for one, two in pairwise(ordered):
+        if one.rank == two.rank:
+            raise SourceError(f"{one.path} and {two.path} are both of rank {one.rank}")
+    return ordered
+
+
+def _side_files(source: Source, files: Sequence[RankFile]) -> list[Opaque]:
+    side, _ = side_files(source, {file.path for file in files if file.kind != "other"})
+    others = {file.path for file in files if file.kind == "other"}
+    return [replace(each, policy="drop") if each.name in others else each for each in side]
+
+
+def _own_config(source: Source) -> OwnConfig | None:
+    if _CONFIG not in source.files():
+        return None
+    try:
+        config = json.loads(read(source, _CONFIG))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{_CONFIG} is not JSON: {error}") from error
+    return OwnConfig(config) if isinstance(config, dict) else None
+
+
+FORMAT: Final = Format("pickled-ranks", "files of torch.save by ranks", detect, scan)

@@ -1,0 +1,181 @@
+"""The manifest of files in which each rank saved its own part: what all of them have, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.box import Box, subtract_all
+from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
+from shardctl.formats.impostors import refuse_unfinished
+from shardctl.formats.links import check_link
+from shardctl.formats.pickle_tree import Call, mapping
+from shardctl.formats.pickled_ranks.parts import as_part
+from shardctl.formats.torch_save import check_total, read_saved
+from shardctl.manifest import Chunk, Fill, Region, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.dtype import DType
+    from shardctl.formats.pickled_ranks.parts import Part, Piece
+    from shardctl.formats.rank_files import RankFile
+    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.storage import Source
+
+Way = tuple[str, ...]
+"""The keys of the nested dicts and lists that lead to a value."""
+
+_DEPTH: Final = 32
+_SHOWN: Final = 3
+_FLAT: Final = ("_flat_param", ".flat_param")
+
+
+@dataclass(slots=True)
+class Held:
+    """A tensor as far as it was met."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    file: str
+    """Where it was met first."""
+    divided: bool
+    """Whether a rank says that it has a part."""
+    chunks: list[Chunk] = field(default_factory=list)
+    ranks: set[int] = field(default_factory=set)
+    """Those that the ranks say have it."""
+
+
+class Collector:
+    """Reads the files of ranks, one after another."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.held: dict[str, Held] = {}
+        """By key: the way, joined by dots."""
+        self.objects: dict[str, Any] = {}
+        """What is no tensor, by key, of the first rank that has it."""
+        self.ways: dict[str, Way] = {}
+        self.warnings: list[str] = []
+        self._uncovered: dict[tuple[tuple[int, ...], tuple[Box, ...]], Box | None] = {}
+
+    def read(self, file: RankFile, root: Way = ()) -> None:
+        """Take in one rank's file; `root` is put before the ways in it.
+
+        Raises as `read_saved` and `as_part`, and SourceError if it contradicts another rank's.
+        """
+        path = file.path
+        refuse_unfinished(self.source, path)
+        check_link(self.source, path)
+        saved = read_saved(self.source, path)
+        views: list[View] = []
+        leaves = list(_leaves(saved.tree, path))
+        _refuse_flat(path, [way for way, _ in leaves])
+        for way, node in leaves:
+            key = ".".join((*root, *way))
+            if self.ways.setdefault(key, (*root, *way)) != (*root, *way):
+                raise SourceError(f"{path}: two values would have the key {ascii(key)[:100]}")
+            part = as_part(node, f"{path}: tensor {ascii(key)[:200]}")
+            if part is None:
+                self.objects.setdefault(key, node)
+                continue
+            views += (piece.view for piece in part.pieces)
+            self._add(key, part, saved)
+        check_total(self.source, path, views)
+
+    def _add(self, key: str, part: Part, saved: Saved) -> None:
+        known = self.held.setdefault(key, Held(part.shape, part.dtype, saved.path, part.divided))
+        if (known.shape, known.dtype) != (part.shape, part.dtype):
+            raise SourceError(
+                f"{key!r} is {known.dtype} {list(known.shape)} in {known.file}, but {part.dtype} {list(part.shape)} in "
+                f"{saved.path}",
+                hint="plain tensors do not say whose part they are; or a file is left over from another save",
+            )
+        known.divided |= part.divided
+        known.ranks |= part.ranks
+        known.chunks += (_chunk(key, piece, saved) for piece in part.pieces if piece.box.size)
+
+    def tensor(self, key: str, name: str, files: Sequence[RankFile]) -> Tensor:
+        """The tensor of a key, called `name`; `files` are those of all ranks that could have it.
+
+        Raises CoverageError, naming box and file, if no rank has some of it.
+        """
+        held = self.held[key]
+        if 0 in held.shape:
+            nothing = Chunk(Box.whole(held.shape), held.dtype, Fill(bytes(held.dtype.unit_bytes)), key)
+            return Tensor(name, held.dtype, held.shape, (nothing,))
+        found = tuple(dict.fromkeys(chunk.box for chunk in held.chunks))
+        pattern = (held.shape, found)
+        if pattern not in self._uncovered:
+            self._uncovered[pattern] = next(iter(subtract_all(Box.whole(held.shape), found)), None)
+        lacking = self._uncovered[pattern]
+        if lacking is not None:
+            missing = _missing(files, held.ranks)
+            where = f"{', '.join(missing[:_SHOWN])} {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
+            raise CoverageError(
+                f"{where or 'no file has a part'}: {key!r} {list(held.shape)} lacks {lacking}",
+                hint="every rank's file is needed" if missing else "a file is of another rank or another save",
+            )
+        return Tensor(name, held.dtype, held.shape, tuple(held.chunks))
+
+    def heed_missing(self, files: Sequence[RankFile]) -> None:
+        """Warn of files that are not there although ranks speak of them, if all they had is in others."""
+        missing = _missing(files, {rank for held in self.held.values() for rank in held.ranks})
+        if missing:
+            shown = ", ".join(missing[:_SHOWN]) + (
+                f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            )
+            self.warnings.append(f"{shown}: not here; other ranks have copies of all that was in it")
+
+
+def _refuse_flat(path: str, ways: Sequence[Way]) -> None:
+    flat = next((way[-1] for way in ways if way and f".{way[-1]}".endswith(_FLAT)), None)
+    if flat is not None:
+        raise UnsupportedError(
+            f"{path}: {flat!a} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
+            hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+        )
+
+
+def _missing(files: Sequence[RankFile], ranks: set[int]) -> list[str]:
+    """Names of files that are not there: of ranks that are spoken of, or of a gap in the numbers."""
+    there = {file.rank for file in files}
+    expected = ranks | set(range(max(there, default=0)))
+    return [files[0].of(rank) for rank in sorted(expected - there)] if files else []
+
+
+def _chunk(key: str, piece: Piece, saved: Saved) -> Chunk:
+    """Where the elements of a box are."""
+    view = piece.view
+    if view.dtype.unit_elements > 1 and piece.box.shape != view.shape:
+        raise UnsupportedError(f"{saved.path}: {key!r} is {view.dtype}, of which several elements share a byte")
+    region = saved.region(view, key)
+    shift = sum(at * stride for at, stride in zip(piece.at, region.strides, strict=True))
+    return Chunk(piece.box, view.dtype, Region(region.file, region.offset + shift, region.strides), key)
+
+
+def _leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
+    """Every value in nested dicts, and in lists of dicts or of tensors, with the keys that lead to it."""
+    todo: list[tuple[Way, Any]] = [((), tree)]
+    if mapping(tree) is None:
+        raise UnsupportedError(
+            f"{path} holds something else than a dict of tensors", hint="torch.save(model.state_dict(), ...) makes one"
+        )
+    while todo:
+        way, node = todo.pop()
+        inside = mapping(node)
+        if inside is None and isinstance(node, list) and any(isinstance(each, Call | dict) for each in node):
+            inside = dict(enumerate(node))
+        if inside is None:
+            yield way, node
+            continue
+        if len(way) >= _DEPTH:
+            raise HostileError(f"{path} has dicts inside of each other, more than {_DEPTH} deep")
+        for key, value in reversed(inside.items()):
+            if not isinstance(key, str | int):
+                raise SourceError(
+                    f"{path} has a value under the {type(key).__name__} {ascii(key)[:100]}, not under a name"
+                )
+            if isinstance(key, str) and not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+                raise SourceError(f"{path} has a value whose name {ascii(key)[:100]} is not Unicode text")
+            todo.append(((*way, str(key)), value))

@@ -1,0 +1,101 @@
+"""Which elements of a tensor one rank of a device mesh has, by the placements of a DTensor.
+
+Placements apply from the first axis of the mesh to the last, each to what those before it left (torch
+`distributed/tensor/_utils.py`, `compute_local_shape_and_global_offset`). `Shard` is `torch.chunk`: parts of ceil size,
+the last ones shorter or empty. `_StridedShard` chunks into `factor` parts first and takes its share of each, so that
+what a rank has need not be one box (torch `distributed/tensor/placement_types.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
+from math import prod
+from typing import Final
+
+from shardctl.box import Box
+from shardctl.errors import HostileError
+
+_MOST: Final = 1 << 12
+"""Boxes of one tensor on one rank; a fused projection under tensor parallelism has two or three."""
+_Runs = tuple[tuple[int, int], ...]
+"""First index and number of indices of each stretch, in the order in which a rank has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one axis of the mesh does to a tensor."""
+
+    size: int
+    """Ranks along the axis."""
+    index: int
+    """This rank's, among them."""
+    dim: int | None = None
+    """The dim of the tensor that it cuts; None for none."""
+    factor: int = 1
+    """Parts of which it takes a share each (`_StridedShard`)."""
+
+
+@lru_cache(maxsize=1 << 14)  # layers are alike
+def boxes(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """The boxes that a rank has of a tensor of `shape`, and where each begins in its own, local tensor.
+
+    >>> [str(b) for b, _ in boxes((8, 3), (Placement(2, 1, 0, 2), Placement(2, 0, 0)))]  # FSDP2 and tensor parallel
+    ['[2:4, 0:3]']
+
+    Raises HostileError for placements that divide a tensor into very many boxes.
+    """
+    runs = _runs(shape, placements)
+    if prod(map(len, runs)) > _MOST:
+        raise HostileError(f"placements that divide a tensor of {list(shape)} into more than {_MOST:,} boxes")
+    starts = [list(accumulate((count for _, count in each), initial=0))[:-1] for each in runs]
+    return tuple(
+        (Box(tuple(run[0] for run in chosen), tuple(run[1] for run in chosen)), at)
+        for chosen, at in zip(product(*runs), product(*starts), strict=True)
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def local_shape(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """The shape of what a rank has of a tensor of `shape`."""
+    return tuple(sum(count for _, count in each) for each in _runs(shape, placements))
+
+
+def _runs(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[_Runs]:
+    """The stretches of each dim that a rank has."""
+    runs: list[_Runs] = [((0, extent),) if extent else () for extent in shape]
+    for placement in placements:
+        if placement.dim is not None:
+            runs[placement.dim] = _share(runs[placement.dim], placement)
+    return runs
+
+
+def _share(runs: _Runs, placement: Placement) -> _Runs:
+    """What one rank gets of the stretches that the axes before left."""
+    total = sum(count for _, count in runs)
+    piece = -(-total // placement.factor)
+    shares: list[tuple[int, int]] = []
+    for start in range(0, total, max(piece, 1)):
+        stop = min(start + piece, total)
+        part = -(-(stop - start) // placement.size)
+        first = min(start + part * placement.index, stop)
+        for begin, count in _within(runs, first, min(first + part, stop)):
+            if shares and sum(shares[-1]) == begin:
+                shares[-1] = (shares[-1][0], shares[-1][1] + count)
+            else:
+                shares.append((begin, count))
+        if len(shares) > _MOST:
+            raise HostileError(f"a placement divides a dim of {total:,} into more than {_MOST:,} stretches")
+    return tuple(shares)
+
+
+def _within(runs: _Runs, start: int, stop: int) -> _Runs:
+    """The part of the stretches, taken as one, from `start` to `stop`."""
+    found, at = [], 0
+    for first, count in runs:
+        low, high = max(start - at, 0), min(stop - at, count)
+        if low < high:
+            found.append((first + low, high - low))
+        at += count
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""What files of ranks hold beside the weights: optimizer states by parameter, settings, the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.formats.dcp.items import float_or_int
+from shardctl.formats.dcp.keys import split_flat
+from shardctl.manifest import Region
+from shardctl.storage import read
+from shardctl.training import Group, Training, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardctl.formats.dcp.keys import Sorted
+    from shardctl.formats.pickled_ranks.checkpoint import Collector
+    from shardctl.formats.rank_files import RankFile
+    from shardctl.manifest import Tensor
+    from shardctl.training import Setting
+
+_STEPS: Final = ("step", "global_step", "iteration", "global_steps")
+_NUMBERS: Final = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8"})
+_DEPTH: Final = 4
+_LONGEST: Final = 4_096
+
+
+def training(
+    collector: Collector,
+    found: Sorted,
+    weights: Mapping[str, Tensor],
+    files: Sequence[RankFile],
+    ranks: int,
+    notes: Sequence[str],
+) -> Training:
+    """States and settings among what was collected; `files` are those that may hold states.
+
+    States of parameters that are not among `weights`, by name, are left behind with a warning.
+    """
+    states: dict[str, Tensor] = {}
+    strange: list[str] = []
+    for key, (parameter, state) in found.states.items():
+        if key not in collector.held:
+            continue
+        if not parameter:
+            parameter, state = split_flat(state, weights)  # noqa: PLW2901 - told apart at last
+        if parameter not in weights:
+            strange.append(key)
+            continue
+        name = state_name(state, parameter)
+        if name in states:
+            raise SourceError(
+                f"{key!r} and {states[name].chunks[0].name!r} are both the state {state} of {parameter}",
+                hint="several optimizers of one model cannot be told apart",
+            )
+        states[name] = collector.tensor(key, name, files)
+    if strange:
+        why = "their parameters are numbered, not named" if _numbered(found, strange) else "their weights are not here"
+        collector.warnings.append(f"{len(strange)} optimizer states such as {strange[0]!r} are left behind: {why}")
+    return Training(
+        writer="torch.save on each rank",
+        ranks=ranks,
+        step=_step(collector, found),
+        states=states,
+        groups=_groups(collector, found, weights) if states else (),
+        notes=tuple(notes),
+    )
+
+
+def _numbered(found: Sorted, keys: Sequence[str]) -> bool:
+    return all(found.states[key][0].isdecimal() for key in keys)
+
+
+def _step(collector: Collector, found: Sorted) -> int | None:
+    named = [key for key in found.others if key.rpartition(".")[2] in _STEPS]
+    steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == "step"]
+    for key in (*named, *steps[:1]):
+        value = _value(collector, key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
+            return int(value)
+    return None
+
+
+def _value(collector: Collector, key: str) -> Setting:
+    """A number, a text or a list of those; also a number in a tensor. None for anything else."""
+    held = collector.held.get(key)
+    if held is None:
+        node = collector.objects.get(key)
+        return _plain(node) if _is_plain(node, _DEPTH) else None
+    where = held.chunks[0].where
+    if held.shape or held.dtype.name not in _NUMBERS or not isinstance(where, Region):
+        return None
+    return float_or_int(held.dtype.name, read(collector.source, where.file, where.offset, held.dtype.unit_bytes))
+
+
+def _groups(collector: Collector, found: Sorted, weights: Mapping[str, Tensor]) -> tuple[Group, ...]:
+    settings: dict[str, dict[str, Setting]] = {}
+    for key, (group, name) in found.settings.items():
+        if not group:
+            group, name = split_flat(name, weights)  # noqa: PLW2901 - told apart at last
+        settings.setdefault(group, {})[name] = _value(collector, key)
+    groups: dict[str, Group] = {}
+    for group, values in settings.items():
+        listed = values.pop("params", None)
+        members = tuple(p for p in listed if isinstance(p, str)) if isinstance(listed, tuple) else (group,)
+        alike = repr(sorted(values.items())) if listed is None else group
+        before = groups[alike].parameters if alike in groups else ()
+        groups[alike] = Group((*before, *members), values)
+    return tuple(groups.values())
+
+
+def _is_plain(node: object, depth: int) -> bool:
+    if isinstance(node, list | tuple):
+        return depth > 0 and len(node) <= _LONGEST and all(_is_plain(part, depth - 1) for part in node)
+    return node is None or isinstance(node, bool | int | float | str)
+
+
+def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree, found to be plain
+    return tuple(map(_plain, node)) if isinstance(node, list | tuple) else node

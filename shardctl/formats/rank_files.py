@@ -1,0 +1,65 @@
+"""Which file names say that a file holds one rank's part of what was saved with torch.save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Kind = Literal["model", "optimizer", "other"]
+
+_NAME: Final = re.compile(r"(|.*?[._-])rank[._-]?([0-9]{1,6})([._-][^/]*)?\.(bin|pt|pth)")
+_DEEPSPEED: Final = re.compile(r".*(model|optim)_states\.pt")
+_OPTIMIZER: Final = frozenset({"opt", "optim", "optimizer"})
+_OTHERS: Final = frozenset({"args", "dataloader", "extra", "random", "rng", "scaler", "scheduler", "states"})
+"""Words in the names of files with counters, random numbers and schedules (verl: `extra_state_..._rank_0.pt`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file.
+
+    >>> rank_file("pytorch_model_fsdp_0_rank3.bin").rank, rank_file("optim_world_size_4_rank_1.pt").kind
+    (3, 'optimizer')
+    >>> rank_file("pytorch_model.bin"), rank_file("zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (None, None)
+    """
+
+    path: str
+    before: str
+    """The name up to the rank's number."""
+    rank: int
+    after: str
+
+    @property
+    def kind(self) -> Kind:
+        """What it seems to hold."""
+        words = set(re.split("[^a-z]+", f"{self.before}{self.after}".lower()))
+        if words & _OTHERS:
+            return "other"
+        return "optimizer" if words & _OPTIMIZER else "model"
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """What the names of all ranks' files of one save have in common."""
+        return (self.before, self.after)
+
+    def of(self, rank: int) -> str:
+        """The name of another rank's file."""
+        return f"{self.before}{rank}{self.after}"
+
+
+def rank_file(path: str) -> RankFile | None:
+    """The parts of such a name; None if it is another name, or one of DeepSpeed's, or in a folder."""
+    found = _NAME.fullmatch(path)
+    if found is None or "/" in path or _DEEPSPEED.fullmatch(path):
+        return None
+    return RankFile(path, path[: found.start(2)], int(found[2]), path[found.end(2) :])
+
+
+def rank_files(paths: Iterable[str]) -> list[RankFile]:
+    """Those of the paths that have such a name."""
+    return [found for path in paths if (found := rank_file(path)) is not None]

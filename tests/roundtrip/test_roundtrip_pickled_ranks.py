@@ -1,0 +1,58 @@
+"""Files of ranks to Hugging Face, to ranks and to distributed checkpoints: the same bits, optimizer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_roundtrip_dcp import compare_with_torch, same
+
+from shardctl.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
+DCP = FIXTURES.parent / "dcp"
+MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1")
+
+
+def reading(name: str) -> Reading:
+    return Reading(config=FIXTURES / ("tied.json" if name == "hsdp" else "config.json"))
+
+
+def whole(name: str) -> dict:
+    return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_to_hugging_face(name, tmp_path):
+    reshard(FIXTURES / name, tmp_path / "out", reading=reading(name))
+    same(load_file(tmp_path / "out" / "model.safetensors"), whole(name)["weights"])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "shardctl.json"}
+
+
+def test_what_no_model_is_known_for_keeps_its_names(tmp_path):
+    reshard(FIXTURES / "odd", tmp_path / "out")
+    same(load_file(tmp_path / "out" / "model.safetensors"), whole("odd")["weights"])
+
+
+def test_the_digest_is_that_of_other_formats():
+    assert digest(FIXTURES / "tp", reading=reading("tp")).digest == digest(DCP / "tp", reading=reading("tp")).digest
+    assert (
+        digest(FIXTURES / "fsdp2", reading=reading("tp")).digest == digest(DCP / "fsdp2", reading=reading("tp")).digest
+    )
+
+
+@pytest.mark.parametrize("name", ["fsdp-tp", "fsdp2"])
+def test_to_ranks_and_to_dcp_with_the_optimizer(name, tmp_path):
+    wish = Wish(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
+    reshard(FIXTURES / name, tmp_path / "ranks", wish, reading=reading(name))
+    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, reading=reading(name))
+    assert checked.ok, checked.findings
+    reshard(tmp_path / "ranks", tmp_path / "dcp", Wish(to="dcp"))
+    compare_with_torch(tmp_path / "dcp", whole(name), tmp_path)
