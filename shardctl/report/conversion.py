@@ -35,6 +35,8 @@ def _facts(done: Resharded, seconds: float) -> Iterator[tuple[str, str]]:
     yield "layout", f"{record.layout}{mesh}"
     if len(record.stages) > 1:
         yield "stages", f"{', '.join(map(str, record.stages))} layers"
+    for note in done.notes:
+        yield "read as", note
     yield "files", f"{plural(len(record.files) + 1, 'file')}, {file_size(sum(record.files.values()))}"
     yield "tensors", f"{len(record.tensors):,}"
     speed = rate(done.written_bytes, seconds)

@@ -121,6 +121,7 @@ def resharded(done: Resharded, seconds: float) -> Document:
         "seconds": round(seconds, 3),
         "digest": record.digest,
         "source_digest": record.source_digest,
+        "notes": list(done.notes),
         "warnings": list(done.warnings),
     }
 

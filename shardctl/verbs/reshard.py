@@ -53,6 +53,8 @@ class Resharded:
     kept_bytes: int
     """Output bytes that an interrupted run had written, found intact."""
     projected_memory_bytes: int
+    notes: tuple[str, ...] = ()
+    """How a trainer's files were understood, such as which copy of the weights was read."""
 
 
 def reshard(
@@ -286,4 +288,5 @@ def _result(work: Draft, staging: Staging, record: Record, outcome: Outcome, war
         written_bytes=outcome.written_bytes,
         kept_bytes=outcome.kept_bytes,
         projected_memory_bytes=work.budget.projected,
+        notes=work.checkpoint.stored.training.notes if work.checkpoint.stored.training is not None else (),
     )

@@ -28,7 +28,7 @@ def scattered(place: Path, weights: Mapping[str, torch.Tensor], ranks: int) -> P
             part[: own.numel()] = own
             parts.append(part)
         flat = torch.cat(parts)
-        state = {0: {"step": torch.tensor(7.0), "exp_avg": flat, "exp_avg_sq": flat * 2}}
+        state = {0: {"step": torch.tensor(7.0), "exp_avg": flat.clone(), "exp_avg_sq": flat * 2}}
         optimizer = {
             "zero_stage": 3,
             "partition_count": ranks,
@@ -62,7 +62,7 @@ def joined(place: Path, weights: Mapping[str, torch.Tensor], ranks: int, stage: 
     for rank in range(ranks):
         part = flat[rank * length : (rank + 1) * length].clone()
         padding = min(max((rank + 1) * length - total, 0), length)
-        state = {0: {"step": torch.tensor(7.0), "exp_avg": part, "exp_avg_sq": part * 2}}
+        state = {0: {"step": torch.tensor(7.0), "exp_avg": part.clone(), "exp_avg_sq": part * 2}}
         optimizer = {
             "zero_stage": stage,
             "partition_count": [ranks],
