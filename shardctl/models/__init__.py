@@ -3,6 +3,7 @@
 from shardctl.models.config import Config
 from shardctl.models.counting import parameters
 from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
+from shardctl.models.flat_parameters import refuse_flat
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import kinds
 from shardctl.models.quantisation import quantisation_config
@@ -24,5 +25,6 @@ __all__ = [
     "model_for",
     "parameters",
     "quantisation_config",
+    "refuse_flat",
     "rule_table",
 ]

@@ -147,6 +147,8 @@ def _open(
             manifest = model.bind(stored, partial=record is not None and record.filtered) if model else stored
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
+    if model is None:
+        models.refuse_flat(manifest)
     if record:
         manifest = _as_recorded(manifest, record)
     _heed(manifest, reading)

@@ -25,6 +25,7 @@ from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_sh
 from shardctl.formats.rank_files import rank_file
 from shardctl.manifest import Fill
 from shardctl.storage.local import LocalSource
+from shardctl.verbs.opening import Reading, opened
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
 WHOLE = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "odd")
@@ -237,9 +238,24 @@ def test_one_file_given_alone_is_not_the_model():
 
 
 @pytest.mark.parametrize("name", ["local", "local-padded"])
-def test_flat_parameters_are_refused_with_a_reason(name):
-    with pytest.raises(UnsupportedError, match=r"'.*_flat_param' holds all parameters of a module of FSDP1 in one row"):
-        scan(FIXTURES / name)
+def test_flat_parameters_without_a_model_are_refused_with_a_reason(name):
+    with (
+        pytest.raises(UnsupportedError, match=r"'.*_flat_param' holds all parameters of a module of FSDP1") as caught,
+        opened(FIXTURES / name),
+    ):
+        pass
+    assert caught.value.hint.startswith("say which model it is with --config")
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"intermediate_size": 8}, {"vocab_size": 14}])
+def test_flat_parameters_of_another_model_are_refused(change, tmp_path):
+    config = json.loads((FIXTURES / "flat.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with (
+        pytest.raises(SourceError, match=r"_flat_param has [0-9,]+ elements, but the"),
+        opened(FIXTURES / "local", Reading(config=tmp_path)),
+    ):
+        pass
 
 
 def test_optimizer_states_by_number_are_left_behind(place):

@@ -18,11 +18,12 @@ from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
 DCP = FIXTURES.parent / "dcp"
-MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1")
+MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "local", "local-padded")
 
 
 def reading(name: str) -> Reading:
-    return Reading(config=FIXTURES / ("tied.json" if name == "hsdp" else "config.json"))
+    of = {"hsdp": "tied.json", "local": "flat.json", "local-padded": "flat.json"}
+    return Reading(config=FIXTURES / of.get(name, "config.json"))
 
 
 def whole(name: str) -> dict:

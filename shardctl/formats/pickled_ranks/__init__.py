@@ -49,7 +49,7 @@ def scan(source: Source) -> Manifest:
     Raises:
         SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
-        UnsupportedError: flat parameters of FSDP1, sums that are pending, tensors of a kind that is not converted.
+        UnsupportedError: sums that are pending, tensors of a kind that is not converted.
     """
     files = rank_files(source.files())
     model = _one_save(source, [file for file in files if file.kind == "model"], "models")

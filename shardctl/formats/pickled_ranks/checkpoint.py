@@ -28,7 +28,8 @@ Way = tuple[str, ...]
 
 _DEPTH: Final = 32
 _SHOWN: Final = 3
-_FLAT: Final = ("_flat_param", ".flat_param")
+_FLAT: Final = "_flat_param"
+"""What FSDP1 calls all parameters of a module in one row; plain tensors beside it are this rank's views of it."""
 
 
 @dataclass(slots=True)
@@ -70,13 +71,13 @@ class Collector:
         saved = read_saved(self.source, path)
         views: list[View] = []
         leaves = list(_leaves(saved.tree, path))
-        _refuse_flat(path, [way for way, _ in leaves])
+        flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)
         for way, node in leaves:
             key = ".".join((*root, *way))
             if self.ways.setdefault(key, (*root, *way)) != (*root, *way):
                 raise SourceError(f"{path}: two values would have the key {ascii(key)[:100]}")
             part = as_part(node, f"{path}: tensor {ascii(key)[:200]}")
-            if part is None:
+            if part is None or (flat and not part.divided):
                 self.objects.setdefault(key, node)
                 continue
             views += (piece.view for piece in part.pieces)
@@ -126,15 +127,6 @@ class Collector:
                 f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             )
             self.warnings.append(f"{shown}: not here; other ranks have copies of all that was in it")
-
-
-def _refuse_flat(path: str, ways: Sequence[Way]) -> None:
-    flat = next((way[-1] for way in ways if way and f".{way[-1]}".endswith(_FLAT)), None)
-    if flat is not None:
-        raise UnsupportedError(
-            f"{path}: {flat!a} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
-            hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
-        )
 
 
 def _missing(files: Sequence[RankFile], ranks: set[int]) -> list[str]:

@@ -1,0 +1,142 @@
+"""Takes apart the flat parameters of FSDP1, which hold all parameters of a module in one row, without names or shapes.
+
+Which ones, and in what order, is that of the model's class: depth first, a module's own before those of its children,
+tied ones once, and none that an inner module's flat parameter has. With `use_orig_params=True` each begins at a
+multiple of 16 bytes and the whole is padded to a multiple of the ranks; else there are no gaps (torch
+`distributed/fsdp/_flat_param.py`, `_init_flat_param_and_metadata`). Only the total can be checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import flat_boxes
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.manifest import Chunk, Region, Tensor, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.box import Box
+    from shardctl.manifest import Manifest
+    from shardctl.models.model import Model
+
+_FLAT: Final = "_flat_param"
+_WRAPPER: Final = "_fsdp_wrapped_module"
+_ALIGNMENT: Final = 16
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in a flat parameter one of its parameters is."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """In elements."""
+
+
+def is_flat(name: str) -> bool:
+    """Whether this is what FSDP1 calls a flat parameter.
+
+    >>> is_flat("model.layers.0._flat_param"), is_flat("flat_param.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] == _FLAT
+
+
+def refuse_flat(stored: Manifest) -> None:
+    """Raise UnsupportedError if there are flat parameters: without a model nobody can tell what is in them."""
+    flat = next(filter(is_flat, stored.tensors), None)
+    if flat is not None:
+        raise UnsupportedError(
+            f"{flat!r} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
+            hint="say which model it is with --config, or save with StateDictType.SHARDED_STATE_DICT",
+        )
+
+
+def from_flat(model: Model, stored: Manifest) -> Manifest:
+    """`stored` with the parameters that are in flat ones in place of these; as it is, if there are none.
+
+    Raises SourceError if what `model` should have in a flat parameter is not as much as it holds.
+    """
+    flat = {_prefix(name): tensor for name, tensor in stored.tensors.items() if is_flat(name)}
+    if not flat:
+        return stored
+    shapes = {name: shape for name, shape in model.state().items() if name not in model.aliases}
+    members: dict[str, dict[str, tuple[int, ...]]] = {prefix: {} for prefix in flat}
+    for name, shape in shapes.items():
+        unit = next((p for p in _enclosing(name) if p in flat), None)
+        if unit is not None:
+            members[unit][name] = shape
+    ranks = stored.training.ranks if stored.training is not None else None
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if not is_flat(name)}
+    for prefix, tensor in flat.items():
+        for place in _places(tensor, members[prefix], ranks or 1, model.architecture):
+            tensors[place.name] = Tensor(place.name, tensor.dtype, place.shape, tuple(_chunks(tensor, place)))
+    note = f"flat parameters of FSDP1 were taken apart in the order of {model.architecture}; their sizes fit"
+    training = stored.training and replace(stored.training, states={}, groups=(), notes=(*stored.training.notes, note))
+    return replace(stored, tensors=tensors, training=training)
+
+
+def _prefix(name: str) -> str:
+    return ".".join(word for word in name.split(".")[:-1] if word != _WRAPPER)
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """The names of the modules around a parameter, innermost first; the last is the root's, which is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _places(flat: Tensor, members: Mapping[str, tuple[int, ...]], ranks: int, architecture: str) -> Sequence[_Place]:
+    dense, end = _row(members, 1)
+    if end == flat.size:
+        return dense
+    aligned, padded = _row(members, max(_ALIGNMENT // flat.dtype.unit_bytes, 1))
+    if -(-padded // ranks) * ranks == flat.size:
+        return aligned
+    raise SourceError(
+        f"{flat.name} has {flat.size:,} elements, but the {len(members)} parameters that {architecture} has there have "
+        f"{end:,}, or {padded:,} with gaps",
+        hint="some may be frozen or ignored, or the config may be of another model; save with "
+        "StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
+    )
+
+
+def _row(members: Mapping[str, tuple[int, ...]], alignment: int) -> tuple[list[_Place], int]:
+    """Parameters one after another, each at a multiple of `alignment` elements; and the end of the last."""
+    found, at = [], 0
+    for name, shape in members.items():
+        at = -(-at // alignment) * alignment
+        found.append(_Place(name, shape, at))
+        at += prod(shape)
+    return found, at
+
+
+def _chunks(flat: Tensor, place: _Place) -> Iterator[Chunk]:
+    """What each rank's stretch of a flat parameter holds of one in it."""
+    width = flat.dtype.unit_bytes
+    strides, size = dense_strides(flat.dtype, place.shape), prod(place.shape)
+    for chunk in flat.chunks:
+        first = chunk.box.origin[0]
+        start = max(first, place.start) - place.start
+        stop = min(chunk.box.stop[0], place.start + size) - place.start
+        if start >= stop:
+            continue
+        if not isinstance(chunk.where, Region) or chunk.where.strides != (width,):
+            raise SourceError(f"{chunk.name} is not stored in one row")
+        for box in _boxes(place.shape, start, stop):
+            at = sum(index * stride for index, stride in zip(box.origin, strides, strict=True))
+            offset = chunk.where.offset + (place.start - first) * width + at
+            yield Chunk(box, flat.dtype, Region(chunk.where.file, offset, strides), chunk.name)
+
+
+@lru_cache(maxsize=1 << 14)  # layers are alike
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    return tuple(flat_boxes(shape, start, stop))
