@@ -510,8 +510,22 @@ def test_the_flavour_of_safetensors_keeps_scalars_and_integers(tmp_path):
 
 def test_flat_parameters_are_refused_with_a_reason(tmp_path):
     place = saved({"model": {"_flat_param": torch.zeros(9), "layers.0._flat_param": torch.zeros(9)}}, tmp_path / "flat")
-    with pytest.raises(UnsupportedError, match="in one row, and not which ones, in what order"):
-        scan(place)
+    with pytest.raises(UnsupportedError, match="in one row, and not which ones, in what order"), opened(place):
+        pass
+
+
+def test_flat_parameters_of_a_known_model_are_taken_apart(tmp_path):
+    pickled = FIXTURES.parent / "pickled_ranks"
+    weights = torch.load(pickled / "local.whole.pt", weights_only=True)["weights"]
+    flat = {"weight_of_rank_0": torch.zeros(3)}  # what use_orig_params=True leaves beside them
+    for unit in ("model.layers.0.", "model.layers.1.", ""):
+        inside = [
+            t.flatten() for name, t in weights.items() if name.startswith(unit) and (unit or "layers" not in name)
+        ]
+        flat[f"{unit}_flat_param"] = torch.cat(inside)
+    place = saved({"model": flat}, tmp_path / "flat")
+    with opened(place, Reading(config=pickled / "flat.json")) as checkpoint:
+        check(place, checkpoint.manifest.tensors, weights)
 
 
 def test_a_folder_of_several_saves_says_which_to_give(tmp_path):

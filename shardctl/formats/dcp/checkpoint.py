@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 METADATA: Final = ".metadata"
 SUFFIX: Final = ".distcp"
+_FLAT: Final = "_flat_param"
+"""All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
 _RANK: Final = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
 _STEPS: Final = ("train_state.step", "step", "global_step", "iteration", "trainer_state.global_step")
 """Keys under which trainers keep the number of steps."""
@@ -50,15 +52,9 @@ class Collector:
         Several metadata are those of the ranks of one save.
         """
         saved = _Save(self, model)
-        flat = next((key for key in saved.sorted.weights if key.endswith("_flat_param")), None)
-        if flat is not None:
-            raise UnsupportedError(
-                f"{flat!r} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
-                hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT",
-            )
-        weights = {
-            saved.sorted.weights[key]: saved.tensor(key, saved.sorted.weights[key]) for key in saved.sorted.weights
-        }
+        flat = {key: name for key, name in saved.sorted.weights.items() if name.endswith(_FLAT)}
+        self.objects += [Opaque(key, "drop") for key in saved.sorted.weights if flat and key not in flat]
+        weights = {name: saved.tensor(key, name) for key, name in (flat or saved.sorted.weights).items()}
         if not weights:
             what = "states of an optimizer, and no weights" if saved.sorted.states else "no tensors"
             raise SourceError(
