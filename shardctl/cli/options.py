@@ -94,7 +94,9 @@ Stages = Annotated[
 To = Annotated[
     str | None,
     typer.Option(
-        metavar="hf|ranks|dcp", rich_help_panel=_WRITING, help="The layout. Default: ranks if there is a mesh."
+        metavar="hf|ranks|dcp|universal",
+        rich_help_panel=_WRITING,
+        help="The layout. Default: ranks if there is a mesh.",
     ),
 ]
 Names = Annotated[

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from shardctl.layouts import dcp, hf, ranks
+from shardctl.layouts import dcp, hf, ranks, universal
 
-LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME)
+LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME, universal.NAME)
 """What `--to` accepts."""

@@ -76,7 +76,7 @@ class _Builder:
     def settings(self, training: Training, form: Form) -> None:
         """Hyper-parameters, in front of the first rank's tensors."""
         for number, group in enumerate(training.groups):
-            members: list[Value] = list(dict.fromkeys(_array(name, form) for name in group.parameters))
+            members: list[Value] = list(dict.fromkeys(map(form.array, group.parameters)))
             for name, value in (*group.settings.items(), ("params", members)):
                 way: _Way = (_OPTIMIZER, "param_groups", number, name)
                 item = object_item(value)
@@ -178,12 +178,6 @@ class _Builder:
                     },
                 ),
             )
-
-
-def _array(parameter: str, form: Form) -> str:
-    """The name of the array that holds a parameter; one that was filtered out keeps its own."""
-    place = form.places.get(parameter)
-    return place.array if place is not None else next(iter(form.names.get(parameter, ())), parameter)
 
 
 def _way(name: str) -> _Way:

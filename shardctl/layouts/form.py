@@ -38,6 +38,11 @@ class Form:
     places: Mapping[str, Place]
     """By tensor: its place in an array that it shares; then its names do not count."""
 
+    def array(self, name: str) -> str:
+        """The array that holds a tensor, the first of several; one that was filtered out keeps its own name."""
+        place = self.places.get(name)
+        return place.array if place is not None else next(iter(self.names.get(name, ())), name)
+
 
 def form(
     have: Manifest, fusions: Mapping[str, Fusion], dtypes: Mapping[str, DType], *, experts: str, spelled: bool

@@ -1,4 +1,4 @@
-"""One tensor or one object as torch.save writes it: what stands before its bytes in the zip archive, and what after.
+"""Tensors and objects as torch.save writes them: what stands in the zip archive before their bytes, and what after.
 
 Layout: torch `serialization.py` and `caffe2/serialize/inline_container.h`. The small records come first, so that what
 is between head and tail is the tensor alone, 64 bytes from the item's start or a multiple. Its CRC-32 is 0, as after
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -37,14 +38,26 @@ _STORAGES: Final = {
 _ROOT: Final = "archive/"
 _ALIGNMENT: Final = 64
 _FULL: Final = 0xFFFFFFFF
+_MANY: Final = 0xFFFF
 _NO_TIME: Final = (0, 0x21)
 """Midnight of 1 January 1980, the first day that zip knows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An archive without the bytes of its tensors."""
+
+    size: int
+    """Bytes, those of the tensors included."""
+    literals: tuple[tuple[int, bytes], ...]
+    """`(offset, bytes)` of everything else."""
+    starts: tuple[int, ...]
+    """Offset of the bytes of each storage."""
+
+
 def object_item(value: Value) -> bytes:
     """A value of plain Python."""
-    head, tail = _archive([("data.pkl", dump(value, 2)), ("byteorder", b"little"), ("version", b"3\n")], None)
-    return head + tail
+    return saved(value).literals[0][1]
 
 
 @lru_cache(maxsize=4096)
@@ -53,6 +66,12 @@ def tensor_item(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
     Raises UnsupportedError for a type that torch has not, or that keeps several elements in a byte.
     """
+    (_, head), (_, tail) = saved(tensor_value(dtype, shape), (dtype.nbytes(shape),)).literals
+    return head, tail
+
+
+def tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> Made:
+    """What stands in a pickle for a row-major tensor that is all of the storage of a number; raises as above."""
     if not dtype.torch or dtype.unit_elements > 1:
         raise UnsupportedError(f"torch does not save tensors of {dtype} whose elements can be told apart")
     numel = dtype.nbytes(shape) // dtype.unit_bytes
@@ -63,30 +82,33 @@ def tensor_item(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     kind = _STORAGES.get(dtype.name)
     hooks = Made(Name("collections", "OrderedDict"))
     if kind is not None:
-        storage = Outside(("storage", Name("torch", kind), "0", "cpu", numel))
-        args: tuple[Value, ...] = (storage, 0, shape, tuple(reversed(strides)), False, hooks)
-        tree = Made(Name("torch._utils", "_rebuild_tensor_v2"), args)
-    else:
-        storage = Outside(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", dtype.nbytes(shape)))
-        args = (storage, 0, shape, tuple(reversed(strides)), False, hooks, Name("torch", dtype.torch))
-        tree = Made(Name("torch._utils", "_rebuild_tensor_v3"), args)
-    records = [("data.pkl", dump(tree, 2)), ("byteorder", b"little"), ("version", b"3\n")]
-    return _archive(records, dtype.nbytes(shape))
+        place = Outside(("storage", Name("torch", kind), str(storage), "cpu", numel))
+        args: tuple[Value, ...] = (place, 0, shape, tuple(reversed(strides)), False, hooks)
+        return Made(Name("torch._utils", "_rebuild_tensor_v2"), args)
+    place = Outside(("storage", Name("torch.storage", "UntypedStorage"), str(storage), "cpu", dtype.nbytes(shape)))
+    args = (place, 0, shape, tuple(reversed(strides)), False, hooks, Name("torch", dtype.torch))
+    return Made(Name("torch._utils", "_rebuild_tensor_v3"), args)
 
 
-def _archive(records: Sequence[tuple[str, bytes]], data: int | None) -> tuple[bytes, bytes]:
-    """Head and tail of an archive of `records` and, if `data` is not None, of a storage of so many bytes."""
-    head, directory = b"", b""
+def saved(value: Value, storages: Sequence[int] = ()) -> Item:
+    """An archive of `value`, whose tensors have storages of so many bytes, in the order of their numbers."""
+    records = (("data.pkl", dump(value, 2)), ("byteorder", b"little"), ("version", b"3\n"))
+    literal, directory = b"", bytearray()
     for name, content in records:
-        directory += _central(name, zlib.crc32(content), len(content), len(head))
-        head += _local(name, zlib.crc32(content), len(content)) + content
-    if data is not None:
-        name = "data/0"
-        directory += _central(name, 0, data, len(head))
-        bare = len(head) + len(_local(name, 0, data))
-        padding = -(bare + 4) % _ALIGNMENT
-        head += _local(name, 0, data, padding)
-    return head, directory + _end(len(records) + (data is not None), len(directory), len(head) + (data or 0))
+        directory += _central(name, zlib.crc32(content), len(content), len(literal))
+        literal += _local(name, zlib.crc32(content), len(content)) + content
+    at, literals, starts = 0, [], []
+    for number, nbytes in enumerate(storages):
+        name, header = f"data/{number}", at + len(literal)
+        directory += _central(name, 0, nbytes, header)
+        bare = header + len(_local(name, 0, nbytes))
+        literal += _local(name, 0, nbytes, -(bare + 4) % _ALIGNMENT)
+        literals.append((at, literal))
+        starts.append(at + len(literal))
+        at, literal = starts[-1] + nbytes, b""
+    end = _end(len(records) + len(storages), len(directory), at + len(literal))
+    literals.append((at, literal + bytes(directory) + end))
+    return Item(at + len(literals[-1][1]), tuple(literals), tuple(starts))
 
 
 def _local(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
@@ -104,7 +126,7 @@ def _local(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
 
 def _central(name: str, crc: int, size: int, header: int) -> bytes:
     full = (_ROOT + name).encode()
-    extra, narrow = _wide(size), min(size, _FULL)
+    extra, narrow = _wide(size, header), min(size, _FULL)
     return (
         struct.pack(
             "<4s6H3I5H2I",
@@ -123,22 +145,24 @@ def _central(name: str, crc: int, size: int, header: int) -> bytes:
             0,
             0,
             0,
-            header,
+            min(header, _FULL),
         )
         + full
         + extra
     )
 
 
-def _wide(size: int) -> bytes:
-    """The zip64 field, if the size needs one."""
-    return struct.pack("<2H2Q", 1, 16, size, size) if size >= _FULL else b""
+def _wide(size: int, header: int = 0) -> bytes:
+    """The zip64 field, with what does not fit elsewhere: the size, twice, and where the header is."""
+    values = (*((size, size) if size >= _FULL else ()), *((header,) if header >= _FULL else ()))
+    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _end(count: int, length: int, first: int) -> bytes:
     """What follows the directory of `count` records, `length` bytes from byte `first`."""
     wide = b""
-    if first >= _FULL:
+    if first >= _FULL or count >= _MANY:
         wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, first)
         wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, first + length, 1)
-    return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, count, count, length, min(first, _FULL), 0)
+    many = min(count, _MANY)
+    return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, many, many, length, min(first, _FULL), 0)

@@ -12,7 +12,7 @@ from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
-from shardctl.layouts import LAYOUTS, dcp, hf, ranks
+from shardctl.layouts import LAYOUTS, dcp, hf, ranks, universal
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
@@ -29,6 +29,7 @@ from shardctl.verbs.optimizer import (
     specs,
     state_fusions,
     states_of,
+    steps_done,
     with_optimizer,
 )
 from shardctl.workers import usual_threads
@@ -121,10 +122,12 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
     if layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
-    if layout == "hf" and mesh.world > 1:
+    if layout in {hf.NAME, universal.NAME} and mesh.world > 1:
         raise UsageError(
-            f"layout hf has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
+            f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
+    if layout == universal.NAME and wish.max_shard_size is not None:
+        raise UsageError(f"layout {layout} has a file for every tensor", hint="leave --max-shard-size out")
     if wish.names not in {"keep", "transformers"}:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
     if wish.experts not in EXPERTS:
@@ -146,6 +149,8 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     placed = None
     if layout == "hf":
         want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
+    elif layout == universal.NAME:
+        want = universal.pack(have, arrays, dtypes, step=steps_done(have, checkpoint.source))
     elif layout == dcp.NAME:
         if mesh.world > 1:
             placed = place(checkpoint, have, mesh, wish.stages, arrays.names)

@@ -7,23 +7,28 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.layouts import hf, ranks
-from shardctl.manifest import Opaque
+from shardctl.manifest import Fill, Opaque
 from shardctl.models.fusion import Fusion
+from shardctl.storage import read
 from shardctl.training import SETTINGS, dump_settings, split_state, state_name, with_states
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from shardctl.dtype import DType
     from shardctl.layouts.form import Form
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
     from shardctl.placement import Spec
+    from shardctl.storage import Source
 
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
 _SERVING: Final = (hf.NAME, ranks.NAME)
 """Layouts that are read to run a model: they get optimizer states only if somebody asks for them."""
+
+_STEP: Final = "step"
 
 
 def with_optimizer(have: Manifest, wished: States, layout: str) -> Manifest:
@@ -37,9 +42,10 @@ def with_optimizer(have: Manifest, wished: States, layout: str) -> Manifest:
     if wished == "keep" and layout == hf.NAME:
         raise UsageError(
             f"layout {layout} has no place for optimizer states",
-            hint="use --to dcp or --to ranks, or leave --optimizer-states out",
+            hint="use --to dcp, universal or ranks, or leave --optimizer-states out",
         )
-    if wished == "keep" or (wished is None and layout not in _SERVING):
+    known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
+    if wished == "keep" or (wished is None and layout not in _SERVING and known):
         return with_states(have)
     return replace(have, training=None)
 
@@ -55,6 +61,16 @@ def filtered_states(have: Manifest, parameters: Collection[str]) -> Manifest:
 def states_of(have: Manifest) -> Mapping[str, Tensor]:
     """The optimizer states of a manifest, by name."""
     return have.training.states if have.training is not None else {}
+
+
+def steps_done(have: Manifest, source: Source) -> tuple[DType, tuple[int, ...], bytes] | None:
+    """The type, shape and content of the state `step` of the first parameter that has one, which is one number."""
+    for name, tensor in states_of(have).items():
+        if _split(name)[0] == _STEP and tensor.size == 1 and tensor.chunks:
+            where = tensor.chunks[0].where
+            content = where.unit if isinstance(where, Fill) else read(source, where.file, where.offset, tensor.nbytes)
+            return tensor.dtype, tensor.shape, content
+    return None
 
 
 def state_fusions(have: Manifest, fusions: Mapping[str, Fusion]) -> dict[str, Fusion]:
