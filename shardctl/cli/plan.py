@@ -10,7 +10,7 @@ from shardctl.cli import options, purpose, streams
 EXAMPLES = """
 Examples:
   shardctl plan ./llama --tp 8 --gpu h100-80g --seq-len 32768
-  shardctl plan ./llama/config.json --mesh pp=2,fsdp=2,tp=4 --for train --recompute full --detail tensor
+  shardctl plan ./llama/config.json --mesh pp=2,fsdp=2,tp=4 --recompute full
 """
 
 
@@ -50,6 +50,8 @@ def plan(
     offload: purpose.Offload = None,
     offload_parameters: purpose.OffloadParameters = False,
     gradient_dtype: purpose.GradientDtype = None,
+    no_sequence_parallel: purpose.NoSequenceParallel = False,
+    attention: purpose.AttentionKind = None,
     calibrate: purpose.Calibrate = None,
     stages: options.Stages = None,
     to: options.To = None,
@@ -60,6 +62,7 @@ def plan(
     keep_fp32: options.KeepFp32 = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    optimizer_states: options.OptimizerStates = None,
     memory: options.Memory = None,
     threads: options.Threads = None,
     config: options.Config = None,
@@ -86,6 +89,7 @@ def plan(
         keep_fp32=keep_fp32,
         include=include,
         exclude=exclude,
+        optimizer_states=optimizer_states,
         memory=memory,
         threads=threads,
     )
@@ -108,6 +112,8 @@ def plan(
         offload=offload,
         offload_parameters=offload_parameters or None,
         gradient_dtype=gradient_dtype,
+        sequence_parallel=False if no_sequence_parallel else None,
+        flash=None if attention is None else attention == "fused",
         devices=gpus,
         narrower=dtype if dtype in purpose.CODES else None,
         calibration=calibrate,

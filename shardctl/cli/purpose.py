@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _PURPOSE = "What the devices are for"
 _TRAINING = "Training"
 _DEVICES = "Devices"
+_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion, ..."
 
 For = Annotated[
     Literal["serve", "train"] | None,
@@ -73,7 +74,7 @@ Search = Annotated[
 ]
 Optimizer = Annotated[
     str | None,
-    typer.Option(metavar="NAME", rich_help_panel=_TRAINING, show_default=False, help="Default: adamw."),
+    typer.Option(metavar="NAME", rich_help_panel=_TRAINING, show_default=False, help=f"{_OPTIMIZERS}. Default: adamw."),
 ]
 Zero = Annotated[
     int | None,
@@ -111,7 +112,11 @@ Schedule = Annotated[
 Vp = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, rich_help_panel=_TRAINING, show_default=False, help="Model chunks per stage. Default: 1."
+        metavar="N",
+        min=1,
+        rich_help_panel=_TRAINING,
+        show_default=False,
+        help="Model chunks per stage, interleaved. Default: 1.",
     ),
 ]
 Offload = Annotated[
@@ -125,6 +130,21 @@ OffloadParameters = Annotated[
 GradientDtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
     typer.Option(rich_help_panel=_TRAINING, show_default=False, help="Of gradients. Default: the profile's."),
+]
+NoSequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--no-sequence-parallel", metavar="", rich_help_panel=_TRAINING, help="tp ranks repeat norms and dropouts."
+    ),
+]
+AttentionKind = Annotated[
+    Literal["fused", "eager"] | None,
+    typer.Option(
+        "--attention",
+        rich_help_panel=_TRAINING,
+        show_default=False,
+        help="Whether scores are kept: FlashAttention and sdpa keep none. Default: fused.",
+    ),
 ]
 Calibrate = Annotated[
     Path | None,

@@ -34,6 +34,8 @@ class Estimate:
     """The first of each group of ranks that hold the same weights."""
     budget: int | None = None
     """Bytes that each device has for it; None if nobody said."""
+    partial: bool = False
+    """Whether the terms leave something out, so that ranks need at least as much: then nothing is said to fit."""
 
     @property
     def binding(self) -> RankEstimate:
@@ -42,8 +44,14 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the heaviest rank fits the budget by the estimate itself; None without a budget."""
-        return None if self.budget is None else self.binding.total().nbytes <= self.budget
+        """Whether the heaviest rank fits the budget by the estimate itself; None without a budget.
+
+        None as well where something is left out, and the rest is not too much already.
+        """
+        if self.budget is None:
+            return None
+        enough = self.binding.total().nbytes <= self.budget
+        return None if enough and self.partial else enough
 
     @property
     def certain(self) -> bool | None:
@@ -52,7 +60,7 @@ class Estimate:
             return None
         worst = max(rank.total().high for rank in self.ranks)
         least = max(rank.total().low for rank in self.ranks)
-        return worst <= self.budget or least > self.budget
+        return (worst <= self.budget and not self.partial) or least > self.budget
 
     def within(self, budget: int | None) -> Estimate:
         """The same needs, held against `budget`."""

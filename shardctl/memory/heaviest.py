@@ -32,6 +32,8 @@ class Heaviest:
     """For each kind of the inventory its group."""
     known: dict[object, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
     """What was worked out, by what decides it."""
+    uncut: dict[object, tuple[tuple[Kind, Part], ...]] = field(default_factory=dict)
+    """The parts of all stages together, by what decides those."""
 
     def __post_init__(self) -> None:
         numbers: dict[object, int] = {}
@@ -76,16 +78,29 @@ class Heaviest:
             return self.known[key]
         stage_of = [stage for stage, span in enumerate(spans) for _ in span]
         held: list[list[Part]] = [[] for _ in spans]
-        for number, kind in enumerate(self.inventory.kinds):
-            gathered, elements = sizes[self.group_of[number]]
-            count = _members(kind, mesh)
-            if not count or (not gathered and all(kind.shape)):
+        last = len(spans) - 1
+        for kind, part in self._all(mesh, sizes):
+            where = kind.spec.where
+            if len(where) == 1 and where[0][0] == "layer":
+                held[stage_of[where[0][1]]].append(part)
                 continue
-            part = Part(kind, count, gathered, elements)
-            for stage in _stages(kind, stage_of, len(spans) - 1):
+            for stage in _stages(kind, stage_of, last):
                 held[stage].append(part)
         self.known[key] = tuple(map(tuple, held))
         return self.known[key]
+
+    def _all(self, mesh: Mesh, sizes: tuple[tuple[int, int], ...]) -> tuple[tuple[Kind, Part], ...]:
+        """The parts of all kinds of which there is anything, in whatever stage."""
+        key = (mesh.ep, sizes)
+        if key not in self.uncut:
+            found = []
+            for number, kind in enumerate(self.inventory.kinds):
+                gathered, elements = sizes[self.group_of[number]]
+                count = _members(kind, mesh)
+                if count and (gathered or not all(kind.shape)):
+                    found.append((kind, Part(kind, count, gathered, elements)))
+            self.uncut[key] = tuple(found)
+        return self.uncut[key]
 
 
 def _stride(mesh: Mesh) -> int:

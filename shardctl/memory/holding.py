@@ -76,9 +76,14 @@ class Holding:
     def units(self) -> Mapping[int | None, tuple[Part, ...]]:
         """The parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
         units: dict[int | None, list[Part]] = {}
+        start, stop = self.layers.start, self.layers.stop
         for part in self.parts:
-            mine = (n for where, n in part.kind.spec.where if where == "layer" and n in self.layers)
-            units.setdefault(next(mine, None), []).append(part)
+            unit = None
+            for where, n in part.kind.spec.where:
+                if where == "layer" and start <= n < stop:
+                    unit = n
+                    break
+            units.setdefault(unit, []).append(part)
         return {unit: tuple(parts) for unit, parts in units.items()}
 
     def merged(self) -> tuple[Part, ...]:
@@ -88,7 +93,8 @@ class Holding:
         for part in self.parts:
             kind, spec = part.kind, part.kind.spec
             inside = spec.where[0][0] == "layer"
-            key = (kind.shape, kind.dtype.name, spec.cuts, spec.of_expert, kind.trainable, inside, part.elements)
+            # An inventory has equal cuts once, and to compare them by value takes long.
+            key = (kind.shape, kind.dtype.name, id(spec.cuts), spec.of_expert, kind.trainable, inside, part.elements)
             first.setdefault(key, part)
             counts[key] += part.count
         return tuple(Part(part.kind, counts[key], part.gathered, part.elements) for key, part in first.items())

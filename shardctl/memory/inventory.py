@@ -83,6 +83,7 @@ def take_stock(
     counts: dict[tuple[object, ...], dict[int, int]] = {}
     cuts: dict[tuple[tuple[Cut, ...], ...], int] = {}
     known: dict[int, tuple[object, int]] = {}  # the same by object: rows share few, and to hash cuts takes long
+    shared: list[tuple[tuple[Cut, ...], ...]] = []  # each of them once
     kinds: dict[tuple[object, ...], tuple[str, tuple[int, ...], DType, Spec, bool]] = {}
     for tensor in tensors:
         spec = specs[tensor.name]
@@ -92,13 +93,16 @@ def take_stock(
         alike = (member.axis, member.count) if member else None
         if id(spec.cuts) not in known:
             known[id(spec.cuts)] = spec.cuts, cuts.setdefault(spec.cuts, len(cuts))
+            if len(cuts) > len(shared):
+                shared.append(spec.cuts)
         key = (tensor.shape, dtype.name, known[id(spec.cuts)][1], spec.where, alike, trainable)
         number = member.index if member else 0
         if key in counts:
             counts[key][number] = counts[key].get(number, 0) + 1
             continue
         counts[key] = {number: 1}
-        first = Spec(spec.cuts, spec.where, Member(member.axis, 0, member.count) if member else None)
+        same = shared[known[id(spec.cuts)][1]]
+        first = Spec(same, spec.where, Member(member.axis, 0, member.count) if member else None)
         kinds[key] = (tensor.name, tensor.shape, dtype, first, trainable)
     return Inventory(
         tuple(

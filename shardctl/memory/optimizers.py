@@ -74,6 +74,7 @@ class Optimizer:
         seen = Seen((SMALL, SMALL), SMALL * SMALL, hidden=True)
         states = sum(slot.elements(seen) * BY_NAME[slot.dtype or "BF16"].bits / 8 for slot in self.slots)
         return states / seen.elements + (4 if self.master else 0)
+
     temporary: bool = False
     """Whether a step makes a temporary as large as the parameters (torch's foreach kernels)."""
 

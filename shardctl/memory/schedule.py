@@ -59,7 +59,7 @@ def _check(stages: int, microbatches: int, schedule: Schedule, virtual: int) -> 
     if schedule != "interleaved" or stages == 1:
         return
     if virtual == 1:
-        raise UsageError("an interleaved schedule has several model chunks per stage", hint="give --virtual-stages 2")
+        raise UsageError("an interleaved schedule has several model chunks per stage", hint="give --vp 2")
     if microbatches % stages:
         raise UsageError(
             f"an interleaved schedule takes its microbatches in groups of {stages} (the stages), and {microbatches} "

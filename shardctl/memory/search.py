@@ -137,12 +137,20 @@ def search(
 
 
 def smallest(
-    law: Law, estimate: Estimator, *, space: Space, budget: int, most: int = MOST_DEVICES
+    law: Law,
+    estimate: Estimator,
+    *,
+    space: Space,
+    budget: int,
+    most: int = MOST_DEVICES,
+    glance: Estimator | None = None,
+    together: int = 0,
 ) -> tuple[int, Candidate] | None:
     """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
 
-    Tried are powers of two within a node and, beyond, numbers of nodes: doubled until one fits, then halved between
-    that and the last that did not, for more devices hold no less.
+    `glance` estimates some ranks of a mesh only, which is quicker, and enough to rule it out; `together` are bytes that
+    all devices must hold together in any mesh. Tried are powers of two within a node and, beyond, numbers of nodes:
+    doubled until one fits, then halved between that and the last that did not, for more devices hold no less.
     """
     low, high, best = 0, 0, None
     for power in count():
@@ -151,7 +159,10 @@ def smallest(
             high = -(-high // space.per_node) * space.per_node
         if high > most:
             return None
-        best = first_fit(high, law, estimate, space=space, budget=budget)
+        if together > high * budget:
+            low = high
+            continue
+        best = first_fit(high, law, estimate, space=space, budget=budget, glance=glance)
         if best is not None:
             break
         low = high
@@ -159,7 +170,7 @@ def smallest(
         middle = (low // space.per_node + high // space.per_node) // 2 * space.per_node
         if middle <= low:
             break
-        fitting = first_fit(middle, law, estimate, space=space, budget=budget)
+        fitting = first_fit(middle, law, estimate, space=space, budget=budget, glance=glance)
         if fitting is None:
             low = middle
         else:
@@ -167,7 +178,9 @@ def smallest(
     return (high, best) if best is not None else None
 
 
-def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budget: int) -> Candidate | None:
+def first_fit(
+    devices: int, law: Law, estimate: Estimator, *, space: Space, budget: int, glance: Estimator | None = None
+) -> Candidate | None:
     """A mesh of `devices` that fits, or None; tried first where weights are divided most, and by tp, which is quick."""
     bulk = Bulk(law.inventory)
     for mesh in sorted(meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
@@ -175,6 +188,8 @@ def first_fit(devices: int, law: Law, estimate: Estimator, *, space: Space, budg
             break
         try:
             stages = bulk.stages(mesh)
+            if glance is not None and len(stages) > 1 and not glance(mesh, stages).within(budget).fits:
+                continue
             needs = estimate(mesh, stages).within(budget)
         except UsageError:
             continue

@@ -90,7 +90,7 @@ def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mappin
     if layer.state is not None:
         raise UnsupportedError(
             f"what training keeps of layer {number} is not known: it has a recurrent state (Mamba or linear attention)",
-            hint="weights, gradients and optimizer states are counted; give the activations' bytes yourself",
+            hint="a plan of one mesh shows weights, gradients and optimizer states, which are known",
         )
     n, hidden = share.tokens, layer.hidden
     cross = layer.attention is not None and layer.attention.cross

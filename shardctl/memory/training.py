@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from shardctl.models.anatomy import Anatomy
 
 
-def train(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, *, stages: Sequence[int]) -> tuple[Term, ...]:
+def train(
+    anatomy: Anatomy | None, holding: Holding, mesh: Mesh, work: Training, *, stages: Sequence[int]
+) -> tuple[Term, ...]:
     """Every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
 
+    Without an anatomy, all but what passes forward and backward keep: that is known of any model.
     The optimizer's step comes when activations are gone, so its copies count only for what they need beyond those.
 
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do, and UnsupportedError for
     layers whose activations are not known.
     """
-    held = activations(anatomy, holding, mesh, work, stages=stages)
+    held = activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
     freed = total(held)
     kept = tuple(_beyond(term, freed) if term.name == STEP else term for term in states(holding, mesh, work))
     allocated = total((*kept, *held)).nbytes

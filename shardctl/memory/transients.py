@@ -49,7 +49,8 @@ def transients(holding: Holding, shared: int, plan: Scheme) -> Iterator[Term]:
 
 def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
     """FSDP2 gathers the next unit while one computes, and reduces one unit's gradients while the next makes its own."""
-    units = {unit: _gathered_bytes(parts, plan) for unit, parts in holding.units().items()}
+    parts_of = holding.units()
+    units = {unit: _gathered_bytes(parts, plan) for unit, parts in parts_of.items()}
     root = units.pop(None, 0)
     layers = [units[n] for n in sorted(units, key=lambda n: n or 0)]
     pair = max((a + b for a, b in pairwise(layers)), default=sum(layers))
@@ -67,8 +68,8 @@ def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
             _UNITS,
             interval=(min(root + largest, root + pair), min(root + pair + largest, total)),
         )
-    unit, of_root = largest / width, _trained_elements(holding.units().get(None, ()))
-    head = _trained_elements(p for p in holding.units().get(None, ()) if ("last", 0) in _ends(p) and p.kind.matrix)
+    unit, of_root = largest / width, _trained_elements(parts_of.get(None, ()))
+    head = _trained_elements(p for p in parts_of.get(None, ()) if ("last", 0) in _ends(p) and p.kind.matrix)
     middle, end = unit * (width + reduced) + head * width, of_root * (width + reduced) - pair
     if plan.zero == 1:  # `set_requires_gradient_sync(False)` until the last microbatch
         end = _trained_elements(holding.parts) * reduced

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.manifest import Tensor
-    from shardctl.models.model import Model
+    from shardctl.models.model import Model, ModelTensor
 
 
 def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
@@ -21,8 +21,18 @@ def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mappi
     `tensors` are those stored, by canonical name. A quantised weight is known by its module, of which some array is
     stored: codes, scales and zeros are no parameters of their own.
     """
-    if config is None or not model.family or quantisation_config(config) is None:
+    if not quantised(model, config):
         return sum(t.size for name, t in tensors.items() if not model.tensors[name].row.buffer)
+    return sum(prod(t.shape) for t in meant(model, config or {}, tensors))
+
+
+def quantised(model: Model, config: Mapping[str, object] | None) -> bool:
+    """Whether codes of weights are stored, of which the config says what they stand for."""
+    return config is not None and bool(model.family) and quantisation_config(config) is not None
+
+
+def meant(model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> list[ModelTensor]:
+    """The parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
     modules = {name.rpartition(".")[0] for name in tensors}
     stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
 
@@ -31,7 +41,7 @@ def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mappi
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
     plain = model.unquantised or describe(_unquantised(config)).tensors  # MXFP4 has its arrays in the family's table
-    return sum(prod(t.shape) for t in plain.values() if not t.row.buffer and stored(t.name))
+    return [t for t in plain.values() if not t.row.buffer and stored(t.name)]
 
 
 def _unquantised(config: Mapping[str, object]) -> Mapping[str, object]:

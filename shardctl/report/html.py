@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl import __version__
 from shardctl.memory.term import CATEGORIES, Category, total
 from shardctl.mesh import HOLDING
-from shardctl.report.memory_bars import heaviest
-from shardctl.report.planning import verdict, workload
+from shardctl.report.memory_bars import heaviest, number
+from shardctl.report.planning import moved, verdict, workload
 from shardctl.report.search_table import row
 from shardctl.report.sizes import count, file_size, memory_size, plural
 from shardctl.report.visible import visible
@@ -82,6 +82,10 @@ def _head(planned: Planned) -> Iterator[str]:
     yield f"<p>{_text(workload(seen.work))}</p>"
     style = {True: "yes", False: "no", None: ""}[seen.estimate.fits]
     yield f'<p class="{style}">{_text(verdict(planned))}</p>'
+    for text in moved(seen):
+        yield f"<p>{_text(text)}</p>"
+    if seen.estimate.partial:
+        yield f"<p>Activations are not modelled: {_text(seen.unmodelled)}</p>"
 
 
 def _memory(planned: Planned) -> Iterator[str]:
@@ -182,7 +186,7 @@ def _formulas(planned: Planned) -> Iterator[str]:
 
 
 def _term(term: Term) -> tuple[str, ...]:
-    given = ", ".join(f"{k} = {v if isinstance(v, str) else f'{v:,}'}" for k, v in term.inputs.items())
+    given = ", ".join(f"{name} = {number(value)}" for name, value in term.inputs.items())
     sure = "exact" if term.exact else f"{memory_size(term.low)} to {memory_size(term.high)}"
     name = term.name if term.tier == "device" else f"{term.name} on {term.tier}"
     formula = "; ".join(filter(None, (term.formula, given))) or "from headers"

@@ -120,10 +120,19 @@ def terms(rank: RankEstimate) -> RenderableType:
 
 
 def _explained(formula: str, inputs: Iterable[tuple[str, float | str]]) -> str:
-    given = ", ".join(
-        f"{name} = {value:,}" if isinstance(value, int) else f"{name} = {value}" for name, value in inputs
-    )
+    given = ", ".join(f"{name} = {number(value)}" for name, value in inputs)
     return f"{formula}; {given}" if formula and given else formula or given or "from headers"
+
+
+def number(value: float | str) -> str:
+    """The value of a symbol; counts that were reckoned with as floats are shown as counts.
+
+    >>> number(2147483648.0), number(0.5), number(5.5), number("tp")
+    ('2,147,483,648', '0.5', '5.5', 'tp')
+    """
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
 def kinds(rank: RankEstimate) -> RenderableType:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.memory.term import total
 from shardctl.memory.workload import Serving
 from shardctl.report.documents import Document, head, mesh_fields
+from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
     from shardctl.memory.calibrate import Calibration
@@ -52,6 +53,7 @@ def plan_fields(result: Planned) -> Document:
         "purpose": _purpose(result.forecast),
         "device": _device(result.forecast),
         "verdict": _verdict(result.forecast),
+        "offload": _offload(result.forecast),
         "strategies": [_strategy(one) for one in result.forecast.strategies],
         "calibration": _calibration(result.forecast.calibration) if result.forecast.calibration else None,
         "search": _search(result.explored) if result.explored else None,
@@ -109,6 +111,7 @@ def _purpose(seen: Forecast) -> Document:
         "why_not": seen.unmodelled,
         "workload": asdict(seen.work) if seen.work is not None else None,
         "quantised": seen.quantised or None,
+        "dequantised": seen.dequantised,
         "longest_context": seen.longest_context,
         "largest_batch": seen.largest_batch,
     }
@@ -125,6 +128,27 @@ def _device(seen: Forecast) -> Document | None:
     }
 
 
+def _offload(seen: Forecast) -> Document | None:
+    if not seen.links and not seen.nodes:
+        return None
+    return {
+        "node_bytes": {tier: some.nbytes for tier, some in seen.nodes.items()},
+        "busy": BUSY,
+        "operations_per_second": seen.peak,
+        "links": [
+            {
+                "what": need.what,
+                "tier": need.tier,
+                "operations_per_byte": need.intensity,
+                "device_bytes_per_second": need.bandwidth,
+                "link_bytes_per_second": need.link,
+                "source": need.source,
+            }
+            for need in seen.links
+        ],
+    }
+
+
 def _verdict(seen: Forecast) -> Document:
     estimate, whole = seen.estimate, seen.estimate.binding.total()
     all_known = seen.work is not None or estimate.fits is False
@@ -134,6 +158,7 @@ def _verdict(seen: Forecast) -> Document:
         "low_bytes": whole.low,
         "high_bytes": whole.high,
         "budget_bytes": estimate.budget,
+        "partial": estimate.partial,
         "fits": estimate.fits,
         "certain": estimate.certain if estimate.certain is None else estimate.certain and all_known,
     }

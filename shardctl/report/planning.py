@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
+from shardctl.memory.devices import GB, TERA
 from shardctl.memory.workload import Serving
 from shardctl.report.grid import line, table
 from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
 from shardctl.report.search_table import ranking
 from shardctl.report.sizes import count, file_size, memory_size, plural
 from shardctl.report.strategies import advice, calibration, comparison
+from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.memory.workload import Training
+    from shardctl.verbs.forecasting import Forecast
     from shardctl.verbs.plan import Planned, RankPlan, StagePlan
 
 Detail = Literal["summary", "stage", "rank", "tensor"]
@@ -60,8 +63,14 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
         parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
     if seen.longest_context and seen.largest_batch:
         parts.append(line(_room(seen.longest_context, seen.largest_batch, seen.work)))
-    parts.append(line(verdict(planned), "bold green" if seen.estimate.fits else "bold red" if seen.device else ""))
+    parts.append(line(verdict(planned), _STYLES[seen.estimate.fits]))
+    parts += [line(text) for text in moved(seen)]
+    if seen.estimate.partial:
+        parts.append(line(f"activations are not modelled: {seen.unmodelled}", "dim"))
     return parts
+
+
+_STYLES: Final = {True: "bold green", False: "bold red", None: ""}
 
 
 def _room(context: int, batch: int, work: Serving | Training) -> str:
@@ -76,13 +85,29 @@ def verdict(planned: Planned) -> str:
     estimate, device = planned.forecast.estimate, planned.forecast.device
     rank = estimate.binding
     place = f" ({rank.holding.label})" if rank.holding.label != "only" else ""
-    needs = f"rank {rank.holding.rank}{place} needs {amount(rank.total())}"
+    least = "at least " if estimate.partial else ""
+    needs = f"rank {rank.holding.rank}{place} needs {least}{amount(rank.total())}"
     if estimate.budget is None or device is None:
         return f"binding: {needs}"
-    sure = "" if estimate.certain else ", though not for certain"
     size = memory_size(estimate.budget)
     what = size if device.name == size else f"{size} of {device.name}"
+    if estimate.fits is None:
+        return f"whether it fits is not known: {needs} of {what}"
+    sure = "" if estimate.certain else ", though not for certain"
     return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
+
+
+def moved(seen: Forecast) -> list[str]:
+    """What training has offloaded, and how fast that must move."""
+    found = [f"offloaded to {tier}: {amount(some)} in a node" for tier, some in seen.nodes.items()]
+    for need in seen.links:
+        rate = f"{need.bandwidth / GB:,.1f} GB/s"
+        each = f", {need.link / GB:,.1f} over its own link" if need.link < need.bandwidth else ""
+        found.append(
+            f"{need.what} move to and from {need.tier}: {rate} a device{each}, to compute {BUSY:.0%} of the time at "
+            f"{seen.peak / TERA:,.0f} TFLOP/s"
+        )
+    return found
 
 
 def _header(planned: Planned) -> str:
@@ -94,6 +119,8 @@ def _header(planned: Planned) -> str:
     layout = f" | layout {planned.layout}" if planned.layout else " | a config without weights"
     if planned.forecast.quantised:
         layout = f" | if it were quantised to {planned.forecast.quantised}"
+    elif planned.forecast.dequantised:
+        layout = " | as it is trained, not quantised"
     return f"{model}  {amounts} | {mesh}{layout}"
 
 
@@ -174,4 +201,9 @@ def workload(work: Serving | Training) -> str:
         f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
         f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
     ]
-    return ", ".join(parts) + (f", offload to {work.offload}" if work.offload != "none" else "")
+    more = [
+        *([f"offload to {work.offload}"] if work.offload != "none" else []),
+        *(["no sequence parallelism"] if not work.sequence_parallel else []),
+        *(["eager attention"] if not work.flash else []),
+    ]
+    return ", ".join([*parts, *more])

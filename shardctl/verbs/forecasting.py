@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
 from shardctl.memory.comparison import Strategy, strategies
+from shardctl.memory.cost import REFERENCE
+from shardctl.memory.devices import device
 from shardctl.memory.estimate import gather
 from shardctl.memory.forecast import forecast
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.holding import hold
+from shardctl.memory.offload import Need, node
+from shardctl.memory.offload import needs as links
 from shardctl.memory.optimizers import optimizer
 from shardctl.memory.search import Bulk
 from shardctl.memory.serving import largest_batch, longest_context
 from shardctl.memory.workload import Serving, Training
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from shardctl.memory.devices import Device
     from shardctl.memory.estimate import Estimate
     from shardctl.memory.holding import Holding
-    from shardctl.memory.term import Term
+    from shardctl.memory.term import Sum, Term, Tier
     from shardctl.mesh import Mesh
     from shardctl.verbs.purpose import Purpose
     from shardctl.verbs.subject import Subject
@@ -40,7 +45,7 @@ class Forecast:
     """Of activations; safetensors' name."""
     device: Device | None = None
     unmodelled: str = ""
-    """Why only the weights are stated, if so."""
+    """Why only the weights are stated, or in training all but activations, if so."""
     longest_context: int | None = None
     """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
     largest_batch: int | None = None
@@ -49,8 +54,20 @@ class Forecast:
     """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
     quantised: str = ""
     """The type that the weights are taken to have, though nobody has quantised them yet."""
+    dequantised: bool = False
+    """Whether the weights are those that stored codes stand for, because codes cannot be trained."""
     calibration: Calibration | None = None
     """What measured peaks made of the estimate."""
+    links: tuple[Need, ...] = ()
+    """Where training offloads states, what must be moved how fast for a device to compute `BUSY` of the time."""
+    peak: float = 0.0
+    """The operations per second of the device that `links` keep busy."""
+    nodes: Mapping[Tier, Sum] = field(default_factory=dict)
+    """By tier what the ranks of that node offload which offloads most."""
+
+
+BUSY: Final = 0.9
+"""The part of the time that a device computes while states are moved, for which links are to suffice."""
 
 
 def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose | None) -> Forecast:
@@ -66,14 +83,16 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     try:
         estimate = needs(about, holdings, mesh, stages, work)
     except UnsupportedError as error:
-        work, unmodelled = None, error.message
-        estimate = needs(about, holdings, mesh, stages, None)
+        unmodelled = error.message
+        estimate = needs(about, holdings, mesh, stages, work, passes=False)
     seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.narrower or "")
+    seen = replace(seen, dequantised=about.dequantised)
     if isinstance(work, Training):
         if purpose.calibration is not None:
             seen = _calibrated(seen, _calibration(about, work, mesh, purpose.calibration))
         states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
         seen = replace(seen, strategies=strategies(about.parameters, devices, optimizer=states))
+        seen = _offloaded(seen, work, mesh)
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes
@@ -87,15 +106,32 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     return replace(seen, longest_context=context, largest_batch=batch)
 
 
+def _offloaded(seen: Forecast, work: Training, mesh: Mesh) -> Forecast:
+    """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
+    if work.offload == "none":
+        return seen
+    on = seen.device if seen.device is not None and seen.device.timed else device(REFERENCE)
+    tiers: tuple[Tier, ...] = ("host", "nvme")
+    nodes = {tier: node(seen.estimate, mesh, tier, per_node=on.per_node) for tier in tiers}
+    held = {tier: some for tier, some in nodes.items() if some.high}
+    moved = links(mesh, work, peak=on.flops_bf16, target=BUSY)
+    return replace(seen, links=moved, peak=on.flops_bf16, nodes=held)
+
+
 def needs(
     about: Subject,
     holdings: tuple[Holding, ...],
     mesh: Mesh,
     stages: tuple[int, ...],
     work: Serving | Training | None,
+    *,
+    passes: bool = True,
 ) -> Estimate:
-    """What the ranks of `holdings` need; the weights of a model that nobody has quantised yet are modelled."""
-    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype)
+    """What the ranks of `holdings` need, without `passes` but for activations.
+
+    The weights of a model that nobody has quantised yet are modelled.
+    """
+    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
     layout = about.quantised
     if layout is None:
         return estimate
@@ -105,7 +141,7 @@ def needs(
             return term
         return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
 
-    return gather(holdings, [[modelled(term) for term in rank.terms] for rank in estimate.ranks])
+    return replace(gather(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial)
 
 
 def _calibration(about: Subject, work: Training, mesh: Mesh, log: Path) -> Calibration:

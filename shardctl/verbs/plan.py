@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import MemoryBudgetError, UsageError
+from shardctl.memory.search import Bulk
 from shardctl.mesh import Mesh
 from shardctl.storage.room import existing, free_space
 from shardctl.verbs import plan_file
 from shardctl.verbs.advising import Counsel, counsel
+from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.drafting import Wish, divide, draft, filtered
 from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
@@ -110,6 +112,7 @@ class Planned:
         return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
 
 
+@uncollected()
 def plan(
     path: str | Path,
     wish: Wish,
@@ -127,22 +130,28 @@ def plan(
     purpose = purpose or Purpose()
     with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
         explored = None
+        about = _about(checkpoint, wish, purpose)
         if purpose.search:
-            about = subject(checkpoint, wish).if_quantised(purpose.narrower)
             explored = explore(about, purpose, wish.mesh)
         if explored is not None and wish.mesh is None and explored.found.ranked:
             wish = _best(wish, explored.found.ranked[0])
         near = Path(destination or path)
-        if checkpoint.hypothetical or purpose.narrower is not None:
+        if checkpoint.hypothetical or purpose.narrower is not None or about.dequantised:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
-            planned = imagine(str(path), checkpoint, wish, purpose)
+            planned = imagine(str(path), checkpoint, wish, purpose, about)
         else:
             work, impossible = _drafted(checkpoint, wish)
             planned = describe(str(path), work, near, purpose, impossible=impossible)
             if out is not None:
                 plan_file.save(out, work, reading)
         return replace(planned, explored=explored)
+
+
+def _about(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject:
+    """The model as the purpose has it: as it is stored, quantised, or for training without its quantisation."""
+    trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
+    return subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
 
 
 def _best(wish: Wish, found: Candidate) -> Wish:
@@ -181,12 +190,16 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None,
     return replace(found, warnings=(*found.warnings, impossible)) if impossible else found
 
 
-def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Planned:
-    """What a model would need that is not stored so: there is only a config, or nobody has quantised it yet."""
-    about = subject(checkpoint, wish).if_quantised(purpose.narrower)
+def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, about: Subject) -> Planned:
+    """What a model would need that is not stored so: there is only a config, or it would have to be quantised, or not.
+
+    `about` is that model.
+    """
     mesh = wish.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
     stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)
+    if wish.stages is None and (about.dequantised or about.quantised is not None):
+        stages = Bulk(about.inventory).stages(mesh)
     return _result(path, checkpoint, about, mesh, stages, purpose, "", {}, None)
 
 

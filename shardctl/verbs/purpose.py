@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardctl.verbs.subject import Subject
 
 Use = Literal["serve", "train"]
+_OPTIONS: Final = {"virtual_stages": "vp", "sequence_parallel": "no-sequence-parallel", "flash": "attention"}
+"""The options of the command line that are not called as the fields are."""
 USUAL_CONTEXT: Final = 8192
 """Tokens per sequence if nobody says, unless the model was made for fewer."""
 
@@ -50,6 +52,8 @@ class Purpose:
     virtual_stages: int | None = None
     offload: Offload | None = None
     offload_parameters: bool | None = None
+    sequence_parallel: bool | None = None
+    flash: bool | None = None
     gradient_dtype: str | None = None
     """Of gradients that are kept; safetensors' name."""
     calibration: Path | None = None
@@ -74,24 +78,40 @@ class Purpose:
             "offload": self.offload,
             "offload_parameters": self.offload_parameters,
             "gradient_dtype": self.gradient_dtype,
+            "sequence_parallel": self.sequence_parallel,
+            "flash": self.flash,
         }
         return {name: value for name, value in given.items() if value is not None}
 
     def workload(self, about: Subject, mesh: Mesh) -> Serving | Training | None:
-        """What the devices do, with the defaults that the model decides; None if its layers are not described.
+        """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
         Raises UsageError for options that contradict each other.
         """
         use, training = self.decided(mesh), self._of_training()
         if use == "serve" and (training or self.calibration):
-            name = next(iter(training), "calibrate").replace("_", "-")
-            raise UsageError(f"--{name} is about training, and this is about serving", hint="add --for train")
+            name = next(iter(training), "calibrate")
+            option = _OPTIONS.get(name, name.replace("_", "-"))
+            raise UsageError(f"--{option} is about training, and this is about serving", hint="add --for train")
         if use == "train" and self.kv_dtype is not None:
             raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")
-        if about.anatomy is None:
+        if use == "train" and self.narrower is not None:
+            raise UsageError(
+                f"--dtype {self.narrower} is about serving, and this is about training",
+                hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
+            )
+        if about.anatomy is None and use == "serve":
             return None
-        tokens = self.seq_len or min(about.anatomy.positions or USUAL_CONTEXT, USUAL_CONTEXT)
+        limit = about.anatomy.positions if about.anatomy is not None else None
+        tokens = self.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
         if use == "serve":
             return Serving(context=tokens, batch=self.batch or 1, kv_dtype=self.kv_dtype)
         computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
+        if (self.virtual_stages or 1) > 1:
+            training.setdefault("schedule", "interleaved")
+        if (self.virtual_stages or 1) > 1 and training["schedule"] != "interleaved":
+            raise UsageError(
+                f"--vp {self.virtual_stages} is about interleaved pipelines, and this is about {self.schedule}",
+                hint="give --schedule interleaved, or leave --schedule out",
+            )
         return replace(Training(sequence=tokens, micro_batch=self.batch or 1, dtype=computes), **training)

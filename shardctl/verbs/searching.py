@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _USUAL: Final = "h100-80g"
 """Whose nodes and speed are assumed if no device is named."""
 
+_STATES: Final = frozenset({"weights", "gradients", "optimizer"})
+
 
 @dataclass(frozen=True, slots=True)
 class Explored:
@@ -62,6 +64,18 @@ class Explorer:
         """What the heaviest rank of each stage needs."""
         return needs(self.about, self.heaviest.hold(mesh, stages), mesh, stages, self.work_on(mesh))
 
+    def glance(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
+        """What the heaviest rank of the first stage needs, which holds the most microbatches in flight."""
+        return needs(self.about, self.heaviest.hold(mesh, stages)[:1], mesh, stages, self.work_on(mesh))
+
+    def together(self) -> int:
+        """Bytes of states that training has once at least, on one device or shared by many; 0 if they are not there."""
+        if not isinstance(self.work, Training) or self.work.offload != "none":
+            return 0
+        alone, layers = Mesh.of(), (self.about.inventory.layers,)
+        estimate = needs(self.about, self.heaviest.hold(alone, layers), alone, layers, self.work, passes=False)
+        return sum(t.nbytes for t in estimate.binding.terms if t.exact and t.category in _STATES and t.tier == "device")
+
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
         """What a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
@@ -76,10 +90,16 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     Raises UsageError for a purpose that contradicts itself.
     """
     work = purpose.workload(about, mesh or Mesh.of())
+    if about.anatomy is None:  # compared by weights
+        work = None
     explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
     law, space = explorer.law(), explorer.space()
     budget = purpose.device.usable_bytes if purpose.device is not None else None
-    fewest = smallest(law, explorer.estimate, space=space, budget=budget) if budget is not None else None
+    fewest = None
+    if budget is not None:
+        fewest = smallest(
+            law, explorer.estimate, space=space, budget=budget, glance=explorer.glance, together=explorer.together()
+        )
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
     found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget)

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from shardctl.dtype import FLOATS
 from shardctl.errors import UnsupportedError
+from shardctl.manifest import Tensor
 from shardctl.memory.inventory import Inventory, take_stock
 from shardctl.memory.narrower import Layout, layout, narrowed
 from shardctl.models import Config, parameters
 from shardctl.models.anatomy import anatomy
+from shardctl.models.counting import meant, quantised
 from shardctl.placement import Spec
 from shardctl.verbs.drafting import chosen_dtypes, filtered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.manifest import Manifest
     from shardctl.models.anatomy import Anatomy
     from shardctl.verbs.drafting import Wish
     from shardctl.verbs.opening import Checkpoint
@@ -34,6 +37,10 @@ class Subject:
     """Why there is no anatomy, if so."""
     dtype: str
     """Of activations; safetensors' name."""
+    coded: bool = False
+    """Whether the inventory has codes of weights, which nobody can train."""
+    dequantised: bool = False
+    """Whether weights stand for codes that are stored, as training would have them."""
     quantised: Layout | None = None
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
 
@@ -47,9 +54,15 @@ class Subject:
         return replace(self, inventory=narrowed(self.inventory, name), quantised=layout(name))
 
 
-def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
-    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of."""
+def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Subject:
+    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of.
+
+    `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
+    """
     have = filtered(checkpoint.manifest, wish)
+    coded = checkpoint.model is not None and quantised(checkpoint.model, checkpoint.config)
+    if trained and coded:
+        return _dequantised(checkpoint, have, wish)
     dtypes, model = chosen_dtypes(have, wish), checkpoint.model
     if model is None:
         specs: Mapping[str, Spec] = {n: Spec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
@@ -61,7 +74,19 @@ def subject(checkpoint: Checkpoint, wish: Wish) -> Subject:
         inventory = take_stock(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = parameters(model, checkpoint.config, have.tensors)
     made_of, why = _anatomy(checkpoint)
-    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish))
+    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish), coded=coded)
+
+
+def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: Wish) -> Subject:
+    """The model as it was before it was quantised."""
+    model = checkpoint.require_model("a plan of training")
+    plain = meant(model, checkpoint.config or {}, have.tensors)
+    dtypes = {t.name: FLOATS.get(wish.dtype, t.dtype) for t in plain}
+    tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in plain]
+    inventory = take_stock(tensors, {t.name: t.spec for t in plain}, model.layers, dtypes=dtypes)
+    made_of, why = _anatomy(checkpoint)
+    active = _activations(checkpoint, wish)
+    return Subject(inventory, inventory.elements, made_of, why, active, dequantised=True)
 
 
 def _activations(checkpoint: Checkpoint, wish: Wish) -> str:

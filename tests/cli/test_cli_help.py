@@ -69,8 +69,52 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     def options(verb):
         return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help").out.partition("Examples:")[0]))
 
-    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash", "--plan"}
-    assert options("plan") - options("reshard") == {"--detail"}
+    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash"}
+    own = {
+        "--detail",
+        "--out",
+        "--report",
+        "--search",
+        "--gpu",
+        "--gpus",
+        "--for",
+        "--seq-len",
+        "--batch",
+        "--kv-dtype",
+    }
+    training = options("plan") - options("reshard") - own
+    assert own <= options("plan")
+    assert training == {
+        "--optimizer",
+        "--zero",
+        "--profile",
+        "--recompute",
+        "--microbatches",
+        "--schedule",
+        "--vp",
+        "--offload",
+        "--offload-parameters",
+        "--gradient-dtype",
+        "--no-sequence-parallel",
+        "--attention",
+        "--calibrate",
+    }
+
+
+def test_what_plan_and_reshard_share_is_said_alike():
+    """But for `--dtype`, of which plan takes types to quantise to, and `--json`, which is lines where bytes move."""
+
+    def parameters(verb):
+        command = next(c for c in app.registered_commands if c.name == verb).callback
+        return {name: str(kind) for name, kind in command.__annotations__.items()}
+
+    plan, reshard = parameters("plan"), parameters("reshard")
+    assert {name for name in plan.keys() & reshard.keys() if plan[name] != reshard[name]} <= {
+        "dtype",
+        "json",
+        "return",
+        "src",
+    }
 
 
 def test_python_dash_m_is_the_same_program():

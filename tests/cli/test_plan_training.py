@@ -1,0 +1,157 @@
+"""What `plan` says of training: what can be trained, what is offloaded, and what nobody has modelled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ROOT / "fixtures" / "configs_public"
+CONFIGS = ROOT / "fixtures" / "configs"
+SCHEMA = json.loads((ROOT / "docs" / "schema" / "plan.json").read_text())
+LLAMA = PUBLIC / "llama-3.1-8b.json"
+DEEPSEEK = PUBLIC / "deepseek-v3.json"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def document(say):
+    def call(*args):
+        found = json.loads(say("plan", *args, "--json").out)
+        jsonschema.validate(found, SCHEMA, jsonschema.Draft202012Validator)
+        return found
+
+    return call
+
+
+def states(document, category):
+    terms = document["needs"][document["ranks"][0]["needs"]]["terms"]
+    return sum(t["term_bytes"] for t in terms if t["category"] == category and t["exact"])
+
+
+def test_codes_are_not_trained_but_the_weights_that_they_stand_for(document):
+    """AdamW has 16 bytes for each of the 671 G parameters of DeepSeek-V3, which are stored in fp8."""
+    options = ("--mesh", "pp=8,fsdp=32", "--recompute", "full")
+    found = document(DEEPSEEK, *options)
+    assert found["purpose"]["dequantised"]
+    whole = sum(
+        term["term_bytes"]
+        for rank in found["ranks"]
+        for term in found["needs"][rank["needs"]]["terms"]
+        if term["exact"] and term["category"] in {"weights", "gradients", "optimizer"}
+    )
+    assert whole == pytest.approx(16 * 671_026_419_200, rel=1e-3)
+    assert found["weight_bytes"] == 2 * 671_026_419_200
+
+
+def test_serving_keeps_the_codes(document):
+    assert not document(DEEPSEEK, "--tp", "8")["purpose"]["dequantised"]
+
+
+def test_a_quantised_model_is_not_said_to_train_on_fewer_devices_than_its_states_need(document):
+    """10.7 TB of states are on no eight H200."""
+    found = document(DEEPSEEK, "--search", "--gpus", "8", "--gpu", "h200", "--for", "train")
+    assert found["exit_code"] == 3
+    fewest = found["search"]["fewest"]
+    assert fewest["mesh"]["ranks"] >= 16 * 671e9 / (141 * 1e9)
+
+
+def test_a_plan_of_training_is_none_of_converting_codes(say, tmp_path):
+    found = say("plan", DEEPSEEK, "--for", "train", "--out", tmp_path / "plan.json")
+    assert found.code == 2
+    assert "nothing to convert" in found.err
+
+
+@pytest.mark.parametrize("config", ["mamba2", "falcon_mamba", "jamba", "qwen3_next"])
+def test_what_is_known_of_recurrent_layers_is_shown(document, config):
+    found = document(CONFIGS / f"{config}.json", "--fsdp", "2", "--gpu", "t4")
+    elements = states(found, "gradients") // 4
+    assert states(found, "optimizer") == 8 * elements
+    assert elements >= found["parameters"] / 2
+    assert found["verdict"]["partial"]
+    assert found["verdict"]["fits"] is None
+    assert found["verdict"]["certain"] is False
+    assert "recurrent state" in found["purpose"]["why_not"]
+    assert found["exit_code"] == 0
+
+
+def test_states_alone_may_be_too_much(say):
+    found = say("plan", CONFIGS / "mamba2.json", "--for", "train", "--gpu", "400MiB", "--detail", "summary")
+    assert found.code == 3
+    assert "DOES NOT FIT: rank 0 needs at least" in found.out
+    assert "activations are not modelled" in found.out
+
+
+def test_what_fits_without_its_activations_is_not_said_to_fit(say):
+    found = say("plan", CONFIGS / "mamba2.json", "--for", "train", "--gpu", "t4", "--detail", "summary")
+    assert found.code == 0
+    assert "whether it fits is not known: rank 0 needs at least" in found.out
+
+
+def test_offloading_says_how_fast_links_must_be(document):
+    """ZeRO-Infinity, sec. 4.1: an efficiency of e takes `peak e / (1 - e) / ait` bytes a second."""
+    options = ("--dp", "16", "--zero", "3", "--profile", "deepspeed", "--offload", "cpu", "--gpu", "a100-80g")
+    found = document(LLAMA, *options)
+    (link,) = found["offload"]["links"]
+    assert link["what"] == "optimizer states"
+    assert link["operations_per_byte"] == 8192 / 4
+    assert link["device_bytes_per_second"] == pytest.approx(312e12 * 9 / (8192 / 4))
+    assert link["link_bytes_per_second"] == pytest.approx(link["device_bytes_per_second"] / 16)
+    host = found["needs"][0]["totals"]["host"]["total_bytes"]
+    assert found["offload"]["node_bytes"] == {"host": 8 * host}
+
+
+def test_offloading_is_shown_to_people(say, tmp_path):
+    options = ("--fsdp", "8", "--offload", "cpu", "--gpu", "h100-80g", "--report", tmp_path / "plan.html")
+    text = say("plan", LLAMA, *options).out
+    page = (tmp_path / "plan.html").read_text()
+    for said in ("offloaded to host: 119.7 GiB", "optimizer states move to and from host"):
+        assert said in text
+        assert said in page
+
+
+def total(found):
+    return found["verdict"]["total_bytes"]
+
+
+def test_attention_that_is_not_fused_keeps_its_scores(document):
+    fused, eager = (document(LLAMA, "--fsdp", "8", "--attention", how) for how in ("fused", "eager"))
+    scores = 32 * 32 * 8192**2  # layers, heads, tokens by tokens
+    assert total(eager) - total(fused) > 2 * scores
+
+
+def test_sequence_parallelism_can_be_left_out(document):
+    options = (LLAMA, "--tp", "8", "--profile", "megatron")
+    assert total(document(*options, "--no-sequence-parallel")) > total(document(*options))
+
+
+def test_chunks_of_a_stage_are_interleaved(say, document):
+    options = (LLAMA, "--pp", "4", "--vp", "2", "--microbatches", "8")
+    assert document(*options)["purpose"]["workload"]["schedule"] == "interleaved"
+    refused = say("plan", *options, "--schedule", "1f1b")
+    assert refused.code == 2
+    assert "--vp 2 is about interleaved pipelines" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--vp", "2"), "--vp is about training"),
+        (("--attention", "eager"), "--attention is about training"),
+        (("--no-sequence-parallel",), "--no-sequence-parallel is about training"),
+        (("--gradient-dtype", "bf16"), "--gradient-dtype is about training"),
+    ],
+)
+def test_options_of_training_are_refused_by_their_own_names(say, options, said):
+    found = say("plan", LLAMA, "--for", "serve", *options)
+    assert found.code == 2
+    assert said in found.err
+
+
+def test_nothing_is_trained_in_codes(say):
+    found = say("plan", LLAMA, "--for", "train", "--dtype", "fp8")
+    assert found.code == 2
+    assert "--dtype fp8 is about serving" in found.err
