@@ -44,14 +44,15 @@ _LONGEST: Final = 255
 """Bytes of the name of a folder."""
 
 
-def pack(
-    have: Manifest, form: Form, dtypes: dict[str, DType], *, step: tuple[DType, tuple[int, ...], bytes] | None = None
-) -> Manifest:
+_Number = tuple["DType", tuple[int, ...], bytes]
+"""Type, shape and content of a tensor of one element."""
+
+
+def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number | None = None) -> Manifest:
     """A file for every parameter and every state, and what the engine has besides.
 
     What is trained has a folder: what has states, or, if nothing has, every float. The rest is in the module's file.
-    `step` is the type, shape and content of the state of that name of some parameter; engines of stage 3 take it as
-    that of all.
+    `step` is the state of that name of some parameter; engines of stage 3 take it as that of all.
     Raises UnsupportedError for states that Universal Checkpoints have no place for, and names that no folder can have.
     """
     aliases = {other: names[0] for names in form.names.values() for other in names[1:]}
@@ -69,7 +70,9 @@ def pack(
     shapes = {array.name: array.shape for array in weights if array.name in trained}
     groups = _groups(have.training, form, shapes)
     done = (have.training.step if have.training is not None else None) or 0
-    builder.optimizer(groups, step or (BY_NAME["F32"], (), struct.pack("<f", done)), len(shapes))
+    if states and step is None:
+        step = BY_NAME["F32"], (), struct.pack("<f", done)
+    builder.optimizer(groups, step, len(shapes))
     described = [{name: shapes[name] for name in members} for members, _ in groups] or [shapes]
     builder.module([array for array in weights if array.name not in trained], described, aliases, done)
     builder.text("latest_universal", FOLDER)
@@ -114,7 +117,7 @@ class _Builder:
         tree = value if kind == _STEP else {"cat_dim": 0, "param": value}
         self.saved(f"zero/{parameter}/{kind}.pt", tree, [replace(array, name=parameter)])
 
-    def optimizer(self, groups: _Groups, step: tuple[DType, tuple[int, ...], bytes], parameters: int) -> None:
+    def optimizer(self, groups: _Groups, step: _Number | None, parameters: int) -> None:
         """What all parameters share: each loader looks for it at another place.
 
         Stages 1 and 2 load as many groups as there are here, so where none are known there is an empty one for every
@@ -122,12 +125,13 @@ class _Builder:
         """
         known: list[Value] = [{**settings, "params": [number]} for number, (_, settings) in enumerate(groups)]
         known = known or [{"params": []} for _ in range(parameters)]
-        dtype, shape, content = step
-        inner = {"state": {0: {_STEP: tensor_value(dtype, shape)}}, "param_groups": known}
+        state = {0: {_STEP: tensor_value(step[0], step[1])}} if step is not None else {}
+        inner = {"state": state, "param_groups": known}
         shared = {"ds_version": DEEPSPEED, "param_groups": known, "optimizer_state_dict": inner}
-        item = saved(shared, [len(content)])
+        contents = [step[2]] if step is not None else []
+        item = saved(shared, [len(content) for content in contents])
         path = f"{FOLDER}/zero/optimizer_state.pt"
-        self.files[path] = File(path, item.size, (*item.literals, (item.starts[0], content)))
+        self.files[path] = File(path, item.size, (*item.literals, *zip(item.starts, contents, strict=True)))
 
     def module(
         self, rest: list[Array], groups: list[dict[str, tuple[int, ...]]], aliases: dict[str, str], done: int
