@@ -46,6 +46,7 @@ _LONGEST: Final = 255
 
 _Number = tuple["DType", tuple[int, ...], bytes]
 """Type, shape and content of a tensor of one element."""
+_Groups = list[tuple[list[str], dict[str, Value]]]
 
 
 def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number | None = None) -> Manifest:
@@ -83,16 +84,14 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number 
     return Manifest(NAME, tensors, builder.files, have.objects, training=have.training)
 
 
-_Groups = list[tuple[list[str], dict[str, Value]]]
-
-
 def _groups(training: Training | None, form: Form, trained: Mapping[str, object]) -> _Groups:
     """Per group of the optimizer the arrays of its parameters, and its settings; none if none are known."""
     found: _Groups = []
     left = dict.fromkeys(trained)
     for group in training.groups if training is not None else ():
         members = [name for name in dict.fromkeys(map(form.array, group.parameters)) if name in left]
-        left = {name: None for name in left if name not in set(members)}
+        for name in members:
+            del left[name]
         found.append((members, dict(group.settings)))
     return [*found, (list(left), {})] if found and left else found
 
