@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +20,9 @@ from hypothesis import strategies as st
 from test_dcp import bits, gather
 
 from shardctl import formats
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.formats.deepspeed import geometry
-from shardctl.formats.deepspeed.patterns import matches
+from shardctl.formats.deepspeed.patterns import Patterns
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.opening import Reading
@@ -427,6 +429,47 @@ def test_a_tie_with_nothing_is_refused(tmp_path):
         scan(bad)
 
 
+def ways(node, way=()):
+    """The way to everything in a tree of dicts and lists."""
+    yield way
+    inside = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inside:
+        yield from ways(value, (*way, key))
+
+
+def replaced(tree, way, value):
+    if not way:
+        return value
+    inside = tree
+    for key in way[:-1]:
+        inside = inside[key]
+    inside[way[-1]] = value
+    return tree
+
+
+JUNK = [None, -1, 1 << 66, "x", [], {"a": {}}, torch.tensor(3), (1, 2)]
+
+
+@pytest.mark.parametrize(("fixture", "kind"), [
+    ("joined", "optim"), ("joined", "model"), ("scattered", "optim"), ("z0", "model"), ("z3-frozen", "model"),
+])  # fmt: skip
+@pytest.mark.parametrize("junk", range(len(JUNK)))
+def test_anything_anywhere_has_a_verdict(fixture, kind, junk, tmp_path):
+    if fixture in {"joined", "scattered"}:
+        build = joined if fixture == "joined" else scattered
+        place = build(tmp_path / "made", {"a": torch.randn(4, 3), "b": torch.randn(2)}, 2)
+    else:
+        place = shutil.copytree(FIXTURES / fixture, tmp_path / "made")
+    path = min(place.rglob(f"*{kind}_states.pt"))
+    whole = path.read_bytes()
+    every = list(ways(torch.load(path, weights_only=True)))
+    for way in every[junk % 3 :: 3] if len(every) > 40 else every:
+        path.write_bytes(whole)
+        torch.save(replaced(torch.load(path, weights_only=True), way, JUNK[junk]), path)
+        with contextlib.suppress(ShardctlError):
+            scan(place)
+
+
 def other_part(tree):
     tree["ds_zero_partition_groups"] = [{"partition_rank": 0, "partition_count": 3}]
 
@@ -521,13 +564,20 @@ def test_parts_of_tensor_parallel_ranks_need_the_rules_of_the_writer(tmp_path):
     ("a*b+", "aa", False), ("", "anything", True), ("^$", "a", False),
 ])  # fmt: skip
 def test_patterns_are_matched_as_python_does(pattern, name, fits):
-    import re
-
-    assert matches(pattern, name) is fits
+    assert (Patterns([pattern]).find(name) == pattern) is fits
     assert (re.match(pattern, name) is not None) is fits
 
 
-def test_a_pattern_made_to_take_years_takes_none():
-    assert not matches(".*" * 50 + "x", "a" * 10_000)
+def test_a_pattern_made_to_take_years_takes_none(monkeypatch):
+    monkeypatch.setattr("shardctl.formats.deepspeed.patterns._MOST", 100_000)
+    assert Patterns([".*" * 20 + "x"]).find("a" * 100) is None
+    with pytest.raises(HostileError, match="take too long"):
+        Patterns([".*" * 499 + "x"]).find("a" * 100_000)
     with pytest.raises(UnsupportedError, match="does not understand"):
-        matches("(a+)+b", "aaaa")
+        Patterns(["(a+)+b"])
+
+
+def test_many_plain_patterns_cost_nothing():
+    many = Patterns(f"^model\\.layers\\.{n}\\.weight$" for n in range(3_000))
+    assert all(many.find(f"model.layers.{n}.weight") for n in range(3_000))
+    assert many.find("model.layers.1.weights") is None

@@ -122,12 +122,14 @@ class _Rank:
         for name, shape in shapes.items():
             if not prod(shape):
                 self.found.master.empty(called[name], self.rank, shape, flats.master.dtype)
+        arrays = [(self.found.master, flats.master)]
+        arrays += [(self.found.state(state), array) for state, array in flats.states.items()]
+        numbers = [(self.found.state(state), value) for state, value in flats.numbers.items()]
         for name, run in runs.items():
-            self.found.master.add_run(called[name], self.rank, shapes[name], flats.master, run)
-            for state, array in flats.states.items():
-                self.found.state(state).add_run(called[name], self.rank, shapes[name], array, run)
-            for state, value in flats.numbers.items():
-                add_number(self.found.state(state), called[name], self.rank, value)
+            for pieces, array in arrays:
+                pieces.add_run(called[name], self.rank, shapes[name], array, run)
+            for pieces, value in numbers:
+                add_number(pieces, called[name], self.rank, value)
         self.found.others += [(f"{state} of group {number}", held.path) for state in flats.strange]
 
 

@@ -5,15 +5,16 @@ Python's own `re` could be kept busy for years by a pattern made for it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardctl.errors import UnsupportedError
+from shardctl.errors import HostileError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _LONGEST: Final = 1_000
+_MOST = 5_000_000
+"""Steps of matching, at about one a microsecond; a model of 10,000 tensors takes a million."""
 _SPECIAL: Final = frozenset("[](){}|?*+^$\\")
 _CLASSES: Final[dict[str, Callable[[str], bool]]] = {
     "d": str.isdecimal,
@@ -37,25 +38,52 @@ class _Atom(NamedTuple):
         return self.kind == "any" or _CLASSES[self.text](character)
 
 
-def matches(pattern: str, name: str) -> bool:
-    r"""Whether `name` begins with what `pattern` describes, as `re.match` says it.
+class Patterns:
+    r"""Some patterns, of which a name may fit one; patterns of plain characters cost nothing, however many there are.
 
     Raises UnsupportedError for a pattern with more than characters, classes and repetitions of them.
 
-    >>> matches(r"^\d+\.mlp\.weight$", "12.mlp.weight"), matches(r"\d+.mlp", "x.mlp")
-    (True, False)
+    >>> Patterns([r"^\d+\.mlp\.weight$", "head"]).find("12.mlp.weight")
+    '^\\d+\\.mlp\\.weight$'
     """
-    atoms, whole = _parsed(pattern)
-    active = _closed({0}, atoms)
-    for character in name:
-        if not whole and len(atoms) in active:
-            return True
-        step = set()
-        for at in active:
-            if at < len(atoms) and atoms[at].fits(character):
-                step.add(at if atoms[at].repeats else at + 1)
-        active = _closed(step, atoms)
-    return len(atoms) in active
+
+    __slots__ = ("_others", "_plain", "_spent")
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._plain: dict[str, str] = {}
+        self._others: list[tuple[str, tuple[_Atom, ...], bool]] = []
+        self._spent = 0
+        for pattern in patterns:
+            atoms, whole = _parsed(pattern)
+            if whole and all(atom.kind == "is" and not atom.repeats for atom in atoms):
+                self._plain.setdefault("".join(atom.text for atom in atoms), pattern)
+            else:
+                self._others.append((pattern, atoms, whole))
+
+    def find(self, name: str) -> str | None:
+        """The pattern that describes what `name` begins with, as `re.match` says it; None if none does.
+
+        Raises HostileError if patterns and names were made to take long.
+        """
+        if name in self._plain:
+            return self._plain[name]
+        return next((pattern for pattern, atoms, whole in self._others if self._fits(atoms, name, whole=whole)), None)
+
+    def _fits(self, atoms: tuple[_Atom, ...], name: str, *, whole: bool) -> bool:
+        active = _closed({0}, atoms)
+        for character in name:
+            if not whole and len(atoms) in active:
+                return True
+            self._spent += len(active)
+            active = _closed(
+                {at if atoms[at].repeats else at + 1 for at in active if at < len(atoms) and atoms[at].fits(character)},
+                atoms,
+            )
+            if not active:
+                return False
+            if self._spent > _MOST:
+                raise HostileError("the checkpoint's patterns of names take too long to match")
+        return len(atoms) in active
 
 
 def _closed(active: set[int], atoms: tuple[_Atom, ...]) -> set[int]:
@@ -63,14 +91,13 @@ def _closed(active: set[int], atoms: tuple[_Atom, ...]) -> set[int]:
     found = set()
     for at in active:
         reached = at
-        found.add(reached)
-        while reached < len(atoms) and atoms[reached].repeats:
-            reached += 1
+        while reached not in found:
             found.add(reached)
+            if reached < len(atoms) and atoms[reached].repeats:
+                reached += 1
     return found
 
 
-@lru_cache(maxsize=1 << 12)
 def _parsed(pattern: str) -> tuple[tuple[_Atom, ...], bool]:
     """The atoms of a pattern, and whether it describes the whole name."""
     text = pattern.removeprefix("^")

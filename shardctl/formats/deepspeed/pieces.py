@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, flat_boxes
@@ -77,18 +78,17 @@ class Pieces:
         Raises CoverageError if the array ends before it.
         """
         local = self._local(name, rank, shape, array)
-        boxes = _boxes(shape, run.start, run.stop)
         if run.at + run.stop - run.start > array.size:
+            box = _boxes(shape, run.start, run.stop)[0]
             raise CoverageError(
-                f"{name} {list(shape)}: elements {boxes[0]} should be in {array.file}, whose flat array has "
+                f"{name} {list(shape)}: elements {box} should be in {array.file}, whose flat array has "
                 f"{array.size:,} elements and not {run.at + run.stop - run.start:,}",
                 hint="states that were offloaded to a disk are not in the checkpoint's own files",
             )
         local.runs.append((run.start, run.stop, array.file))
-        strides, width = dense_strides(array.dtype, shape), array.dtype.unit_bytes
-        offset = array.offset + (run.at - run.start) * width
-        for box in boxes:
-            first = sum(at * stride for at, stride in zip(box.origin, strides, strict=True))
+        strides, places = _places(shape, run.start, run.stop, array.dtype)
+        offset = array.offset + run.at * array.dtype.unit_bytes
+        for box, first in places:
             local.chunks.append(Chunk(box, array.dtype, Region(array.file, offset + first, strides), name))
 
     def add_fill(self, name: str, rank: int, dtype: DType, content: bytes) -> None:
@@ -97,8 +97,13 @@ class Pieces:
         local.chunks.append(Chunk(Box.whole(()), dtype, Fill(content), name))
 
     def _local(self, name: str, rank: int, shape: tuple[int, ...], array: Array) -> Local:
-        local = self.held.setdefault(name, {}).setdefault(rank, Local(shape, array.dtype))
-        if (local.shape, local.dtype) != (shape, array.dtype):
+        by_rank = self.held.get(name)
+        if by_rank is None:
+            by_rank = self.held[name] = {}
+        local = by_rank.get(rank)
+        if local is None:
+            local = by_rank[rank] = Local(shape, array.dtype)
+        elif local.shape != shape or local.dtype != array.dtype:
             before = f"{local.dtype} {list(local.shape)}"
             raise SourceError(f"{array.file}: {name!r} is {array.dtype} {list(shape)}, but {before} elsewhere")
         return local
@@ -148,8 +153,20 @@ def _moved(chunk: Chunk, cut: Cut, rank: int) -> Iterator[Chunk]:
 
 
 @lru_cache(maxsize=1 << 14)
+def _places(
+    shape: tuple[int, ...], start: int, stop: int, dtype: DType
+) -> tuple[tuple[int, ...], tuple[tuple[Box, int], ...]]:
+    """Byte strides of a dense tensor, and the boxes of a stretch of it, each with its bytes from the stretch's start.
+
+    Layers are alike, and so are their boxes.
+    """
+    strides = dense_strides(dtype, shape)
+    return strides, tuple(
+        (box, sum(map(mul, box.origin, strides)) - start * dtype.unit_bytes) for box in _boxes(shape, start, stop)
+    )
+
+
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    """Layers are alike, and so are their boxes."""
     return tuple(flat_boxes(shape, start, stop))
 
 

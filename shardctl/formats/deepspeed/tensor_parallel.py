@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.deepspeed.patterns import matches
+from shardctl.formats.deepspeed.patterns import Patterns
 from shardctl.formats.deepspeed.pieces import Cut
 from shardctl.formats.deepspeed.values import integer, items, table
 
@@ -45,6 +45,10 @@ class Cuts:
         self.ranks = said or (layers if files.layers else len(models))
         """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
         self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
+        self._said_of: dict[str, Patterns] = {}
+        """By key, the patterns of names that the rules have there."""
+        self._known: dict[object, Cut | None] = {}
+        """The same for each state of a parameter."""
 
     def cut(self, name: str, shapes: Shapes, *, trained: bool) -> Cut | None:
         """How a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
@@ -64,11 +68,13 @@ class Cuts:
             return None
         if len(by_rank) != self.ranks:
             raise SourceError(f"{name!r} is on {len(by_rank)} of {self.ranks} tensor-parallel ranks")
-        parts = self._parts(name, by_rank)
-        if parts is None:
-            return None
-        shape, boxes = parts
-        return Cut(self._without_padding(name, shape), {rank: boxes[rank % self.ranks] for rank in shapes})
+        key = (name, tuple(shapes.items()))
+        if key not in self._known:
+            parts = self._parts(name, by_rank)
+            self._known[key] = parts and Cut(
+                self._without_padding(name, parts[0]), {rank: parts[1][rank % self.ranks] for rank in shapes}
+            )
+        return self._known[key]
 
     def _parts(self, name: str, shapes: Shapes) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]] | None:
         """The whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""
@@ -78,8 +84,7 @@ class Cuts:
                 "fit together (universal_checkpoint_info)",
                 hint="trainers that support Universal Checkpoints save that; or save it with one such rank",
             )
-        unsupported = table(self._info.get(_UNSUPPORTED))
-        if self._listed(list(unsupported), name) is not None:
+        if self._said(_UNSUPPORTED, name):
             raise UnsupportedError(f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_HINT)
         if self._said(_WHOLE, name):
             if len(set(shapes.values())) > 1:
@@ -92,9 +97,9 @@ class Cuts:
         if self._said(_HALVES, name):
             widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]
             return _interleaved(name, shapes, 0, widths)
-        for entry in items(self._info.get(_SEVERAL)):
+        for number, entry in enumerate(items(self._info.get(_SEVERAL))):
             held = table(entry)
-            pattern = self._listed(items(held.get("patterns")), name)
+            pattern = self._found(f"{_SEVERAL} {number}", items(held.get("patterns")), name)
             dim = integer(held.get("partition_dim"))
             if pattern is not None and dim is not None:
                 return _interleaved(name, shapes, dim, self._widths(name, pattern, held, dim))
@@ -119,11 +124,13 @@ class Cuts:
         return shape
 
     def _said(self, key: str, name: str) -> bool:
-        return self._listed(items(self._info.get(key)), name) is not None
+        listed = self._info.get(key)
+        return self._found(key, items(listed) or list(table(listed)), name) is not None
 
-    @staticmethod
-    def _listed(patterns: list[Any], name: str) -> str | None:
-        return next((p for p in patterns if isinstance(p, str) and matches(p, name)), None)
+    def _found(self, key: str, patterns: list[Any], name: str) -> str | None:
+        if key not in self._said_of:
+            self._said_of[key] = Patterns(p for p in patterns if isinstance(p, str))
+        return self._said_of[key].find(name)
 
 
 def _interleaved(
