@@ -94,7 +94,7 @@ Stages = Annotated[
 To = Annotated[
     str | None,
     typer.Option(
-        metavar="hf|ranks|dcp|universal",
+        metavar="hf|ranks|dcp|universal|meta",
         rich_help_panel=_WRITING,
         help="The layout. Default: ranks if there is a mesh.",
     ),

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from shardctl.layouts import dcp, hf, ranks, universal
+from shardctl.layouts import dcp, hf, meta, ranks, universal
 
-LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME, universal.NAME)
+LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME, universal.NAME, meta.NAME)
 """What `--to` accepts."""

@@ -16,7 +16,7 @@ from shardctl.training import split_state, state_name
 from shardctl.views import View
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from shardctl.manifest import Chunk, Manifest, Tensor
     from shardctl.models.model import Model
@@ -43,6 +43,9 @@ _PARTS: Final = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+_OLD: Final = {meant: name for name, meant in _NAMES.items() if name != "lm_head.weight"}
+_OLD_PARTS: Final = {meant: part for part, meant in _PARTS.items() if "qkv_linear" not in part}
+_MEANT_LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.weight")
 _LAYER: Final = re.compile(r"layers\.([0-9]+)\.(.+)\.weight")
 _BUFFERS: Final = frozenset({"rope.freqs", "freqs_cis"})
 """Computed from the config; no state dict of transformers has them."""
@@ -61,6 +64,31 @@ def from_meta(model: Model, stored: Manifest) -> Manifest:
     tensors = {meant: _turned(model, meant, stored.tensors[name]) for name, meant in names.items()}
     training = _training(model, stored.training) if stored.training is not None else None
     return replace(stored, tensors=tensors, training=training)
+
+
+def metas_name(name: str) -> str | None:
+    """What Meta calls the tensor that transformers calls `name`; None if it has no such tensor.
+
+    >>> metas_name("model.layers.3.mlp.up_proj.weight"), metas_name("lm_head.weight"), metas_name("lm_head.bias")
+    ('layers.3.feed_forward.w3.weight', 'output.weight', None)
+    """
+    found = _MEANT_LAYER.fullmatch(name)
+    if found is None:
+        return _OLD.get(name)
+    part = _OLD_PARTS.get(found[2])
+    return f"layers.{found[1]}.{part}.weight" if part is not None else None
+
+
+def in_metas_order(model: Model, name: str, chunk: Chunk) -> Iterable[Chunk]:
+    """The chunks of tensor `name`, as transformers has it, that lie in a chunk of Meta's order of rows."""
+    if _TURNED.fullmatch(name) is None:
+        return (chunk,)
+    return _parts(chunk, _head(model, name))
+
+
+def _head(model: Model, name: str) -> int:
+    """Rows of one head."""
+    return model.tensors[name].spec.cuts[0][0].sections[0].unit
 
 
 def _meant(name: str) -> str:
@@ -85,8 +113,7 @@ def _turned(model: Model, meant: str, tensor: Tensor) -> Tensor:
     """The tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
     chunks = tensor.chunks
     if _TURNED.fullmatch(meant) and len(tensor.shape) == _MATRIX:
-        head = model.tensors[meant].spec.cuts[0][0].sections[0].unit
-        chunks = tuple(part for chunk in chunks for part in _parts(chunk, head))
+        chunks = tuple(part for chunk in chunks for part in _parts(chunk, _head(model, meant)))
     return replace(tensor, name=meant, chunks=chunks)
 
 

@@ -12,7 +12,7 @@ from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
-from shardctl.layouts import LAYOUTS, dcp, hf, ranks, universal
+from shardctl.layouts import LAYOUTS, dcp, hf, meta, ranks, universal
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
@@ -37,6 +37,7 @@ from shardctl.workers import usual_threads
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.layouts.form import Form
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
     from shardctl.models.fusion import Fusion
@@ -126,8 +127,9 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         raise UsageError(
             f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if layout == universal.NAME and wish.max_shard_size is not None:
-        raise UsageError(f"layout {layout} has a file for every tensor", hint="leave --max-shard-size out")
+    if layout in {universal.NAME, meta.NAME} and wish.max_shard_size is not None:
+        what = "every tensor" if layout == universal.NAME else "every rank"
+        raise UsageError(f"layout {layout} has a file for {what}", hint="leave --max-shard-size out")
     if wish.names not in {"keep", "transformers"}:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
     if wish.experts not in EXPERTS:
@@ -147,18 +149,9 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     have, arrays = settled(have, arrays, fusions)
     dtypes = chosen_dtypes(have, wish)
     placed = None
-    if layout == "hf":
-        want = hf.pack(have, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
-    elif layout == universal.NAME:
-        want = universal.pack(have, arrays, dtypes, step=steps_done(have, checkpoint.source))
-    elif layout == dcp.NAME:
-        if mesh.world > 1:
-            placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
-        want = dcp.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size or hf.USUAL_SHARD)
-    else:
+    if layout == ranks.NAME or mesh.world > 1:
         placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
-        want = ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
-    plan = join(have, want)
+    plan = join(have, _packed(checkpoint, wish, layout, have, placed, arrays, dtypes))
     return Draft(
         checkpoint=checkpoint,
         wish=wish,
@@ -171,6 +164,29 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         carried=tuple(_carried(checkpoint, have, dtypes, layout)),
         options=_inherited(checkpoint) | _options(wish),
     )
+
+
+def _packed(
+    checkpoint: Checkpoint,
+    wish: Wish,
+    layout: str,
+    have: Manifest,
+    placed: Placed | None,
+    arrays: Form,
+    dtypes: dict[str, DType],
+) -> Manifest:
+    """The files of a layout, yet to be written."""
+    usual = wish.max_shard_size or hf.USUAL_SHARD
+    if layout == hf.NAME:
+        return hf.pack(have, arrays, dtypes, max_shard_size=usual)
+    if layout == universal.NAME:
+        return universal.pack(have, arrays, dtypes, step=steps_done(have, checkpoint.source))
+    if layout == meta.NAME:
+        return meta.pack(have, placed, dtypes, checkpoint.require_model("--to meta"), checkpoint.config or {})
+    if layout == dcp.NAME:
+        return dcp.pack(have, placed, arrays, dtypes, max_shard_size=usual)
+    assert placed is not None  # noqa: S101 - ranks are always placed
+    return ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
 
 
 def _check_meaningful(wish: Wish, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.layouts import hf, ranks
+from shardctl.layouts import hf, meta, ranks
 from shardctl.manifest import Fill, Opaque
 from shardctl.models.fusion import Fusion
 from shardctl.storage import read
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
-_SERVING: Final = (hf.NAME, ranks.NAME)
+_SERVING: Final = (hf.NAME, ranks.NAME, meta.NAME)
 """Layouts that are read to run a model: they get optimizer states only if somebody asks for them."""
 
 _STEP: Final = "step"
@@ -39,7 +39,7 @@ def with_optimizer(have: Manifest, wished: States, layout: str) -> Manifest:
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
         raise UsageError("--optimizer-states keep, but the source has no optimizer states", hint="leave it out")
-    if wished == "keep" and layout == hf.NAME:
+    if wished == "keep" and layout in {hf.NAME, meta.NAME}:
         raise UsageError(
             f"layout {layout} has no place for optimizer states",
             hint="use --to dcp, universal or ranks, or leave --optimizer-states out",

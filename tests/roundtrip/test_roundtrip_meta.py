@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardctl.errors import ShardctlError
 from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
@@ -196,3 +197,89 @@ def test_a_config_of_its_own_wins(original, tmp_path):
     assert result.warnings == ()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == json.loads((original["llama2"] / "config.json").read_text())
+
+
+# Back to Meta's layout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_back_to_the_very_tensors_of_meta(name, converted, tmp_path):
+    ranks = make_meta.RANKS[name]
+    mesh = Mesh.of(tp=ranks) if ranks > 1 else None
+    reshard(converted[name], tmp_path / "meta", Wish(to="meta", mesh=mesh), reading=Reading(kv_heads="replicate"))
+    for rank in range(ranks):
+        file = f"consolidated.{rank:02d}.pth"
+        found = torch.load(tmp_path / "meta" / file, weights_only=True, mmap=True)
+        expected = torch.load(FIXTURES / "meta" / name / file, weights_only=True)
+        expected.pop("rope.freqs", None)
+        same(found, expected)
+    assert verify(tmp_path / "meta", level="full", against=FIXTURES / "meta" / name).ok
+    assert digest(tmp_path / "meta").digest == digest(converted[name]).digest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_params_it_writes_describe_the_same_model(name, converted, tmp_path):
+    reshard(converted[name], tmp_path / "meta", Wish(to="meta"))
+    params = json.loads((tmp_path / "meta" / "params.json").read_text())
+    given = make_meta.PARAMS[name]
+    same_fields = set(given) - {"multiple_of", "ffn_dim_multiplier", "vocab_size"}
+    assert {key: params[key] for key in same_fields} == {key: given[key] for key in same_fields}
+    inner = int(params.get("ffn_dim_multiplier", 1) * int(8 * params["dim"] / 3))
+    inner = -(-inner // params["multiple_of"]) * params["multiple_of"]
+    assert inner == make_meta.weights(name)["layers.0.feed_forward.w1.weight"].shape[0]
+    (tmp_path / "meta" / "config.json").unlink()
+    (tmp_path / "meta" / "shardctl.json").unlink()
+    assert digest(tmp_path / "meta").digest == digest(converted[name]).digest
+
+
+def test_a_tied_embedding_is_written_under_both_names(tmp_path):
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=32,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    reshard(tmp_path / "hf", tmp_path / "meta", Wish(to="meta", mesh=Mesh.of(tp=2)))
+    parts = [torch.load(tmp_path / "meta" / f"consolidated.{rank:02d}.pth") for rank in range(2)]
+    whole = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    for name in ("tok_embeddings.weight", "output.weight"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole)
+    assert digest(tmp_path / "meta").digest == digest(tmp_path / "hf").digest
+
+
+@pytest.mark.parametrize(
+    ("change", "wish", "message"),
+    [
+        ({"attention_bias": True}, Wish(to="meta"), "has no place for model.layers.0.self_attn.q_proj.bias"),
+        ({"head_dim": 6}, Wish(to="meta"), "heads that together are as wide as the model, 16, not 24"),
+        ({"hidden_act": "gelu"}, Wish(to="meta"), "has the activation silu, not gelu"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+            Wish(to="meta"),
+            "no rotary embeddings of the type 'linear'",
+        ),
+        ({}, Wish(to="meta", mesh=Mesh.of(pp=2)), "the mesh is pp2"),
+        ({}, Wish(to="meta", exclude="norm"), "was left out"),
+        ({}, Wish(to="meta", max_shard_size=1000), "a file for every rank"),
+        ({}, Wish(to="meta", optimizer_states="keep"), "no optimizer states"),
+        ({"vocab_size": 33}, Wish(to="meta", mesh=Mesh.of(tp=2)), r"lm_head.weight \[33, 16\] has no 2 equal parts"),
+    ],
+)
+def test_what_metas_code_has_no_place_for_is_refused(change, wish, message, tmp_path):
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    LlamaForCausalLM(LlamaConfig(**(small | change))).save_pretrained(tmp_path / "hf")
+    with pytest.raises(ShardctlError, match=message):
+        reshard(tmp_path / "hf", tmp_path / "meta", wish)
