@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_roundtrip_dcp import CONFIG, TRAINED, bits, compare_with_torch, same, whole
-from tiny_models import build, config_of
+from test_roundtrip_dcp import CONFIG, TRAINED, bits, compare_with_torch, experts, same, whole  # noqa: F401 - a fixture
+from tiny_models import CONFIGS, build, config_of
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -151,3 +151,15 @@ def test_options_and_states_without_a_place_are_refused(tiny, tmp_path):
     save_file({"../a": torch.ones(2)}, tmp_path / "outside" / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"'\.\./a' cannot be the name of a folder"):
         reshard(tmp_path / "outside", tmp_path / "out", Wish(to="universal"))
+
+
+def test_experts_keep_their_arrays_and_states(experts, tmp_path):  # noqa: F811
+    place, expected = experts
+    reading = Reading(config=CONFIGS / "qwen3_moe.json")
+    reshard(place, tmp_path / "universal", Wish(to="universal"), reading=reading)
+    checked = verify(tmp_path / "universal", level="full", against=place, reading=reading)
+    assert checked.ok, checked.findings
+    held = parameters(tmp_path / "universal")
+    same({key: kinds["fp32"] for key, kinds in held.items()}, expected["weights"])
+    for parameter, states in expected["optimizer"]["state"].items():
+        same({kind: held[parameter][kind] for kind in states}, states)
