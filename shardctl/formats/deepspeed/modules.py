@@ -45,8 +45,12 @@ def read_models(source: Source, files: Files) -> dict[int, ModelState]:
 def read_modules(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
     """Note where everything is that the module has itself."""
     for rank, state in models.items():
+        shapes = dict(state.frozen_shapes)
+        for group in state.groups or ():
+            shapes |= group
         for name, array in state.module.items():
-            if _is_real(name, array, state):
+            real = shapes.get(name, array.shape) == array.shape  # stage 3 leaves empty tensors in place of parameters
+            if real and name not in state.shared:
                 found.module.add_array(name, rank, array)
         _read_frozen(source, files, rank, state, found)
         _find_ties(state, found)
@@ -57,13 +61,6 @@ def read_modules(source: Source, files: Files, models: Mapping[int, ModelState],
         for name, array in held.items():
             found.module.add_array(name, rank, array)
         found.others += [(key, path) for key in others]
-
-
-def _is_real(name: str, array: Array, state: ModelState) -> bool:
-    """Whether the module holds it itself: stage 3 leaves empty tensors in place of parameters."""
-    shape = next((group[name] for group in state.groups or () if name in group), None)
-    shape = state.frozen_shapes.get(name) if shape is None else shape
-    return name not in state.shared and (shape is None or array.shape == shape)
 
 
 def _read_frozen(source: Source, files: Files, rank: int, state: ModelState, found: Found) -> None:
