@@ -41,12 +41,13 @@ def verification(verified: Verified) -> RenderableType:
 
 
 def verdict(verified: Verified) -> str:
-    """``ok``, or how many findings made it fail; warnings are counted apart."""
+    """``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
     errors = sum(finding.severity == "error" for finding in verified.findings)
     warnings = len(verified.findings) - errors
     odd = f" ({plural(warnings, 'warning')})" if warnings else ""
     if verified.ok:
-        return f"ok{odd}"
+        skipped = [level.name for level in verified.levels if level.status == "skipped"]
+        return f"ok, but skipped: {', '.join(skipped)}{odd}" if skipped else f"ok{odd}"
     unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
     wrong = [plural(errors, "finding")] if errors or not unmet else []
     return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"

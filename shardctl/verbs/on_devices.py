@@ -11,6 +11,7 @@ from shardctl.errors import CutError, Interrupted, Mismatch, UnsupportedError
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import HOLDING
+from shardctl.record import RECORD
 from shardctl.verbs.level import Level, LoadedRank
 from shardctl.verbs.load import experts
 from shardctl.verify import rank_files
@@ -77,9 +78,13 @@ def load_level(
             level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
         _load(level, checkpoint, other, digests, places, trial.memory, effort, most=most)
     except UnsupportedError as error:
-        level.skip(error.message)
+        level.skip(_why(error))
     level.seconds = time.monotonic() - began
     return level
+
+
+def _why(error: UnsupportedError) -> str:
+    return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
 def _load(
@@ -247,7 +252,7 @@ def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial
     try:
         _forward(level, checkpoint, other, trial)
     except UnsupportedError as error:
-        level.skip(error.message)
+        level.skip(_why(error))
     level.seconds = time.monotonic() - began
     return level
 
@@ -258,8 +263,6 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
     from shardctl.verify.load import devices
 
     right = other or checkpoint
-    if other is None:
-        level.notes.append("compared with the same elements on one device; --against SRC compares with the source")
     original = Original(
         stored=right.stored,
         manifest=right.manifest,
@@ -268,17 +271,18 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         model=right.model or checkpoint.model,
         folder=right.source.root,
     )
-    record = checkpoint.record
+    record, ranks = checkpoint.record, rank_files.ranks_of(checkpoint.stored)
     candidate = Candidate(
         manifest=checkpoint.manifest,
         reader=checkpoint.source,
         model=checkpoint.model,
-        mesh=record.mesh if record is not None and rank_files.ranks_of(checkpoint.stored) else None,
+        mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
         rank_of=rank_files.rank_of,
     )
     device = devices(trial.device)[0]
-    processes = trial.processes if trial.processes is not None else usual_processes(device)
+    nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
+    processes = trial.processes if trial.processes is not None else usual_processes(device, nbytes)
     options = ForwardOptions(
         dtype=trial.dtype,
         device=device,
@@ -289,6 +293,8 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
     )
     result = forward(candidate, original, options)
     level.forward = result
+    if result.status != "skipped":
+        level.notes += _compared(checkpoint, other, ranks)
     level.notes += result.notes
     level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
     level.add(iter(result.findings))
@@ -296,3 +302,14 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         level.skip(result.reason)
     elif result.status == "failed":
         level.status = "failed"
+
+
+def _compared(checkpoint: Checkpoint, other: Checkpoint | None, ranks: Sequence[int]) -> Iterator[str]:
+    """What the pass does not show."""
+    if len(ranks) > 1 and checkpoint.record is None:
+        yield f"no {RECORD} says what mesh the ranks form: what they hold was put together, and no rank computed"
+    alone = len(ranks) < 2 or checkpoint.record is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
+    if other is None and alone:
+        yield "compared with itself, which shows only that it runs; --against SRC compares with the source"
+    elif other is None:
+        yield "compared with the same elements on one device; --against SRC compares with the source"

@@ -18,17 +18,19 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import Interrupted, ShardctlError
 from shardctl.workers import Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from ctypes import Array, c_int64
     from multiprocessing.process import BaseProcess
 
@@ -37,8 +39,10 @@ Start = Literal["forkserver", "spawn"]
 
 Copies take a tenth of a second each, where a fresh process takes seconds to import torch. They are not copies of this
 process, whose threads, and torch's, a copy would not have; but CUDA works in fresh processes only."""
-PRELOAD: Final = ("torch", "transformers")
-"""What is imported once, if it is installed; the first run of a process decides for all that follow."""
+PRELOAD: Final = ("torch", "transformers", "transformers.modeling_utils")
+"""What is imported once, if it is installed; the first run of a process decides for all that follow.
+
+Most of the seconds go to the last, which `import transformers` leaves out. None of them starts a thread."""
 _POLL: Final = 0.1
 """Seconds between looks at all ranks."""
 _GRACE: Final = 0.3
@@ -54,12 +58,20 @@ _KILL_WITH_PARENT: Final = 1
 class RankError(ShardctlError):
     """A rank's process died, raised or hung, and all were ended."""
 
-    def __init__(self, message: str, *, ranks: Sequence[int], output: str = "", hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, ranks: Sequence[int], output: str = "", raised: str = "", hint: str | None = None
+    ) -> None:
         super().__init__(message, hint=hint)
         self.ranks = tuple(ranks)
         """Who failed first, as far as can be told."""
         self.output = output
         """What the first of them printed, with its traceback or stack."""
+        self.raised = raised
+        """The name of the exception, if it raised one."""
+
+
+class NotStartedError(ShardctlError):
+    """The system would not start a process for each rank, or they could not meet: it says nothing of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ class Rank:
     """One count a rank."""
 
     def beat(self) -> None:
-        """Say that work goes on; not needed by work that uses the processor or the disk."""
+        """Say that work goes on; without `silence` not needed by work that uses the processor or the disk."""
         self.beats[self.number] += 1
 
 
@@ -97,15 +109,18 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     deadline: float | None = None,
     idle: float = 8.0,
+    silence: float | None = None,
     stop: Stop | None = None,
 ) -> list[Any]:
     """Call `work` in a process for each of `world` ranks; returns what each returned, which must be JSON.
 
     `work` is pickled: a function of a module, or a `functools.partial` of one. `deadline` is in seconds, for all of it;
     `idle` are seconds without processor time, disk or `Rank.beat` of any rank, after which they are taken to hang
-    (Linux only). Output of the processes is kept from the terminal and told when they fail.
+    (Linux only). `silence` are seconds without `Rank.beat` of any rank, once one of them has, after which they are
+    taken to hang however busy they are: NCCL waits for others by spinning. Output of the processes is kept from the
+    terminal and told when they fail.
 
-    Raises RankError, naming the rank; Interrupted if `stop` is set. No process outlives the call.
+    Raises RankError, naming the rank; NotStartedError; Interrupted if `stop` is set. No process outlives the call.
     """
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
@@ -125,12 +140,36 @@ def run_ranks(
         ]
         run = _Run(processes, Path(folder), beats, stop if stop is not None else Stop())
         try:
-            for process in processes:
-                process.start()
-            run.watch(deadline, idle)
+            with _no_script(pickled):
+                for process in processes:
+                    _start(process)
+            run.watch(deadline, idle, silence)
             return [json.loads(run.result(number).read_bytes())["result"] for number in range(world)]
         finally:
             run.kill()
+
+
+@contextmanager
+def _no_script(pickled: bytes) -> Iterator[None]:
+    """Keep new processes from running the caller's script again, which they do to find what is defined there.
+
+    A script without `if __name__ == "__main__"` would there start processes of its own; nothing of ours is in it.
+    """
+    script = sys.modules["__main__"]
+    if b"__main__" not in pickled:
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except (OSError, EOFError, RuntimeError) as error:
+        said = str(error) or type(error).__name__
+        raise NotStartedError(f"the process of {process.name} could not be started: {said}") from error
 
 
 @dataclass(slots=True)
@@ -145,10 +184,10 @@ class _Run:
     def result(self, number: int) -> Path:
         return self.folder / f"{number}.json"
 
-    def watch(self, deadline: float | None, idle: float) -> None:
+    def watch(self, deadline: float | None, idle: float, silence: float | None) -> None:
         """Return when every rank has given its result; raise RankError as soon as one cannot."""
-        began = mark = time.monotonic()
-        seen = self._activity()
+        began = mark = heard = time.monotonic()
+        seen, beats = self._activity(), 0
         while alive := [process for process in self.processes if process.exitcode is None]:
             connection.wait([process.sentinel for process in alive], _POLL)
             self._check()
@@ -157,6 +196,10 @@ class _Run:
                 raise Interrupted("interrupted before the end; nothing is proved", signal=self.stop.signal)
             if deadline is not None and now - began > deadline:
                 raise self._stuck(f"did not end within {deadline:g} s")
+            if sum(self.beats) != beats:
+                heard, beats = now, sum(self.beats)
+            elif silence is not None and beats and now - heard > silence:
+                raise self._stuck(f"hung: no rank has got any further for {silence:g} s")
             if activity is None or seen is None or activity[0] - seen[0] > _STILL or activity[1:] != seen[1:]:
                 mark, seen = now, activity
             elif now - mark > idle:
@@ -185,7 +228,9 @@ class _Run:
         number = min(raised, key=lambda n: raised[n]["time"])
         error = raised[number]
         message = f"rank {number} raised {error['error']}: {error['message']}"
-        return RankError(message, ranks=[number], output=self._output(number), hint=error["hint"])
+        return RankError(
+            message, ranks=[number], output=self._output(number), raised=error["error"], hint=error["hint"]
+        )
 
     def _stuck(self, what: str) -> RankError:
         """The error where nothing happens any more; who waits in a collective waits for another."""
@@ -270,6 +315,10 @@ def _isolate(log: Path) -> None:
     import ctypes
     import faulthandler
 
+    try:
+        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except FileNotFoundError:  # the run was interrupted before this process was known
+        os._exit(1)
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -277,7 +326,6 @@ def _isolate(log: Path) -> None:
     threading.Thread(target=_end_with_parent, name="shardctl-parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((nothing, 0), (sink, 1), (sink, 2)):
         os.dup2(descriptor, place)

@@ -15,7 +15,7 @@ from shardctl.verbs.drafting import Wish
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
-from shardctl.verify.forward.shards import rank_of_file
+from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,7 +73,7 @@ def place(path: Path, tensor: str, rank: int) -> tuple[Path, int, tuple[int, ...
     """Where a rank's part of a tensor lies: its file, offset and shape, and the width of an element in bytes."""
     with opened(path, REPLICATE) as checkpoint:
         for chunk in checkpoint.manifest.tensors[tensor].chunks:
-            if isinstance(chunk.where, Region) and rank_of_file(chunk.where.file) == rank:
+            if isinstance(chunk.where, Region) and rank_of(chunk.where.file) == rank:
                 return path / chunk.where.file, chunk.where.offset, chunk.box.shape, chunk.dtype.unit_bytes
     raise LookupError(f"rank {rank} holds nothing of {tensor}")
 

@@ -9,6 +9,7 @@ from forward_models import config_of, cut, place, run, save, values
 
 from shardctl.mesh import Mesh
 from shardctl.verify.forward import by_processes
+from shardctl.verify.processes import NotStartedError, RankError
 
 CASES = [("llama", "pp=2,tp=2"), ("t5", "tp=2"), ("mixtral", "fsdp=2,ep=2")]
 
@@ -53,6 +54,28 @@ def test_processes_find_what_one_process_finds(made, monkeypatch, name, mesh):
 
 def test_a_mesh_with_more_ranks_than_processes_runs_in_one(made):
     assert run(*made("llama", "tp=2"), processes=1).engine.startswith("2 virtual ranks")
+
+
+@pytest.mark.parametrize("how", ["start", "meet"])
+def test_ranks_that_cannot_begin_in_processes_are_run_in_one_and_that_is_said(made, monkeypatch, how):
+    def refused(*_, **__):
+        if how == "start":
+            raise NotStartedError("no more processes")
+        raise RankError("rank 1 raised MeetingError: no interface", ranks=[1], raised="MeetingError")
+
+    monkeypatch.setattr(by_processes, "run_ranks", refused)
+    result = run(*made("llama", "pp=2,tp=2"), processes=4)
+    assert result.status == "passed"
+    assert result.engine.startswith("4 virtual ranks")
+    assert result.notes[0].startswith("no process for each rank, all of them in this one: ")
+
+
+def test_ranks_that_find_no_way_to_meet_are_run_in_one(made, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    result = run(*made("llama", "tp=2"), processes=2)
+    assert result.status == "passed"
+    assert "rank" in result.notes[0]
+    assert "MeetingError" in result.notes[0]
 
 
 def test_a_fault_is_found_and_named_by_processes_too(tmp_path):

@@ -200,6 +200,7 @@ class TestSkipped:
         code, out, _ = say("verify", ranks, "--load", "cuda", "--junit", tmp_path / "j.xml")
         assert code == 0
         assert "load       skipped\n" in out
+        assert out.splitlines()[-1] == "ok, but skipped: load"
         assert "skipped: load: there is no CUDA device for cuda" in out
         root = ET.parse(tmp_path / "j.xml").getroot()  # noqa: S314 - our own file
         assert (root.get("skipped"), root.get("failures")) == ("1", "0")
@@ -223,6 +224,8 @@ class TestSkipped:
         monkeypatch.setitem(sys.modules, "torch", None)
         found = verify(ranks, level="forward")
         assert [one.status for one in found.levels] == ["passed", "passed", "skipped", "skipped"]
+        assert all("pip install 'shardctl[verify]'" in one.reason for one in found.levels[2:])
+        assert not any(one.notes for one in found.levels)
         assert found.ok
         assert not verify(ranks, require="forward").ok
 
@@ -355,12 +358,25 @@ class TestForward:
         assert original.folder == source
         assert not [name for name in original.stored.files if name.startswith("shard")]
 
-    @pytest.mark.parametrize(
-        ("given", "processes"), [((), usual_processes("cpu")), (["--virtual"], 0), (["--processes", 3], 3)]
-    )
+    @pytest.mark.parametrize(("given", "processes"), [((), 0), (["--virtual"], 0), (["--processes", 3], 3)])
     def test_in_how_many_processes(self, say, ranks, told, given, processes):
         say("verify", ranks, "--forward", "--load", "cpu", *given)
         assert told[0][2].processes == processes
+
+    def test_processes_of_their_own_are_for_large_models(self):
+        assert usual_processes("cpu", 1 << 30) == 0
+        assert usual_processes("cpu", 8 << 30) >= 1
+
+    def test_a_comparison_with_itself_is_said_to_be_one(self, say, ranks, source):
+        _, out, _ = say("verify", source, "--forward")
+        assert "note: forward: compared with itself, which shows only that it runs" in out
+        (ranks / "shardctl.json").unlink()
+        _, out, _ = say("verify", ranks, "--forward")
+        assert "note: forward: no shardctl.json says what mesh the ranks form: what they hold was put together" in out
+        assert "note: forward: compared with itself, which shows only that it runs" in out
+        code, out, _ = say("verify", ranks, "--forward", "--against", source)
+        assert code == 0
+        assert "compared with" not in out
 
     def test_text(self, say, ranks, told):
         code, out, _ = say("verify", ranks, "--forward", "--load", "cpu")

@@ -295,6 +295,14 @@ def test_a_lens_keeps_its_files_open_and_no_longer(llama):
     assert descriptors() == 0
 
 
+def test_without_torch_a_lens_says_what_to_install(llama, monkeypatch):
+    state = shardctl.lens(llama)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedError) as caught:
+        state["model.norm.weight"][...]
+    assert caught.value.hint == "pip install 'shardctl[verify]'"
+
+
 def test_the_package_is_as_quick_to_import_as_before():
     program = "import sys, shardctl; print(sorted({'numpy', 'torch', 'shardctl.verbs'} & {*sys.modules}))"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import Interrupted, UnsupportedError
-from shardctl.verify.processes import Rank, RankError, run_ranks, usual_environment
+from shardctl.verify.processes import NotStartedError, Rank, RankError, run_ranks, usual_environment
 from shardctl.workers import Stop
 
 
@@ -150,6 +150,17 @@ def test_a_rank_that_is_busy_forever_is_ended_by_the_deadline():
     assert seconds < 10
 
 
+def spin_after_a_beat(rank: Rank) -> None:
+    rank.beat()
+    spin(rank)
+
+
+def test_a_rank_that_is_busy_and_gets_no_further_is_ended():
+    error, seconds = run(spin_after_a_beat, 2, silence=1.0)
+    assert error.message.startswith("rank 0 hung: no rank has got any further for 1 s; rank 0 is in spin")
+    assert seconds < 10
+
+
 def slow(rank: Rank, beat: bool) -> str:  # noqa: FBT001 - pickled as it is
     for _ in range(15):
         time.sleep(0.1)
@@ -160,6 +171,33 @@ def slow(rank: Rank, beat: bool) -> str:  # noqa: FBT001 - pickled as it is
 
 def test_a_beat_shows_that_work_goes_on():
     assert run_ranks(functools.partial(slow, beat=True), 1, idle=0.6) == ["done"]
+
+
+def test_silence_is_counted_from_the_first_beat():
+    assert run_ranks(functools.partial(slow, beat=False), 1, silence=0.3) == ["done"]
+    assert run_ranks(functools.partial(slow, beat=True), 1, silence=1.0) == ["done"]
+
+
+def test_processes_that_the_system_does_not_start_are_no_fault_of_a_rank(monkeypatch):
+    def refuse(_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", refuse)
+    with pytest.raises(NotStartedError, match=r"of rank 0 could not be started: .*temporarily unavailable"):
+        run_ranks(square, 2)
+
+
+def test_a_script_without_a_guard_is_not_run_again(tmp_path):
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent("""
+            import operator
+            from shardctl.verify.processes import run_ranks
+            print("once")
+            print(run_ranks(operator.attrgetter("number"), 2, preload=()))
+        """)
+    )
+    said = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
+    assert said.stdout == "once\n[0, 1]\n"
 
 
 def test_a_request_to_stop_ends_all():

@@ -7,13 +7,14 @@
         result = forward(
             Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
             Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.root),
-            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu")),
+            ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu", nbytes)),
             stop,
         )
 
 With `processes=N`, meshes of up to N ranks run with one process per rank, else all ranks run in this one; the result's
-`engine` says which. A rank that dies, raises or hangs makes the result `failed` with a finding that names it. With
-`second_opinion=True`, `result.opinion` says what transformers' own tensor parallelism makes of the shards.
+`engine` says which; where the system starts no processes, that is noted. A rank that dies, raises or hangs makes the
+result `failed` with a finding that names it. With `second_opinion=True`, `result.opinion` says what transformers' own
+tensor parallelism makes of the shards.
 
 `lens(manifest, source, model=None)` is the lazy state dict that `from_pretrained(None, config=..., state_dict=...)`
 takes. torch and transformers are imported only by calls.

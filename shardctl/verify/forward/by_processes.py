@@ -13,12 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
 from shardctl.storage.local import LocalSource
 from shardctl.verify.forward.team import Processes
-from shardctl.verify.processes import run_ranks, usual_environment
+from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardctl.bands import Reader
     from shardctl.verify.forward.check import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
     from shardctl.workers import Stop
 
 _TIMEOUT: Final = timedelta(seconds=120)
-"""In which ranks must meet; the parent sees a rank that hangs long before."""
+"""In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""
+_SILENCE: Final = 120.0
+"""Seconds without a read or an exchange of any rank: each takes seconds at most, even of the slowest disk."""
+_FEW: Final = 4 << 30
+"""Bytes of weights up to which ranks in one process are done before processes of their own have begun to work."""
+
+
+class MeetingError(Exception):
+    """Ranks could not form a group; it says nothing of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +52,23 @@ class _Elsewhere:
 
 @dataclass(slots=True)
 class _Noting:
-    """A reader that notes which files it was asked for."""
+    """A reader that notes which files it was asked for, and tells that work goes on."""
 
     reader: Reader
+    beat: Callable[[], None]
     files: set[str] = field(default_factory=set)
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
-        """Note and read."""
+        """Note, tell and read."""
         self.files.add(path)
+        self.beat()
         self.reader.read_at(path, offset, into)
 
 
 def elsewhere(candidate: Candidate, original: Original) -> tuple[Candidate, Original]:
-    """The two as another process can be told of them; raises UnsupportedError where files are not local."""
+    """The two as another process can be told of them; raises NotStartedError where files are not local."""
     if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
-        raise UnsupportedError("processes of their own can read local files only")
+        raise NotStartedError("processes of their own can read local files only")
     proved = replace(candidate, reader=_Elsewhere(candidate.reader.path))
     return proved, replace(original, reader=_Elsewhere(original.reader.path))
 
@@ -70,13 +81,17 @@ def here(candidate: Candidate, original: Original) -> tuple[Candidate, Original]
     return proved, replace(original, reader=LocalSource(original.reader.path))
 
 
-def usual_processes(device: str) -> int:
-    """How many ranks have a process of their own without crowding: one a GPU, or one a core."""
+def usual_processes(device: str, nbytes: int) -> int:
+    """How many ranks have a process of their own where that is worth it: one a GPU, or one a core for large models.
+
+    `nbytes` are those of the weights. On a CPU all ranks of a model of some GB are done in one process before others
+    have imported transformers and met, and that takes no more memory.
+    """
     if device.startswith("cuda"):
         import torch
 
         return int(torch.cuda.device_count())
-    return os.cpu_count() or 1
+    return (os.cpu_count() or 1) if nbytes > _FEW else 0
 
 
 def forward_by_processes(
@@ -84,7 +99,7 @@ def forward_by_processes(
 ) -> ForwardResult:
     """As `forward`, each rank of the mesh in a process of its own.
 
-    Raises RankError, naming the rank, if one dies, raises or hangs, and UnsupportedError where files are not local.
+    Raises RankError, naming the rank, if one dies, raises or hangs; NotStartedError if they cannot begin.
     """
     mesh = candidate.mesh
     assert mesh is not None  # noqa: S101 - asked for meshes only
@@ -95,7 +110,12 @@ def forward_by_processes(
     with TemporaryDirectory(prefix="shardctl-forward-") as folder:
         work = partial(_work, proved, right, options, folder)
         start: Start = "spawn" if options.device.startswith("cuda") else "forkserver"
-        results = run_ranks(work, mesh.world, start=start, environment=environment, stop=stop)
+        try:
+            results = run_ranks(work, mesh.world, start=start, environment=environment, silence=_SILENCE, stop=stop)
+        except RankError as error:
+            if error.raised == MeetingError.__name__:
+                raise NotStartedError(error.message) from error
+            raise
     found: ForwardResult = pickle.loads(base64.b64decode(results[0]["found"]))  # noqa: S301 - our own process made it
     return found
 
@@ -114,16 +134,21 @@ def _work(
         options = replace(options, device=f"cuda:{rank.number}")
         torch.cuda.set_device(rank.number)
     assert candidate.mesh is not None  # noqa: S101
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=(Path(folder) / "meeting").as_uri(),
-        rank=rank.number,
-        world_size=rank.world,
-        timeout=_TIMEOUT,
-    )
-    team = Processes(rank.number, candidate.mesh, options.device)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=(Path(folder) / "meeting").as_uri(),
+            rank=rank.number,
+            world_size=rank.world,
+            timeout=_TIMEOUT,
+        )
+        team = Processes(rank.number, candidate.mesh, options.device, rank.beat)
+        dist.barrier()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise MeetingError(str(error).partition("\n")[0]) from error
     candidate, original = here(candidate, original)
-    ours = _Noting(candidate.reader)
-    result = compared(replace(candidate, reader=ours), original, options, team)
+    ours = _Noting(candidate.reader, rank.beat)
+    theirs = _Noting(original.reader, rank.beat)
+    result = compared(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
     dist.barrier()  # who ends first closes connections that others still read from
     return {"found": base64.b64encode(pickle.dumps(result)).decode(), "files": sorted(ours.files)}

@@ -24,7 +24,7 @@ from shardctl.verify.forward.stacks import chosen, idle
 from shardctl.verify.forward.team import Processes, Team
 from shardctl.verify.forward.tolerance import distance, tolerance
 from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
-from shardctl.verify.processes import RankError
+from shardctl.verify.processes import NotStartedError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,6 +77,10 @@ def forward(
             found = Finding("error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message)
             engine = f"{world} processes"
             result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
+        except NotStartedError as error:
+            result = compared(candidate, original, options)
+            note = f"no process for each rank, all of them in this one: {error.message}"
+            result = replace(result, notes=(note, *result.notes))
     else:
         result = compared(candidate, original, options)
     if options.second_opinion and result.status != "skipped":

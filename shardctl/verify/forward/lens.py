@@ -93,7 +93,14 @@ class LazyTensor:
         return bool(self.dtype.is_floating_point)
 
     def __getitem__(self, index: object) -> Array:
-        """The elements that `index` selects: integers, slices and an Ellipsis, or a tuple of them."""
+        """The elements that `index` selects: integers, slices and an Ellipsis, or a tuple of them.
+
+        Raises UnsupportedError without torch.
+        """
+        try:
+            import torch  # noqa: F401 - what `read` needs
+        except ImportError as error:
+            raise UnsupportedError(f"reading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
         box, picks = _resolve(index, self._shape)
         return self.read(box)[picks]
 

@@ -25,7 +25,7 @@ from shardctl.verify.forward.result import Opinion
 from shardctl.verify.forward.shards import Shards
 from shardctl.verify.forward.tolerance import distance
 from shardctl.verify.forward.verdict import output_of, some
-from shardctl.verify.processes import RankError, run_ranks, usual_environment
+from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +59,7 @@ def ask(candidate: Candidate, original: Original, options: ForwardOptions, stop:
         work = partial(_work, *elsewhere(candidate, original), replace(options, device="cpu"))
         environment = usual_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
         (found,) = run_ranks(work, 1, environment=environment, stop=stop, idle=30.0)
-    except UnsupportedError as error:
+    except (UnsupportedError, NotStartedError) as error:
         return Opinion("skipped", error.message)
     except RankError as error:
         told = error.message.replace("rank 0 raised ", "transformers raised ").splitlines()[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -17,6 +16,7 @@ from shardctl.placement import intervals
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, read_box
 from shardctl.verify.forward.team import Team
+from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from shardctl.models import Model
 
 Array = Any
-_RANK_FILE: Final = re.compile(r"(?:.*/)?shard-(\d{5,})-model-\d+-of-\d+\.safetensors")
-
-
-def rank_of_file(path: str) -> int | None:
-    """The rank whose file `path` is in layout `ranks`, or None if it is nobody's.
-
-    >>> rank_of_file("shard-00003-model-00001-of-00001.safetensors")
-    2
-    """
-    found = _RANK_FILE.fullmatch(path)
-    return int(found[1]) - 1 if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +168,7 @@ class Shards:
     reader: Reader
     model: Model
     placed: Placed
-    rank_of: Callable[[str], int | None] = rank_of_file
+    rank_of: Callable[[str], int | None] = rank_of
     team: Team = field(default_factory=Team)
     index: int | None = None
     """Of a rank along tp that reads for itself: where its files have what it asks for, they alone are read."""
@@ -198,7 +187,7 @@ class Shards:
         model: Model,
         mesh: Mesh,
         stages: tuple[int, ...],
-        rank_of: Callable[[str], int | None] = rank_of_file,
+        rank_of: Callable[[str], int | None] = rank_of,
         team: Team | None = None,
     ) -> Shards:
         """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""

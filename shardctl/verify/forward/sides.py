@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import start_values
 from shardctl.verify.forward.lens import lens
-from shardctl.verify.forward.shards import Shards, rank_of_file
+from shardctl.verify.forward.shards import Shards
 from shardctl.verify.forward.team import Team
 from shardctl.verify.forward.verdict import some
 from shardctl.verify.forward.weights import Weights, unfilled, weights
+from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,7 +53,7 @@ class Candidate:
     """None, or one device, if its files belong to no ranks."""
     stages: tuple[int, ...] = ()
     """Layers per pipeline stage, as the record has them."""
-    rank_of: Callable[[str], int | None] = rank_of_file
+    rank_of: Callable[[str], int | None] = rank_of
     """The rank that a file belongs to."""
 
 
@@ -95,8 +96,8 @@ class Sides:
         shards = self._shards(executor)
         self._round(source, shards)
         if source.unused:
-            number = len(source.unused)
-            self.notes.append(f"{number} tensors are no part of the class and not computed with: {some(source.unused)}")
+            told = "1 tensor is" if len(source.unused) == 1 else f"{len(source.unused)} tensors are"
+            self.notes.append(f"{told} no part of the class and not computed with: {some(source.unused)}")
         for have, lack in ((source, shards), (shards, source)):
             for slot in have.direct | have.converted:
                 if not lack.fills(slot):
@@ -140,8 +141,8 @@ class Sides:
         shards: Shards | None = None
         if mesh is not None and mesh.world > 1:
             if model is not None:
-                manifest, stages, rank_of = self.candidate.manifest, self.candidate.stages, self.candidate.rank_of
-                shards = Shards.of(manifest, reader, model, mesh, stages, rank_of, self.team)
+                manifest, stages, whose = self.candidate.manifest, self.candidate.stages, self.candidate.rank_of
+                shards = Shards.of(manifest, reader, model, mesh, stages, whose, self.team)
             else:
                 self.notes.append("the model is not known: shards were put together by what their headers say")
         named = model if model is not None and model.family else None

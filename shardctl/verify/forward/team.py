@@ -47,6 +47,8 @@ class Processes(Team):
     rank: int
     mesh: Mesh
     device: str
+    beat: Callable[[], None]
+    """Tells who watches that work goes on."""
     _groups: dict[tuple[int, ...], Torch] = field(default_factory=dict)
     _beside: list[int] = field(default_factory=list)
     """The ranks along tp that share this one's other coordinates, by their tp index."""
@@ -94,6 +96,7 @@ class Processes(Team):
         import torch
         import torch.distributed as dist
 
+        self.beat()
         group, tensors = self._groups[tuple(ranks)], list[Torch]()
         told = [_packed(mine, tensors) if owner == self.rank else None]
         dist.broadcast_object_list(told, owner, group, torch.device("cpu"))
