@@ -145,8 +145,10 @@ def test_boxes_are_those_of_torch(case):
 
 
 def test_placements_into_very_many_boxes_are_hostile():
-    with pytest.raises(HostileError, match="more than 4,096"):
-        boxes((1 << 20,), (Placement(2, 0, 0, 1 << 19),))
+    with pytest.raises(HostileError, match="more than 4,096 parts"):
+        boxes((1 << 62,), (Placement(2, 1, 0, 1 << 62),))
+    with pytest.raises(HostileError, match="more than 4,096 stretches"):
+        boxes((1 << 20,), (Placement(2, 0, 0, 1 << 12), Placement(2, 0, 0, 1 << 12), Placement(2, 0, 0, 3_000)))
     with pytest.raises(HostileError, match="more than 4,096 boxes"):
         boxes((1 << 12, 1 << 12), (Placement(2, 0, 0, 1 << 10), Placement(2, 0, 1, 1 << 10)))
 

@@ -75,6 +75,8 @@ def _share(runs: _Runs, placement: Placement) -> _Runs:
     """What one rank gets of the stretches that the axes before left."""
     total = sum(count for _, count in runs)
     piece = -(-total // placement.factor)
+    if total > piece * _MOST:
+        raise HostileError(f"a placement divides a dim of {total:,} into more than {_MOST:,} parts")
     shares: list[tuple[int, int]] = []
     for start in range(0, total, max(piece, 1)):
         stop = min(start + piece, total)
@@ -86,7 +88,7 @@ def _share(runs: _Runs, placement: Placement) -> _Runs:
             else:
                 shares.append((begin, count))
         if len(shares) > _MOST:
-            raise HostileError(f"a placement divides a dim of {total:,} into more than {_MOST:,} stretches")
+            raise HostileError(f"placements divide a dim of {total:,} into more than {_MOST:,} stretches")
     return tuple(shares)
 
 
