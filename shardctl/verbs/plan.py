@@ -18,7 +18,7 @@ from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.searching import Explored, explore
-from shardctl.verbs.subject import Subject, subject
+from shardctl.verbs.subject import Subject, coded, subject
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,13 +130,17 @@ def plan(
     purpose = purpose or Purpose()
     with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
         explored = None
-        about = _about(checkpoint, wish, purpose)
-        if purpose.search:
+        trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
+        apart = checkpoint.hypothetical or purpose.narrower is not None or (trained and coded(checkpoint))
+        about = None
+        if purpose.search or apart:
+            about = subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
+        if purpose.search and about is not None:
             explored = explore(about, purpose, wish.mesh)
         if explored is not None and wish.mesh is None and explored.found.ranked:
             wish = _best(wish, explored.found.ranked[0])
         near = Path(destination or path)
-        if checkpoint.hypothetical or purpose.narrower is not None or about.dequantised:
+        if apart and about is not None:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
             planned = imagine(str(path), checkpoint, wish, purpose, about)
@@ -146,12 +150,6 @@ def plan(
             if out is not None:
                 plan_file.save(out, work, reading)
         return replace(planned, explored=explored)
-
-
-def _about(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject:
-    """The model as the purpose has it: as it is stored, quantised, or for training without its quantisation."""
-    trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
-    return subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
 
 
 def _best(wish: Wish, found: Candidate) -> Wish:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import UsageError
+from shardctl.memory.inventory import FLOATING
 from shardctl.memory.workload import Serving, Training
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Purpose:
             )
         if about.anatomy is None and use == "serve":
             return None
+        if about.anatomy is None and not about.dequantised:
+            _check_no_codes(about)
         limit = about.anatomy.positions if about.anatomy is not None else None
         tokens = self.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
         if use == "serve":
@@ -115,3 +118,13 @@ class Purpose:
                 hint="give --schedule interleaved, or leave --schedule out",
             )
         return replace(Training(sequence=tokens, micro_batch=self.batch or 1, dtype=computes), **training)
+
+
+def _check_no_codes(about: Subject) -> None:
+    """Raises UsageError for matrices of codes where nobody knows which weights they stand for."""
+    for kind in about.inventory.kinds:
+        if kind.matrix and kind.dtype.name not in {*FLOATING, "I64", "BOOL"}:
+            raise UsageError(
+                f"{kind.example} is {kind.dtype}, and codes cannot be trained",
+                hint="name the model's config with --config, which says what the codes stand for",
+            )

@@ -37,8 +37,6 @@ class Subject:
     """Why there is no anatomy, if so."""
     dtype: str
     """Of activations; safetensors' name."""
-    coded: bool = False
-    """Whether the inventory has codes of weights, which nobody can train."""
     dequantised: bool = False
     """Whether weights stand for codes that are stored, as training would have them."""
     quantised: Layout | None = None
@@ -60,8 +58,7 @@ def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Sub
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
     """
     have = filtered(checkpoint.manifest, wish)
-    coded = checkpoint.model is not None and quantised(checkpoint.model, checkpoint.config)
-    if trained and coded:
+    if trained and coded(checkpoint):
         return _dequantised(checkpoint, have, wish)
     dtypes, model = chosen_dtypes(have, wish), checkpoint.model
     if model is None:
@@ -74,7 +71,12 @@ def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Sub
         inventory = take_stock(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = parameters(model, checkpoint.config, have.tensors)
     made_of, why = _anatomy(checkpoint)
-    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish), coded=coded)
+    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish))
+
+
+def coded(checkpoint: Checkpoint) -> bool:
+    """Whether codes are stored, of which the config says what weights they stand for."""
+    return checkpoint.model is not None and quantised(checkpoint.model, checkpoint.config)
 
 
 def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: Wish) -> Subject:

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import jsonschema
+import ml_dtypes
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
@@ -47,20 +50,30 @@ def test_codes_are_not_trained_but_the_weights_that_they_stand_for(document):
     assert found["weight_bytes"] == 2 * 671_026_419_200
 
 
-def test_serving_keeps_the_codes(document):
-    assert not document(DEEPSEEK, "--tp", "8")["purpose"]["dequantised"]
+def test_serving_keeps_the_codes(document, fp8):
+    assert not document(fp8, "--tp", "8")["purpose"]["dequantised"]
 
 
-def test_a_quantised_model_is_not_said_to_train_on_fewer_devices_than_its_states_need(document):
-    """10.7 TB of states are on no eight H200."""
-    found = document(DEEPSEEK, "--search", "--gpus", "8", "--gpu", "h200", "--for", "train")
+@pytest.fixture
+def fp8(tmp_path):
+    """A Llama in DeepSeek's kind of fp8."""
+    config = json.loads(LLAMA.read_text())
+    config["quantization_config"] = json.loads(DEEPSEEK.read_text())["quantization_config"]
+    (tmp_path / "fp8.json").write_text(json.dumps(config))
+    return tmp_path / "fp8.json"
+
+
+def test_a_quantised_model_is_not_said_to_train_on_fewer_devices_than_its_states_need(document, fp8):
+    """128 GB of states are on no two devices of 40 GB."""
+    found = document(fp8, "--search", "--gpus", "2", "--gpu", "a100-40g", "--for", "train")
     assert found["exit_code"] == 3
-    fewest = found["search"]["fewest"]
-    assert fewest["mesh"]["ranks"] >= 16 * 671e9 / (141 * 1e9)
+    assert found["search"]["fewest"]["mesh"]["ranks"] >= 16 * 8.03 / 40
+    unquantised = document(LLAMA, "--search", "--gpus", "2", "--gpu", "a100-40g", "--for", "train")
+    assert found["search"] == unquantised["search"]
 
 
-def test_a_plan_of_training_is_none_of_converting_codes(say, tmp_path):
-    found = say("plan", DEEPSEEK, "--for", "train", "--out", tmp_path / "plan.json")
+def test_a_plan_of_training_is_none_of_converting_codes(say, tmp_path, fp8):
+    found = say("plan", fp8, "--for", "train", "--out", tmp_path / "plan.json")
     assert found.code == 2
     assert "nothing to convert" in found.err
 
@@ -76,6 +89,22 @@ def test_what_is_known_of_recurrent_layers_is_shown(document, config):
     assert found["verdict"]["certain"] is False
     assert "recurrent state" in found["purpose"]["why_not"]
     assert found["exit_code"] == 0
+
+
+def test_of_a_model_that_nobody_describes_the_states_are_shown(document, tmp_path):
+    save_file({"a.weight": np.zeros((8, 4), "float32"), "steps": np.zeros(3, "int64")}, tmp_path / "model.safetensors")
+    found = document(tmp_path, "--for", "train", "--gpu", "t4")
+    assert (states(found, "gradients"), states(found, "optimizer")) == (4 * 32, 8 * 32)
+    assert found["verdict"]["fits"] is None
+    assert found["purpose"]["why_not"] == "there is no config.json"
+
+
+def test_codes_that_nobody_describes_are_not_passed_over(say, tmp_path):
+    codes = np.zeros((8, 4), ml_dtypes.float8_e4m3fn)
+    save_file({"a.weight": codes, "b.weight": np.zeros((8, 4), "float32")}, tmp_path / "model.safetensors")
+    found = say("plan", tmp_path, "--for", "train")
+    assert found.code == 2
+    assert "a.weight is F8_E4M3, and codes cannot be trained" in found.err
 
 
 def test_states_alone_may_be_too_much(say):
