@@ -42,7 +42,7 @@ process, whose threads, and torch's, a copy would not have; but CUDA works in fr
 PRELOAD: Final = ("torch", "transformers", "transformers.modeling_utils")
 """What is imported once, if it is installed; the first run of a process decides for all that follow.
 
-Most of the seconds go to the last, which `import transformers` leaves out. None of them starts a thread."""
+Most of the seconds go to the last, which `import transformers` leaves out. None of them starts a thread of Python."""
 _POLL: Final = 0.1
 """Seconds between looks at all ranks."""
 _GRACE: Final = 0.3

@@ -252,7 +252,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, start):
                 while True:
                     time.sleep(0.05); rank.beat()
             if __name__ == "__main__":
-                run_ranks(functools.partial(wait, folder=sys.argv[1]), 2, start=sys.argv[2])
+                run_ranks(functools.partial(wait, folder=sys.argv[1]), 2, start=sys.argv[2], preload=())
         """)
     )
     with subprocess.Popen([sys.executable, tmp_path / "ranks.py", tmp_path, start]) as process:
