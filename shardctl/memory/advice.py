@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NARROWER: Final = ("fp8", "int4")
 """The types that serving could quantise to, each with half the bytes of the one before."""
+_CAST: Final = "bf16"
 _LEAST: Final = 1024
 """Tokens; shorter sequences are not advised."""
 MOST_TIMES: Final = 64
@@ -245,10 +246,12 @@ def _of_serving(ask: Ask, work: Serving) -> Iterator[list[_Change]]:
     narrow = replace(work, kv_dtype="F8_E4M3")
     cached = _Change("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
     yield [] if (work.kv_dtype or "").startswith("F8") else [cached]
+    # Of weights that are stored so narrow already, a cast spares nothing, and quantising is advised.
+    names = {_CAST: "cast"} | dict.fromkeys(NARROWER, "quantise")
     yield [
-        _Change(f"quantise the weights to {name}", f"--dtype {name}", replace(ask, dtype=name))
-        for name in NARROWER
-        if ask.dtype not in NARROWER
+        _Change(f"{verb} the weights to {name}", f"--dtype {name}", replace(ask, dtype=name))
+        for name, verb in names.items()
+        if ask.dtype not in names
     ]
     yield [
         _Change(

@@ -72,6 +72,14 @@ def test_it_is_refused_when_it_does_not_fit(say):
     assert say("plan", LLAMA, "--gpu", "h100-80g").code == 0
 
 
+def test_a_cast_is_advised_before_quantising(say):
+    """T5 is stored in fp32."""
+    advised = checked(say("plan", PUBLIC / "t5-11b.json", "--gpu", "a100-40g", "--json").out)["advice"]
+    assert "--dtype bf16" in [one["options"] for one in advised if one["fits"]]
+    advised = checked(say("plan", PUBLIC / "llama-3.1-70b.json", "--gpu", "h100-80g", "--json").out)["advice"]
+    assert "--dtype bf16" not in [one["options"] for one in advised]
+
+
 class _Page(HTMLParser):
     """Collects what a page refers to, and whether its elements are closed."""
 
