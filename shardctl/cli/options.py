@@ -94,9 +94,9 @@ Stages = Annotated[
 To = Annotated[
     str | None,
     typer.Option(
-        metavar="hf|ranks|dcp|universal|meta",
+        metavar="LAYOUT",
         rich_help_panel=_WRITING,
-        help="The layout. Default: ranks if there is a mesh.",
+        help="hf, ranks, dcp, universal or meta. Default: ranks if there is a mesh.",
     ),
 ]
 Names = Annotated[

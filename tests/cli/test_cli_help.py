@@ -62,7 +62,8 @@ def test_every_verb_is_listed_and_none_that_does_not_exist(say):
 
 
 def test_help_names_every_layout(say):
-    assert f"--to {'|'.join(LAYOUTS)} " in words(say("plan", "--help").out)
+    said = words(say("plan", "--help").out).partition("--to LAYOUT")[2]
+    assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == list(LAYOUTS)
 
 
 def test_plan_and_reshard_take_the_same_wishes(say):
