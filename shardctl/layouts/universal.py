@@ -39,7 +39,9 @@ _STEP: Final = "step"
 _STATES: Final = frozenset({"exp_avg", "exp_avg_sq", _STEP})
 """All that the converter knows; the loader of stage 3 asks for these and no others."""
 _MODULE: Final = "mp_rank_00_model_states.pt"
-"""What engines of stages 1 and 2 ask for; one of stage 3 wants it as `zero_pp_rank_0_mp_rank_00_model_states.pt`."""
+"""What engines of stages 1 and 2 ask for."""
+_MODULE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""What those of stage 3 ask for: the same, without tensors."""
 _LONGEST: Final = 255
 """Bytes of the name of a folder."""
 
@@ -158,6 +160,7 @@ class _Builder:
             "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
         }
         self.saved(_MODULE, state, rest)
+        self.saved(_MODULE_3, state | {"module": {}}, [])
 
     def saved(self, name: str, value: Value, arrays: list[Array]) -> None:
         """A file of torch.save with these arrays, each the storage of its number."""

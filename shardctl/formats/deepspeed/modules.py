@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 def read_models(source: Source, files: Files) -> dict[int, ModelState]:
     """The module's state of each model-parallel rank; at stage 3 that of its first data-parallel one.
 
+    A Universal Checkpoint may have it twice, for engines of every stage; the one that is of no rank has the tensors.
     Raises SourceError if one is missing.
     """
     chosen: dict[int, str] = {}
-    for (rank, data), path in sorted(files.model.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
+    order = sorted(files.model.items(), key=lambda item: (item[0][0], -1 if item[0][1] is None else item[0][1]))
+    for (rank, data), path in order:
         whole = files.model.get((rank, None))
-        if data is not None and whole is not None:
+        if data is not None and whole is not None and not files.universal:
             raise SourceError(f"{whole} and {path} are of different saves", hint="move one of them away")
         chosen.setdefault(rank, path)
     known = {rank for rank, _ in files.optimizer} | set(chosen)
