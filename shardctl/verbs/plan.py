@@ -129,27 +129,28 @@ def plan(
     """
     purpose = purpose or Purpose()
     with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
-        explored = None
-        trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
-        apart = checkpoint.hypothetical or purpose.narrower is not None or (trained and coded(checkpoint))
-        about = None
-        if purpose.search or apart:
-            about = subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
-        if purpose.search and about is not None:
-            explored = explore(about, purpose, wish.mesh)
+        about = _otherwise(checkpoint, wish, purpose)
+        explored = explore(about or subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
         if explored is not None and wish.mesh is None and explored.found.ranked:
             wish = _best(wish, explored.found.ranked[0])
-        near = Path(destination or path)
-        if apart and about is not None:
+        if about is not None:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
             planned = imagine(str(path), checkpoint, wish, purpose, about)
         else:
             work, impossible = _drafted(checkpoint, wish)
-            planned = describe(str(path), work, near, purpose, impossible=impossible)
+            planned = describe(str(path), work, Path(destination or path), purpose, impossible=impossible)
             if out is not None:
                 plan_file.save(out, work, reading)
         return replace(planned, explored=explored)
+
+
+def _otherwise(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject | None:
+    """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
+    trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
+    if checkpoint.hypothetical or purpose.narrower is not None or (trained and coded(checkpoint)):
+        return subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
+    return None
 
 
 def _best(wish: Wish, found: Candidate) -> Wish:
