@@ -130,7 +130,7 @@ def test_plan_as_json(say, source):
     document = json.loads(say("plan", source, "--mesh", "pp=2,tp=2", "--stages", "1,1", "--json").out)
     assert list(document) == [
         *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
-        *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "strategies"),
+        *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "offload", "strategies"),
         *("calibration", "search", "advice", "types", "conversion", "warnings"),
     ]
     assert document["mesh"] == {
