@@ -89,6 +89,6 @@ def weights(
 
 
 def unfilled(skeleton: Skeleton, each: Iterable[Weights]) -> list[Slot]:
-    """The places for which none of some checkpoints has anything."""
-    slots = {slot for slots in skeleton.slots.values() for slot in slots}
+    """The places for which none of some checkpoints has anything, in the model's order: a seed then gives one model."""
+    slots = dict.fromkeys(slot for slots in skeleton.slots.values() for slot in slots)
     return [slot for slot in slots if not any(weights.fills(slot) for weights in each)]
