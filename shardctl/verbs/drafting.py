@@ -232,7 +232,10 @@ def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tupl
     pp = mesh.degree("pp")
     if stages is not None:
         return parse_stages(stages, model.layers, pp)
-    weights = [tensor for name, tensor in have.tensors.items() if name not in states_of(have)]
+    if pp == 1:
+        return (model.layers,)
+    states = states_of(have)
+    weights = [tensor for name, tensor in have.tensors.items() if name not in states]
     return balance(*layer_costs(weights, specs(model, have), model.layers), pp)
 
 
@@ -293,8 +296,9 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
 def _common(have: Manifest, dtypes: Mapping[str, DType]) -> str:
     """The type of most elements of weights that are floats, as transformers would write it into a config."""
     sizes: dict[str, int] = {}
+    states = states_of(have)
     for name, tensor in have.tensors.items():
-        if dtypes[name].name in CASTABLE and name not in states_of(have):
+        if dtypes[name].name in CASTABLE and name not in states:
             sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
     return max(sizes, key=lambda dtype: sizes[dtype], default="")
 
