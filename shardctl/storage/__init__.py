@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from shardctl.workers import Stop
+
+Span = tuple[str, int, int]
+"""A stretch of a file: its path, the offset of the first byte, and how many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +32,32 @@ class Source(Protocol):
     def name(self) -> str:
         """The location as a person writes it."""
 
+    @property
+    def location(self) -> str:
+        """The same for a later run, wherever it is started: absolute, and bound to a commit where there is one."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The local directory of the files; None where they are elsewhere."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Anonymous memory that reading may take at once, beside the caller's own buffers; for `Budget`."""
+
     def files(self) -> Mapping[str, Stat]:
         """Every regular file below the root, by path with forward slashes, in sorted order."""
+
+    def restat(self, path: str) -> Stat | None:
+        """The file's state now, to see whether it changed under the reader; None if it is gone."""
+
+    def beside(self, name: str) -> bytes | None:
+        """Where the source is one file: the content of a small file beside it, if there is one of that name."""
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """Be told what will be read next: what is far away may fetch it at once and together; may do nothing."""
+
+    def heed(self, stop: Stop) -> None:
+        """Raise Interrupted instead of waiting once `stop` is set; nothing to do where reads never wait."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset`; raises SourceError if the file is missing or ends early."""

@@ -16,7 +16,10 @@ from shardctl.storage.descriptors import Descriptors
 from shardctl.storage.durable import flush, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardctl.storage import Span
+    from shardctl.workers import Stop
 
 _LARGE: Final = 256 << 10
 """From here on direct I/O is worth its alignment; below, the page cache is faster."""
@@ -112,6 +115,9 @@ def _read_some(descriptor: int, into: memoryview, offset: int) -> int:
 class LocalSource:
     """A directory, or one file of it."""
 
+    held_bytes = 0
+    """Direct I/O's aligned memory is counted with the threads."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         """As it was given."""
@@ -132,6 +138,16 @@ class LocalSource:
     def name(self) -> str:
         """The path as it was given."""
         return str(self.path)
+
+    @property
+    def location(self) -> str:
+        """The absolute path."""
+        return str(self.path.absolute())
+
+    @property
+    def folder(self) -> Path:
+        """The directory that holds the files."""
+        return self.root
 
     def files(self) -> Mapping[str, Stat]:
         """Every regular file, by path relative to the root; shardctl's own staging area is not part of it."""
@@ -155,6 +171,17 @@ class LocalSource:
             return _stat(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def beside(self, name: str) -> bytes | None:
+        """The content of a file beside the one that was given."""
+        file = self.root / name
+        return file.read_bytes() if self._single and file.is_file() else None
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """Do nothing: the kernel reads ahead."""
+
+    def heed(self, stop: Stop) -> None:
+        """Do nothing: reads do not wait for longer than the disk does."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of `path`."""
