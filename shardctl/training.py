@@ -21,6 +21,10 @@ ROOT: Final = "optimizer"
 SETTINGS: Final = "optimizer.json"
 """The file beside tensors that says what `Training` has besides them, where the layout has no place of its own."""
 _WORDS: Final = 3
+_DEPTH: Final = 4
+"""Lists in one another that a setting may be."""
+_LONGEST: Final = 1 << 20
+"""Values in them: the longest setting is the names of all parameters of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,34 @@ class Training:
     groups: tuple[Group, ...] = ()
     notes: tuple[str, ...] = ()
     """What `inspect` tells of how the files were understood."""
+
+
+def as_setting(node: object) -> tuple[Setting] | None:
+    """The number, text, None or list of those that a node of a pickle or of JSON is, alone in a tuple.
+
+    None for anything else, and for what would take long to look at: lists too deep in one another, or of too many
+    values in all. A list may hold the same list often, so that a short pickle can describe an endless one.
+
+    >>> as_setting([0.9, 0.95]), as_setting(None), as_setting({"lr": 0.1})
+    (((0.9, 0.95),), (None,), None)
+    """
+    return (_frozen(node),) if _count(node, _DEPTH, _LONGEST) <= _LONGEST else None
+
+
+def _count(node: object, depth: int, most: int) -> int:
+    """Values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
+    if not isinstance(node, list | tuple):
+        return 1 if node is None or isinstance(node, bool | int | float | str) else most + 1
+    found = 0
+    for part in node if depth else ():
+        found += _count(part, depth - 1, most - found)
+        if found > most:
+            return found
+    return max(found, 1) if depth else most + 1
+
+
+def _frozen(node: Any) -> Setting:  # noqa: ANN401 - a node that was found to be a setting
+    return tuple(map(_frozen, node)) if isinstance(node, list | tuple) else node
 
 
 def state_name(state: str, parameter: str) -> str:
@@ -106,7 +138,7 @@ def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
         said = json.loads(data)
         step = said["step"]
         groups = tuple(
-            Group(tuple(map(str, g["parameters"])), {str(k): _frozen(v) for k, v in g["settings"].items()})
+            Group(tuple(map(str, g["parameters"])), {str(k): _setting(v) for k, v in g["settings"].items()})
             for g in said["groups"]
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -114,5 +146,8 @@ def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
     return (step if isinstance(step, int) else None), groups
 
 
-def _frozen(value: Any) -> Setting:  # noqa: ANN401 - JSON
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _setting(node: object) -> Setting:
+    found = as_setting(node)
+    if found is None:
+        raise TypeError("an object is no setting of an optimizer")
+    return found[0]

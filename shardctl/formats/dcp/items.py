@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import SourceError, UnsupportedError
@@ -12,6 +12,7 @@ from shardctl.formats.torch_zip import read_zip
 from shardctl.formats.zip_records import MAGIC
 from shardctl.manifest import Region
 from shardctl.storage import read
+from shardctl.training import as_setting
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
@@ -23,9 +24,6 @@ _HEAD: Final = 4 << 10
 """An item's bytes before its data; torch 2.13 has 704."""
 _SMALL: Final = 64 << 10
 """Bytes of an object that is still looked into: a hyper-parameter takes one kilobyte."""
-_DEPTH: Final = 4
-_LONGEST: Final = 4_096
-"""Numbers in a list that is a setting."""
 _NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
 
 
@@ -125,7 +123,7 @@ class Items:
             self._values[data] = None
             if data.startswith(MAGIC):
                 saved = read_zip(self._source, item.file, start=item.offset, size=item.length)
-                self._values[data] = (_plain(saved.tree),) if _is_plain(saved.tree, _DEPTH) else None
+                self._values[data] = as_setting(saved.tree)
         return self._values[data]
 
 
@@ -133,13 +131,3 @@ def float_or_int(dtype: str, data: bytes) -> float | int:
     """The number that little-endian `data` is."""
     value: float | int = struct.unpack(_NUMBERS[dtype], data)[0]
     return value
-
-
-def _is_plain(node: object, depth: int) -> bool:
-    if isinstance(node, list | tuple):
-        return depth > 0 and len(node) <= _LONGEST and all(_is_plain(part, depth - 1) for part in node)
-    return node is None or isinstance(node, bool | int | float | str)
-
-
-def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree, found to be plain
-    return tuple(map(_plain, node)) if isinstance(node, list | tuple) else node

@@ -13,10 +13,7 @@ from shardctl.formats.torch_tensors import as_tensor
 if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.formats.torch_tensors import Saved, View
-    from shardctl.training import Setting
 
-_DEPTH: Final = 4
-_LONGEST: Final = 4_096
 _DIMS: Final = 64
 _FAR: Final = 1 << 63
 _LARGEST: Final = 3e38
@@ -111,18 +108,3 @@ def shapes(node: object, where: str) -> dict[str, tuple[int, ...]]:
 def is_name(node: object) -> bool:
     """Whether this can name a tensor."""
     return isinstance(node, str) and bool(node) and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node))
-
-
-def plain(node: object) -> tuple[Setting] | None:
-    """The number, text or list of those that a node is, alone in a tuple; None for anything else."""
-    return (_value(node),) if _is_plain(node, _DEPTH) else None
-
-
-def _is_plain(node: object, depth: int) -> bool:
-    if isinstance(node, list | tuple):
-        return depth > 0 and len(node) <= _LONGEST and all(_is_plain(part, depth - 1) for part in node)
-    return node is None or isinstance(node, bool | int | float | str)
-
-
-def _value(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree, found to be plain
-    return tuple(map(_value, node)) if isinstance(node, list | tuple) else node

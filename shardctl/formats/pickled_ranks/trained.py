@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import float_or_int
 from shardctl.formats.dcp.keys import split_flat
 from shardctl.manifest import Region
 from shardctl.storage import read
-from shardctl.training import Group, Training, state_name
+from shardctl.training import Group, Training, as_setting, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _STEPS: Final = ("step", "global_step", "iteration", "global_steps")
 _NUMBERS: Final = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U8"})
-_DEPTH: Final = 4
-_LONGEST: Final = 4_096
 
 
 def training(
@@ -86,8 +84,8 @@ def _value(collector: Collector, key: str) -> Setting:
     """A number, a text or a list of those; also a number in a tensor. None for anything else."""
     held = collector.held.get(key)
     if held is None:
-        node = collector.objects.get(key)
-        return _plain(node) if _is_plain(node, _DEPTH) else None
+        found = as_setting(collector.objects.get(key))
+        return found[0] if found is not None else None
     where = held.chunks[0].where
     if held.shape or held.dtype.name not in _NUMBERS or not isinstance(where, Region):
         return None
@@ -108,13 +106,3 @@ def _groups(collector: Collector, found: Sorted, weights: Mapping[str, Tensor]) 
         before = groups[alike].parameters if alike in groups else ()
         groups[alike] = Group((*before, *members), values)
     return tuple(groups.values())
-
-
-def _is_plain(node: object, depth: int) -> bool:
-    if isinstance(node, list | tuple):
-        return depth > 0 and len(node) <= _LONGEST and all(_is_plain(part, depth - 1) for part in node)
-    return node is None or isinstance(node, bool | int | float | str)
-
-
-def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree, found to be plain
-    return tuple(map(_plain, node)) if isinstance(node, list | tuple) else node

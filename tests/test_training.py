@@ -1,0 +1,67 @@
+"""Settings of optimizers: what a pickle may say, and the file that tells them where a layout has no place."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from shardctl.errors import SourceError
+from shardctl.training import Group, Training, as_setting, dump_settings, load_settings
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.1, "adamw", (), (0.9, 0.95), ((1, ("a", None)), False)])
+def test_numbers_texts_and_lists_of_those_are_settings(value):
+    assert as_setting(value) == (value,)
+
+
+def test_lists_become_tuples_so_that_nobody_changes_them():
+    assert as_setting([1, [2, (3, [])]]) == ((1, (2, (3, ()))),)
+
+
+@pytest.mark.parametrize("value", [{}, [{}], object(), b"", [1, [2, object()]], 1j], ids=repr)
+def test_nothing_else_is_a_setting(value):
+    assert as_setting(value) is None
+
+
+def test_lists_are_settings_up_to_four_in_one_another():
+    assert as_setting([[[[1]]]]) == (((((1,),),),),)
+    assert as_setting([[[[[1]]]]]) is None
+    assert as_setting([[[[[]]]]]) is None
+
+
+def test_a_list_without_end_is_none():
+    endless: list[object] = []
+    endless.append(endless)
+    assert as_setting(endless) is None
+
+
+@pytest.mark.parametrize("innermost", [0, []], ids=["numbers", "empty lists"])
+def test_a_short_pickle_cannot_describe_more_values_than_anyone_waits_for(innermost):
+    node: object = innermost
+    for _ in range(3):
+        node = [node] * 4_096
+    started = time.process_time()
+    assert as_setting(node) is None
+    assert time.process_time() - started < 10
+
+
+def test_the_names_of_all_parameters_of_a_large_model_are_a_setting():
+    names = [f"model.layers.{n}.weight" for n in range(100_000)]
+    assert as_setting(names) == (tuple(names),)
+
+
+def test_settings_are_read_back_as_they_were():
+    settings = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": None, "name": "groß", "amsgrad": False}
+    training = Training(step=7, groups=(Group(("a", "b"), settings), Group((), {})))
+    assert load_settings(dump_settings(training)) == (7, training.groups)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b'{"step": 1}', b'{"step": 1, "groups": [{"parameters": [], "settings": {"lr": {"to": 1}}}]}'],
+    ids=["nothing", "a list", "no groups", "an object as setting"],
+)
+def test_a_malformed_file_of_settings_is_refused(data):
+    with pytest.raises(SourceError, match=r"optimizer\.json is malformed"):
+        load_settings(data)
