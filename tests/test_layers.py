@@ -18,7 +18,7 @@ LAYERS = (
     {"models"},
     {"formats", "layouts"},
     {"copyplan", "digest", "cast"},
-    {"bands"},
+    {"bands", "shares"},
     {"execute", "verify", "memory"},
     {"verbs"},
     {"api", "report"},

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from shardctl.bands import Band, ChunkIndex, fastest_dim, split
+from shardctl.box import Box
 from shardctl.cast import cast
 from shardctl.digest import Sums, partial
 from shardctl.errors import Interrupted
 from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
 from shardctl.manifest import Fill
+from shardctl.shares import Portion
 from shardctl.workers import Stop, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from shardctl.box import Box
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.execute.budget import Budget
     from shardctl.execute.journal import Journal, Key
@@ -57,15 +58,18 @@ def execute(
     target: Target,
     budget: Budget,
     *,
+    portions: Mapping[str, tuple[Portion, ...]] | None = None,
     journal: Journal | None = None,
     progress: Progress | None = None,
     stop: Stop | None = None,
 ) -> Outcome:
     """Copy; on return every file of the plan is complete and synced.
 
+    `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
+    counts (`Share`).
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
     """
-    run = _Run(plan, source, target, journal, progress or Silent(), budget)
+    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {})
     run.prepare()
     stop = Stop() if stop is None else stop
     try:
@@ -89,6 +93,7 @@ class _Task:
     reads: ChunkIndex
     writes: ChunkIndex
     box: Box
+    counted: bool
 
 
 _Batch = tuple[list[tuple["Key", Entry]], list[str]]
@@ -106,9 +111,11 @@ class _Run:
         journal: Journal | None,
         progress: Progress,
         budget: Budget,
+        portions: Mapping[str, tuple[Portion, ...]],
     ) -> None:
         self._plan, self._source, self._target = plan, source, target
         self._journal, self._progress, self._budget = journal, progress, budget
+        self._portions = portions
         self._lock = threading.Lock()
         self._numbers = count()
         self._missing = _payloads(plan)
@@ -136,9 +143,14 @@ class _Run:
         for number, copy in enumerate(self._plan.copies):
             reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
             tile = fastest_dim([*copy.reads, *copy.target.chunks])
-            bands = split(copy.source.shape, copy.source.dtype, self._budget.block, fastest=tile)
-            for band, box in enumerate(bands):
-                yield _Task((number, band), copy, reads, writes, box)
+            bands = count()
+            for portion in self._portions_of(copy):
+                for within in split(portion.box.shape, copy.source.dtype, self._budget.block, fastest=tile):
+                    box = _moved(within, portion.box.origin)
+                    yield _Task((number, next(bands)), copy, reads, writes, box, portion.counted)
+
+    def _portions_of(self, copy: TensorCopy) -> tuple[Portion, ...]:
+        return self._portions.get(copy.source.name) or (Portion(Box.whole(copy.source.shape), counted=True),)
 
     def worker(self) -> Callable[[_Task], None]:
         """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
@@ -161,9 +173,10 @@ class _Run:
         batch: _Batch = ([], [])
         with self._lock:
             self._elements[name] += task.box.size
-            _accumulate(self.outcome.source_sums, name, entry.read)
-            _accumulate(self.outcome.output_sums, name, entry.written)
-            if entry.overflowed:
+            if task.counted:
+                _accumulate(self.outcome.source_sums, name, entry.read)
+                _accumulate(self.outcome.output_sums, name, entry.written)
+            if task.counted and entry.overflowed:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
             for path, count in written.items():
                 self._missing[path] -= count
@@ -219,7 +232,8 @@ class _Run:
             self.outcome.source_sums.setdefault(copy.source.name, sums)
             self.outcome.output_sums.setdefault(copy.source.name, Sums.zero(copy.target.dtype))
             seen = self._elements[copy.source.name]
-            assert seen == copy.source.size, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
+            wanted = sum(portion.box.size for portion in self._portions_of(copy))
+            assert seen == wanted, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
 
 
 class _Hands:
@@ -290,6 +304,10 @@ class _Hands:
             if not isinstance(chunk.where, Fill):
                 written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
         return written
+
+
+def _moved(box: Box, by: tuple[int, ...]) -> Box:
+    return Box(tuple(o + b for o, b in zip(box.origin, by, strict=True)), box.shape) if any(by) else box
 
 
 def _payloads(plan: CopyPlan) -> Counter[str]:

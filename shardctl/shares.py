@@ -1,0 +1,177 @@
+"""Shares: one copy plan divided among several workers, so that each file of the result has one writer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box, BoxIndex, disjoint
+from shardctl.copyplan import CopyPlan
+from shardctl.manifest import Fill
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardctl.copyplan import TensorCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A box of a tensor that one worker moves."""
+
+    box: Box
+    counted: bool
+    """Whether its elements count in this worker's digest sums: of what several workers write, one of them counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker does."""
+
+    plan: CopyPlan
+    """The whole plan, without what other workers write."""
+    portions: Mapping[str, tuple[Portion, ...]]
+    """By tensor the boxes to move, disjoint; a tensor that is missing here is moved whole, and all of it counts."""
+    first: frozenset[str]
+    """The tensors whose first box is here: what must be looked at once, by somebody, is looked at by this worker."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the source that this worker needs; what lies between them and is read along comes on top."""
+        return sum(self._read_bytes(copy) for copy in self.plan.copies)
+
+    def _read_bytes(self, copy: TensorCopy) -> int:
+        portions = self.portions.get(copy.source.name)
+        if portions is None:
+            return copy.read_bytes
+        index = BoxIndex([chunk.box for chunk in copy.reads])
+        return sum(
+            copy.reads[position].dtype.nbytes(common.shape)
+            for portion in portions
+            for position, common in index.overlapping(portion.box)
+            if not isinstance(copy.reads[position].where, Fill)
+        )
+
+
+def divide(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
+    """The files of each of `count` workers: every file once, and the heaviest worker as light as neighbours allow.
+
+    Files that hold the same tensors are neighbours, and neighbours go to one worker: what they share is then read by
+    one worker instead of several.
+    """
+    order = _neighbours(plan)
+    sizes = [plan.want.files[path].size for path in order]
+    bound = _lightest(sizes, count)
+    groups: list[list[str]] = [[]]
+    weight = 0
+    for path, size in zip(order, sizes, strict=True):
+        if groups[-1] and weight + size > bound:
+            groups.append([])
+            weight = 0
+        groups[-1].append(path)
+        weight += size
+    return (*map(tuple, groups), *(() for _ in range(count - len(groups))))
+
+
+def _neighbours(plan: CopyPlan) -> list[str]:
+    """The files in the order in which the source holds their first tensor."""
+    first = dict.fromkeys(plan.want.files, len(plan.copies))
+    for number, copy in enumerate(plan.copies):
+        for path in copy.target.files:
+            first[path] = min(first[path], number)
+    return sorted(plan.want.files, key=lambda path: (first[path], path))
+
+
+def _lightest(sizes: Sequence[int], count: int) -> int:
+    """The least bytes that the heaviest of `count` workers can have, if each takes a run of the files."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if _runs(sizes, middle) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _runs(sizes: Iterable[int], bound: int) -> int:
+    runs, weight = 1, 0
+    for size in sizes:
+        if weight and weight + size > bound:
+            runs, weight = runs + 1, 0
+        weight += size
+    return runs
+
+
+def share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) -> Share:
+    """The part of `plan` that worker `number` does, when worker i writes the files `groups[i]`."""
+    writer = {path: worker for worker, paths in enumerate(groups) for path in paths}
+    known: dict[object, tuple[Portion, ...]] = {}
+    copies: list[TensorCopy] = []
+    portions: dict[str, tuple[Portion, ...]] = {}
+    first: set[str] = set()
+    for copy in plan.copies:
+        chunks = copy.target.chunks
+        writers = [0 if isinstance(c.where, Fill) else writer[c.where.file] for c in chunks]
+        if (writers[0] if writers else 0) == number:
+            first.add(copy.source.name)
+        if number not in writers and (writers or number):
+            continue
+        target = replace(copy.target, chunks=tuple(c for c, w in zip(chunks, writers, strict=True) if w == number))
+        copies.append(replace(copy, target=target))
+        if len(set(writers)) > 1:
+            key = (*(chunk.box for chunk in chunks), *writers)
+            if key not in known:
+                known[key] = _portions([chunk.box for chunk in chunks], writers, number)
+            portions[copy.source.name] = known[key]
+    want = replace(
+        plan.want,
+        tensors={copy.source.name: copy.target for copy in copies},
+        files={path: plan.want.files[path] for path in groups[number]},
+    )
+    return Share(CopyPlan(plan.have, want, tuple(copies)), portions, frozenset(first))
+
+
+def _portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -> tuple[Portion, ...]:
+    """The boxes that a worker writes, apart by whether they count for it: each element counts for its first writer."""
+    parts = disjoint(boxes)
+    index = BoxIndex([box for _, box in parts])
+    own = disjoint([box for box, writer in zip(boxes, writers, strict=True) if writer == number])
+    found: dict[bool, list[Box]] = {True: [], False: []}
+    for _, box in own:
+        for position, common in index.overlapping(box):
+            found[writers[parts[position][0]] == number].append(common)
+    return tuple(Portion(box, counted) for counted, group in found.items() for box in merged(group))
+
+
+def merged(boxes: Iterable[Box]) -> list[Box]:
+    """Fewer disjoint boxes with the same union: neighbours that differ in one dim only become one.
+
+    >>> [str(box) for box in merged([Box((0, 2), (4, 2)), Box((0, 0), (4, 2)), Box((4, 0), (1, 4))])]
+    ['[0:5, 0:4]']
+    """
+    found = list(boxes)
+    for dim in reversed(range(len(found[0].shape) if found else 0)):
+        lines: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = {}
+        for box in found:
+            lines.setdefault((_without(box.origin, dim), _without(box.shape, dim)), []).append(box)
+        found = [box for line in lines.values() for box in _joined(line, dim)]
+    return sorted(found, key=lambda box: box.origin)
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*values[:dim], *values[dim + 1 :])
+
+
+def _joined(line: list[Box], dim: int) -> list[Box]:
+    """Boxes that differ in one dim, with those that touch made one."""
+    ordered = sorted(line, key=lambda box: box.origin[dim])
+    joined = ordered[:1]
+    for box in ordered[1:]:
+        last = joined[-1]
+        if last.origin[dim] + last.shape[dim] == box.origin[dim]:
+            shape = (*last.shape[:dim], last.shape[dim] + box.shape[dim], *last.shape[dim + 1 :])
+            joined[-1] = Box(last.origin, shape)
+        else:
+            joined.append(box)
+    return joined
