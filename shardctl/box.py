@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
+from shardctl.value import value
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Box:
     """A half-open rectangular region: `origin` included, `origin + shape` excluded.
 

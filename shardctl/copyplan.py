@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
 from shardctl.errors import CoverageError, SourceError, UnsupportedError
 from shardctl.manifest import Fill, narrow
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Manifest, Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TensorCopy:
     """How one global tensor gets from where it is to where it is wanted."""
 

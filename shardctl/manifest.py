@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.training import Training
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Region:
     """Where the elements of a box lie.
 
@@ -40,7 +41,7 @@ class Fill:
     """The bits of one unit, little-endian."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chunk:
     """A stored box of a global tensor."""
 
@@ -56,7 +57,7 @@ class Chunk:
     """A *named* element-wise change between storage and meaning, such as `gamma-1`; empty for none."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tensor:
     """A global tensor, and everywhere it is stored; a replica is one more chunk over the same box."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.errors import UsageError
 from shardctl.mesh import HOLDING, REPLICATING
 from shardctl.placement import boxes, check
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardctl.placement import Spec, Where
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Held:
     """What one rank holds of one tensor."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.box import Box
 from shardctl.errors import CutError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class Cut:
     does for FSDP: the last part may be short and trailing parts empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Member:
     """A tensor that is one of many alike, which a mesh axis divides among its ranks whole: one expert of all."""
 

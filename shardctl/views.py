@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Fill, Region
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class View:
     """A tensor, or a box of one, as it runs through an array.
 

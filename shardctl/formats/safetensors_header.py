@@ -30,6 +30,7 @@ from shardctl.formats.json_members import (
     skip_space,
     walk_object,
 )
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ _PLAIN_MEMBER: Final = re.compile(
 """A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Array:
     """One entry of a header: an array that the file stores whole and row-major."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +19,7 @@ EXPERTS: Final = ("keep", "fused", "split")
 """The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Place:
     """Where in an array that holds several tensors one of them is."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.formats.safetensors_header import encode_header
 from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardctl.views import View
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Array:
     """One array of a file: a box of a larger array, which is a tensor or holds several."""
 

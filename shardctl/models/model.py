@@ -10,6 +10,7 @@ from shardctl.models.flat_parameters import from_flat
 from shardctl.models.meta_names import from_meta
 from shardctl.models.trained import bind_training
 from shardctl.models.wrapping import unwrapped
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from shardctl.placement import Spec
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelTensor:
     """A tensor that the model has or may have."""
 
