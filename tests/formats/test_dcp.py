@@ -14,20 +14,18 @@ from contextlib import closing
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_builder import Runs, changed
-from numpy.lib.stride_tricks import as_strided
+from stored_bytes import check, scan
 
-from shardctl import formats
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.formats.dcp.items import Items
 from shardctl.formats.dcp.metadata import Item
 from shardctl.layouts.torch_item import tensor_item
-from shardctl.manifest import Fill, Region
+from shardctl.manifest import Region
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
@@ -39,47 +37,9 @@ WHOLE = ("fsdp2", "tp", "fsdp-tp", "fsdp1", "flat", "alone", "accelerate", "kind
 TRAINED = ("fsdp2", "fsdp-tp", "flat", "accelerate")
 
 
-def scan(path: Path):
-    with closing(LocalSource(path)) as source:
-        return formats.scan(source)
-
-
 def whole(name: str) -> dict:
     """What torch made of the checkpoint when it was written."""
     return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
-
-
-def gather(root: Path, tensor) -> bytes:
-    """The tensor's bytes in row-major order, fetched by offsets and strides alone."""
-    width = tensor.dtype.unit_bytes
-    filled = np.zeros((*tensor.shape, width), np.uint8)
-    times = np.zeros(tensor.shape, int)
-    for chunk in tensor.chunks:
-        if isinstance(chunk.where, Fill):
-            continue
-        content = np.fromfile(root / chunk.where.file, np.uint8)[chunk.where.offset :]
-        reach = sum((n - 1) * s for n, s in zip(chunk.box.shape, chunk.where.strides, strict=True)) + width
-        assert reach <= len(content)
-        view = as_strided(content, (*chunk.box.shape, width), (*chunk.where.strides, 1), writeable=False)
-        at = chunk.box.slices()
-        assert not times[at].any() or (filled[at] == view).all(), "two copies differ"
-        filled[at] = view
-        times[at] += 1
-    assert times.all(), f"{tensor.name} is not covered"
-    return filled.tobytes()
-
-
-def bits(value: torch.Tensor) -> bytes:
-    plain = value.detach().clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-
-
-def check(root: Path, found, expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].name == name
-        assert (found[name].shape, found[name].dtype.torch) == (tuple(value.shape), str(value.dtype)[6:]), name
-        assert gather(root, found[name]) == bits(value), name
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -472,6 +432,35 @@ def test_an_optimizer_that_numbers_its_parameters_is_left_behind(tmp_path):
     assert list(manifest.tensors) == ["a.weight"]
     assert not manifest.training.states
     assert "3 optimizer states such as 'optimizer.state.0.step' are left behind" in manifest.warnings[0]
+
+
+def test_a_group_of_any_number_of_parameters_keeps_them_all(tmp_path):
+    """Their names are one item, which for a mixture of experts has megabytes."""
+    names = [f"model.layers.{layer}.mlp.experts.{n}.down_proj.weight" for layer in range(61) for n in range(256)]
+    groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": names}, {"lr": 0.2, "params": ["a"]}]
+    state = {"model": {"a": torch.zeros(2)}, "optim": {"state": {"a": {"step": 1.0}}, "param_groups": groups}}
+    training = scan(saved(state, tmp_path / "many")).training
+    assert [group.parameters for group in training.groups] == [tuple(names), ("a",)]
+    assert [dict(group.settings) for group in training.groups] == [{"lr": 0.1, "betas": (0.9, 0.95)}, {"lr": 0.2}]
+
+
+def test_a_group_whose_parameters_are_not_named_has_none(tmp_path):
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": 7}]
+    state = {"model": {"a": torch.zeros(2)}, "optim": {"state": {"a": {"step": 1.0}}, "param_groups": groups}}
+    training = scan(saved(state, tmp_path / "numbers")).training
+    assert [(group.parameters, group.settings["lr"]) for group in training.groups] == [((), 0.1), ((), 0.2)]
+
+
+def test_parameters_of_a_flattened_optimizer_are_grouped_by_their_settings(tmp_path):
+    rates = {"a.weight": 0.1, "a.bias": 0.2, "b.weight": 0.1}
+    optimizer = {f"param_groups.{name}.lr": rate for name, rate in rates.items()}
+    optimizer |= {f"state.{name}.exp_avg": torch.zeros(2) for name in rates}
+    state = {"model": {name: torch.zeros(2) for name in rates}, "optimizer": optimizer}
+    training = scan(saved(state, tmp_path / "flattened")).training
+    assert [(group.parameters, dict(group.settings)) for group in training.groups] == [
+        (("a.weight", "b.weight"), {"lr": 0.1}),
+        (("a.bias",), {"lr": 0.2}),
+    ]
 
 
 def test_an_item_of_more_than_four_gigabytes_is_found(tmp_path):

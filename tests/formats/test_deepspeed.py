@@ -17,7 +17,7 @@ from dcp_builder import Runs
 from deepspeed_builder import changed, joined, scattered
 from hypothesis import given
 from hypothesis import strategies as st
-from test_dcp import bits, gather
+from stored_bytes import bits, gather, scan
 
 from shardctl import formats
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
@@ -34,11 +34,6 @@ JOINED = ("z1", "z2", "z1-fp32", "z2-fp16", "z2-robin", "z2-aligned", "z1-elasti
 SCATTERED = ("z3", "z3-fp32", "z3-sub", "z3-persisted", "z3-frozen", "z3-gathered", "z3-tied", "tp-z3")
 UNIVERSAL = ("universal-z1", "universal-z3")
 ALL = [*JOINED, *SCATTERED, *UNIVERSAL]
-
-
-def scan(path: Path, weights=None):
-    with closing(LocalSource(path)) as source:
-        return formats.scan(source, weights=weights)
 
 
 def whole(name: str) -> dict:

@@ -8,26 +8,19 @@ import pickle
 import shutil
 import sys
 import zipfile
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from stored_bytes import scan
 
-from shardctl import formats
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 sys.path.insert(0, str(FIXTURES))
 import make_meta  # noqa: E402
-
-
-def scan(path: Path):
-    with closing(LocalSource(path)) as source:
-        return formats.scan(source)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import zipfile
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.lib.stride_tricks import as_strided
+from stored_bytes import check, scan
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-from shardctl import formats
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_shape
 from shardctl.formats.rank_files import rank_file
-from shardctl.manifest import Fill
-from shardctl.storage.local import LocalSource
 from shardctl.verbs.opening import Reading, opened
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
@@ -32,45 +28,9 @@ WHOLE = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "odd")
 TRAINED = ("fsdp2", "fsdp-tp", "hsdp", "fsdp1")
 
 
-def scan(path: Path):
-    with closing(LocalSource(path)) as source:
-        return formats.scan(source)
-
-
 def whole(name: str) -> dict:
     """What torch made of the checkpoint when it was written."""
     return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
-
-
-def gather(root: Path, tensor) -> bytes:
-    """The tensor's bytes in row-major order, fetched by offsets and strides alone."""
-    width = tensor.dtype.unit_bytes
-    filled = np.zeros((*tensor.shape, width), np.uint8)
-    times = np.zeros(tensor.shape, int)
-    for chunk in tensor.chunks:
-        if isinstance(chunk.where, Fill):
-            continue
-        content = np.fromfile(root / chunk.where.file, np.uint8)[chunk.where.offset :]
-        view = as_strided(content, (*chunk.box.shape, width), (*chunk.where.strides, 1), writeable=False)
-        at = chunk.box.slices()
-        assert not times[at].any() or (filled[at] == view).all(), "two copies differ"
-        filled[at] = view
-        times[at] += 1
-    assert times.all(), f"{tensor.name} is not covered"
-    return filled.tobytes()
-
-
-def bits(value: torch.Tensor) -> bytes:
-    plain = value.detach().clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-
-
-def check(root: Path, found, expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].name == name
-        assert (found[name].shape, found[name].dtype.torch) == (tuple(value.shape), str(value.dtype)[6:]), name
-        assert gather(root, found[name]) == bits(value), name
 
 
 @pytest.mark.parametrize("name", WHOLE)

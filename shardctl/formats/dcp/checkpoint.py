@@ -9,12 +9,12 @@ from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.formats.dcp.items import Items
-from shardctl.formats.dcp.keys import Sorted, sort_keys, split_flat
+from shardctl.formats.dcp.keys import Sorted, settings_groups, sort_keys, split_flat
 from shardctl.formats.impostors import refuse_unfinished
 from shardctl.formats.links import check_link
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Chunk, File, Fill, Manifest, Opaque, Tensor
-from shardctl.training import Group, Training, state_name
+from shardctl.training import Training, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -187,7 +187,7 @@ class _Save:
             ranks=len(ranks) or None,
             step=self._step(),
             states=states,
-            groups=self._groups(weights),
+            groups=settings_groups(self.sorted, weights, self._value),
             notes=tuple(model.notes()),
         )
 
@@ -216,21 +216,6 @@ class _Save:
                 found = self.collector.items.value(each.items[key, None])
                 return found[0] if found is not None else None
         return None
-
-    def _groups(self, weights: Mapping[str, Tensor]) -> tuple[Group, ...]:
-        settings: dict[str, dict[str, Setting]] = {}
-        for key, (group, name) in self.sorted.settings.items():
-            if not group:
-                group, name = split_flat(name, weights)  # noqa: PLW2901 - told apart at last
-            settings.setdefault(group, {})[name] = self._value(key)
-        groups: dict[str, Group] = {}
-        for group, values in settings.items():
-            listed = values.pop("params", None)
-            members = tuple(p for p in listed if isinstance(p, str)) if isinstance(listed, tuple) else (group,)
-            alike = repr(sorted(values.items())) if listed is None else group
-            before = groups[alike].parameters if alike in groups else ()
-            groups[alike] = Group((*before, *members), values)
-        return tuple(groups.values())
 
 
 def _united(metadata: Sequence[Metadata]) -> dict[str, Declared]:

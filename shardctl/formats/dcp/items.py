@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _HEAD: Final = 4 << 10
 """An item's bytes before its data; torch 2.13 has 704."""
 _SMALL: Final = 64 << 10
-"""Bytes of an object that is still looked into: a hyper-parameter takes one kilobyte."""
+"""Bytes of an object that is remembered: a hyper-parameter takes one kilobyte, and every group has the same ones."""
+_LARGE: Final = 64 << 20
+"""Bytes of one that is still looked into: the names of a million parameters take as much."""
 _NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
 
 
@@ -116,15 +118,19 @@ class Items:
 
         Raises HostileError if it tries to run code.
         """
-        if item.length > _SMALL or item.transforms:
+        if item.length > _LARGE or item.transforms:
             return None
+        if item.length > _SMALL:
+            return self._looked_into(item)
         data = read(self._source, item.file, item.offset, item.length)
         if data not in self._values:
-            self._values[data] = None
-            if data.startswith(MAGIC):
-                saved = read_zip(self._source, item.file, start=item.offset, size=item.length)
-                self._values[data] = as_setting(saved.tree)
+            self._values[data] = self._looked_into(item)
         return self._values[data]
+
+    def _looked_into(self, item: Item) -> tuple[Setting] | None:
+        if read(self._source, item.file, item.offset, min(item.length, len(MAGIC))) != MAGIC:
+            return None
+        return as_setting(read_zip(self._source, item.file, start=item.offset, size=item.length).tree)
 
 
 def float_or_int(dtype: str, data: bytes) -> float | int:

@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from shardctl.training import Group
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from shardctl.training import Setting
 
 Way = tuple[str, ...]
 """The keys of the nested dicts and lists that lead to a value."""
@@ -27,6 +31,7 @@ _OTHERS: Final = frozenset(
 """What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning)."""
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
+_MEMBERS: Final = "params"
 _NESTED: Final = 3
 """Keys from an optimizer's `state` to a value: that one, the parameter, and the state's name."""
 
@@ -92,6 +97,25 @@ def split_flat(text: str, parameters: Collection[str]) -> tuple[str, str]:
         at = text.rfind(".", 0, at)
     parameter, _, name = text.rpartition(".")
     return parameter, name
+
+
+def settings_groups(found: Sorted, parameters: Collection[str], value: Callable[[str], Setting]) -> tuple[Group, ...]:
+    """The groups of an optimizer, with what `value` finds under each key of their settings.
+
+    A flattened optimizer has the settings of every parameter; those with the same ones are a group.
+    """
+    settings: dict[str, dict[str, Setting]] = {}
+    for key, (group, name) in found.settings.items():
+        if not group:
+            group, name = split_flat(name, parameters)  # noqa: PLW2901 - told apart at last
+        settings.setdefault(group, {})[name] = value(key)
+    groups: dict[str, tuple[dict[str, Setting], list[str]]] = {}
+    for group, values in settings.items():
+        flat = _MEMBERS not in values
+        listed = values.pop(_MEMBERS, (group,))
+        members = [name for name in listed if isinstance(name, str)] if isinstance(listed, tuple) else []
+        groups.setdefault(repr(sorted(values.items())) if flat else group, (values, []))[1].extend(members)
+    return tuple(Group(tuple(members), values) for values, members in groups.values())
 
 
 def _optimizers(ways: Iterable[Way]) -> list[Way]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import float_or_int
-from shardctl.formats.dcp.keys import split_flat
+from shardctl.formats.dcp.keys import settings_groups, split_flat
 from shardctl.manifest import Region
 from shardctl.storage import read
-from shardctl.training import Group, Training, as_setting, state_name
+from shardctl.training import Training, as_setting, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def training(
         ranks=ranks,
         step=_step(collector, found),
         states=states,
-        groups=_groups(collector, found, weights) if states else (),
+        groups=settings_groups(found, weights, lambda key: _value(collector, key)) if states else (),
         notes=tuple(notes),
     )
 
@@ -90,19 +90,3 @@ def _value(collector: Collector, key: str) -> Setting:
     if held.shape or held.dtype.name not in _NUMBERS or not isinstance(where, Region):
         return None
     return float_or_int(held.dtype.name, read(collector.source, where.file, where.offset, held.dtype.unit_bytes))
-
-
-def _groups(collector: Collector, found: Sorted, weights: Mapping[str, Tensor]) -> tuple[Group, ...]:
-    settings: dict[str, dict[str, Setting]] = {}
-    for key, (group, name) in found.settings.items():
-        if not group:
-            group, name = split_flat(name, weights)  # noqa: PLW2901 - told apart at last
-        settings.setdefault(group, {})[name] = _value(collector, key)
-    groups: dict[str, Group] = {}
-    for group, values in settings.items():
-        listed = values.pop("params", None)
-        members = tuple(p for p in listed if isinstance(p, str)) if isinstance(listed, tuple) else (group,)
-        alike = repr(sorted(values.items())) if listed is None else group
-        before = groups[alike].parameters if alike in groups else ()
-        groups[alike] = Group((*before, *members), values)
-    return tuple(groups.values())
