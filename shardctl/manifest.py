@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.box import Box
+    from shardctl.dialect import Dialect
     from shardctl.dtype import DType
     from shardctl.training import Training
 
@@ -97,6 +98,8 @@ class File:
     """Bytes."""
     literals: tuple[tuple[int, bytes], ...] = ()
     """`(offset, bytes)` that the layout itself determines, such as a header; only for files yet to be written."""
+    blanks: tuple[tuple[int, int], ...] = ()
+    """`(offset, size)` of padding, whose bytes stay zero; only for files yet to be written."""
 
 
 Policy = Literal["carry", "drop", "synthesise"]
@@ -123,8 +126,11 @@ class OwnConfig:
     """A `config.json` of transformers, made from what another library keeps (Meta's `params.json`)."""
 
     values: Mapping[str, object]
+    """Its content; a `vocab_size` of None says that the files only tell to how many rows it was padded."""
     warnings: tuple[str, ...] = ()
     """What had to be guessed."""
+    replaces: bool = False
+    """Whether what the container calls `config.json` is that description, and none of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,8 @@ class Manifest:
     """What is odd but not wrong; `--strict` makes each an error."""
     training: Training | None = None
     """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
+    dialect: Dialect | None = None
+    """Set if `tensors` are arrays of another library's making; once they are bound to a model, they are the model's."""
     own_config: OwnConfig | None = None
     """What follows from a description that the container has of its own, where there is no `config.json`."""
 

@@ -12,10 +12,11 @@ import shardctl
 ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     {"box", "dtype", "errors", "value", "workers"},
-    {"manifest", "mesh", "storage", "training"},
+    {"dialect", "manifest", "mesh", "storage", "training"},
     {"placement", "record", "views"},
     {"pieces"},
     {"models"},
+    {"schemas"},
     {"formats", "layouts"},
     {"copyplan", "digest", "cast"},
     {"bands", "shares"},

@@ -1,8 +1,11 @@
-"""How cut pieces are packed into files: one file per layout, and one tuple that lists them."""
+"""How cut pieces are packed into files: one file per layout, and two tuples that list them."""
 
 from typing import Final
 
 from shardctl.layouts import dcp, hf, meta, ranks, universal
+from shardctl.layouts.composed import Layout
 
-LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME, universal.NAME, meta.NAME)
+COMPOSED: Final[tuple[Layout, ...]] = ()
+"""The layouts whose arrays another library defines."""
+LAYOUTS: Final = (hf.NAME, ranks.NAME, dcp.NAME, universal.NAME, meta.NAME, *(layout.name for layout in COMPOSED))
 """What `--to` accepts."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 from shardctl.layouts.hf import USUAL_SHARD, whole_arrays
 from shardctl.layouts.pickle_writer import Made, Name, Object, Value, dump
-from shardctl.layouts.ranks import rank_arrays
+from shardctl.layouts.ranks import Known, rank_arrays
 from shardctl.layouts.torch_item import object_item, tensor_item
 from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
 from shardctl.training import split_state
@@ -48,7 +48,7 @@ def pack(
     if placed is None:
         builder.rank(0, whole_arrays(have, form, dtypes))
     else:
-        known: dict[object, list[Box]] = {}
+        known: Known = {}
         for rank, held in placed.ranks():
             builder.rank(rank, (array for group in rank_arrays(held, form, dtypes, known) for array in group))
     files = builder.finished()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.layouts.packing import Array, FileBuilder, container_metadata
 from shardctl.manifest import File, Manifest
+from shardctl.views import Views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,15 +36,17 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, max_shard_size
 
 def whole_arrays(have: Manifest, form: Form, dtypes: dict[str, DType]) -> Iterator[Array]:
     """Every array once, where its first tensor is."""
+    known: dict[int, Views] = {}
     for tensor in have.tensors.values():
         dtype, place = dtypes[tensor.name], form.places.get(tensor.name)
         if place is None:
             for name in form.names[tensor.name]:
                 yield Array.of(name, tensor, dtype, Box.whole(tensor.shape))
         elif place.position == 0:
-            held = (have.tensors[name] for name in place.fusion.tensors)
-            parts = tuple(zip(held, place.fusion.places.views, strict=True))
-            yield Array(place.array, dtype, place.fusion.shape, Box.whole(place.fusion.shape), parts)
+            held, places = tuple(have.tensors[name] for name in place.fusion.tensors), place.fusion.places
+            if id(places) not in known:
+                known[id(places)] = Views(places.views, tuple(one.shape for one in held))
+            yield Array(place.array, dtype, places.shape, Box.whole(places.shape), held, known[id(places)])
 
 
 def _build(have: Manifest, groups: list[list[Array]], dtypes: dict[str, DType]) -> Manifest:

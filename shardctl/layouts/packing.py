@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.views import View
+    from shardctl.views import Views
 
 
 @value
@@ -27,8 +27,10 @@ class Array:
     shape: tuple[int, ...]
     """Of the larger array."""
     box: Box
-    parts: tuple[tuple[Tensor, View | None], ...]
-    """The tensors that the box may hold elements of, and where each lies in the larger array; None if it is that."""
+    tensors: tuple[Tensor, ...]
+    """Those that the box may hold elements of."""
+    views: Views | None = None
+    """Where each of them lies in the larger array; None if that is the only one of them."""
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError if an edge of the box falls inside a byte."""
@@ -45,20 +47,69 @@ class Array:
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> Array:
         """A box of one tensor."""
-        return cls(name, dtype, tensor.shape, box, ((tensor, None),))
+        return cls(name, dtype, tensor.shape, box, (tensor,))
 
     def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
         """What each tensor has in the box, which is stored at `region`, by the tensor's name."""
-        stored = Chunk(self.box, self.dtype, region, self.name)
-        for tensor, view in self.parts:
-            chunk = stored if view is None else view.pull(stored, Box.whole(tensor.shape))
-            if chunk is not None:
-                yield tensor.name, chunk
+        dtype, name, tensors = self.dtype, self.name, self.tensors
+        if self.views is None:
+            yield tensors[0].name, Chunk(self.box, dtype, region, name)
+        elif dtype.unit_elements == 1:
+            path, start = region.file, region.offset
+            for number, box, shift, strides in self.views.pulled(self.box, region.strides):
+                yield tensors[number].name, Chunk(box, dtype, Region(path, start + shift, strides), name)
+        else:
+            stored = Chunk(self.box, dtype, region, name)
+            for tensor, view in zip(tensors, self.views.views, strict=True):
+                chunk = view.pull(stored, Box.whole(tensor.shape))
+                if chunk is not None:
+                    yield tensor.name, chunk
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.dtype.nbytes(self.box.shape)
+
+    @property
+    def constant(self) -> bytes | None:
+        """None: tensors fill it."""
+        return None
+
+    @property
+    def padding(self) -> int:
+        """0: tensors fill it."""
+        return 0
+
+
+class Packable(Protocol):
+    """One array that a file is to have, whatever it is made of."""
+
+    @property
+    def name(self) -> str:
+        """As the file has it."""
+
+    @property
+    def dtype(self) -> DType:
+        """The type to write."""
+
+    @property
+    def box(self) -> Box:
+        """What of a larger array it is; its extent is the shape that the file declares."""
+
+    @property
+    def constant(self) -> bytes | None:
+        """Its bytes, if no tensor has anything of it."""
+
+    @property
+    def padding(self) -> int:
+        """How many bytes at its end are zeros that belong to no tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+
+    def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
+        """What each tensor has in it, by the tensor's name, if it is stored at `region`."""
 
 
 class FileBuilder:
@@ -69,19 +120,32 @@ class FileBuilder:
         self.files: dict[str, File] = {}
         self._chunks: dict[str, list[Chunk]] = {}
 
-    def add(self, path: str, arrays: Sequence[Array], metadata: Mapping[str, str] | None = None) -> None:
+    def add(self, path: str, arrays: Sequence[Packable], metadata: Mapping[str, str] | None = None) -> None:
         """A safetensors file with these arrays."""
         said = {**self._metadata, **(metadata or {})}
         encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
         chunks = self._chunks
+        literals, blanks = [(0, encoded.header)], []
         for array in arrays:
-            region = Region(path, encoded.offsets[array.name], dense_strides(array.dtype, array.box.shape))
+            start = encoded.offsets[array.name]
+            region = Region(path, start, dense_strides(array.dtype, array.box.shape))
+            if array.constant is not None:
+                literals.append((start, array.constant))
+                continue
+            if array.padding:
+                blanks.append((start + array.nbytes - array.padding, array.padding))
             for tensor, chunk in array.chunks(region):
                 if tensor in chunks:
                     chunks[tensor].append(chunk)
                 else:
                     chunks[tensor] = [chunk]
-        self.files[path] = File(path, encoded.size, ((0, encoded.header),))
+        self.files[path] = File(path, encoded.size, tuple(literals), tuple(blanks))
+
+    def stored(self) -> Iterator[tuple[str, Chunk]]:
+        """Every chunk of every file so far, by its tensor's name."""
+        for name, found in self._chunks.items():
+            for chunk in found:
+                yield name, chunk
 
     def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:
         """The target: the tensors of `have`, stored where they were packed."""

@@ -8,10 +8,11 @@ as a distributed checkpoint (transformers/distributed/checkpoint.py). Both deman
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.layouts.packing import Array, FileBuilder, container_metadata
-from shardctl.views import merged
+from shardctl.views import Views, merged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from shardctl.pieces import Held, Placed
 
 NAME: Final = "ranks"
-_Known = dict[object, "list[Box]"]
-"""Boxes of arrays of experts, by what they are worked out from; those of all layers are alike."""
+Known = dict[object, "_Alike"]
+"""What arrays of experts have in common, by what it is worked out from."""
 
 
 def pack(
@@ -32,7 +33,7 @@ def pack(
 ) -> Manifest:
     """The files of every rank that holds weights no earlier dp or cp replica holds."""
     builder = FileBuilder(container_metadata(have))
-    known: _Known = {}
+    known: Known = {}
     for rank, held in placed.ranks():
         files = _files(rank_arrays(held, form, dtypes, known), max_shard_size)
         for number, arrays in enumerate(files, 1):
@@ -41,32 +42,60 @@ def pack(
     return builder.manifest(NAME, have, dtypes)
 
 
-def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], known: _Known) -> Iterator[list[Array]]:
+def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], known: Known) -> Iterator[list[Array]]:
     """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
-    shared: dict[str, list[Held]] = {}
+    order: list[Held | list[tuple[Held, Place]]] = []
+    shared: dict[str, list[tuple[Held, Place]]] = {}
     for piece in held:
-        if piece.tensor.name in form.places:
-            shared.setdefault(form.places[piece.tensor.name].array, []).append(piece)
-    for piece in held:
-        dtype, place = dtypes[piece.tensor.name], form.places.get(piece.tensor.name)
+        place = form.places.get(piece.tensor.name)
         if place is None:
-            for name in piece.names:
-                yield [Array.of(name, piece.tensor, dtype, box) for box in piece.boxes]
-        elif shared[place.array][0] is piece:
-            yield _joined(shared[place.array], place, form, dtype, known)
+            order.append(piece)
+        elif place.array in shared:
+            shared[place.array].append((piece, place))
+        else:
+            shared[place.array] = [(piece, place)]
+            order.append(shared[place.array])
+    for some in order:
+        if isinstance(some, list):
+            yield _joined(some, dtypes[some[0][0].tensor.name], known)
+        else:
+            dtype = dtypes[some.tensor.name]
+            for name in some.names:
+                yield [Array.of(name, some.tensor, dtype, box) for box in some.boxes]
 
 
-def _joined(pieces: Sequence[Held], place: Place, form: Form, dtype: DType, known: _Known) -> list[Array]:
+def _joined(pieces: Sequence[tuple[Held, Place]], dtype: DType, known: Known) -> list[Array]:
     """The fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
-    positions = [form.places[piece.tensor.name].position for piece in pieces]
-    views = [place.fusion.places.views[position] for position in positions]
-    key = (id(place.fusion.places), *positions, None, *(piece.boxes for piece in pieces))
-    boxes = known.get(key)
-    if boxes is None:
-        images = (v.image(p.tensor.shape, box) for p, v in zip(pieces, views, strict=True) for box in p.boxes)
-        boxes = known[key] = merged(images)
-    parts = tuple((piece.tensor, view) for piece, view in zip(pieces, views, strict=True))
-    return [Array(place.array, dtype, place.fusion.shape, box, parts) for box in boxes]
+    name, fusion = pieces[0][1].array, pieces[0][1].fusion
+    key = (id(fusion.places), *(place.position for _, place in pieces), *(id(piece.boxes) for piece, _ in pieces))
+    alike = known.get(key)
+    if alike is None:
+        alike = known[key] = _Alike.of(pieces)
+    tensors = tuple(piece.tensor for piece, _ in pieces)
+    return [Array(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What the arrays of experts of all layers have in common on a rank."""
+
+    boxes: list[Box]
+    """Of the array."""
+    views: Views
+    """Of the tensors that have elements in them."""
+    held: tuple[tuple[Box, ...], ...]
+    """What the rank holds of each tensor; as long as these are kept, no others have their ids."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[Held, Place]]) -> _Alike:
+        """From those of one layer."""
+        views = Views(
+            tuple(place.fusion.places.views[place.position] for _, place in pieces),
+            tuple(piece.tensor.shape for piece, _ in pieces),
+        )
+        held = tuple(piece.boxes for piece, _ in pieces)
+        parts = zip(views.views, views.shapes, held, strict=True)
+        return cls(merged(view.image(shape, box) for view, shape, some in parts for box in some), views, held)
 
 
 def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> list[list[Array]]:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
-from shardctl.layouts import LAYOUTS, dcp, hf, meta, ranks, universal
+from shardctl.layouts import COMPOSED, LAYOUTS, dcp, hf, meta, ranks, universal
+from shardctl.layouts.composed import Order
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from shardctl.verbs.optimizer import States
 
 
+_COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What to make of a checkpoint; every field is an option of the command line."""
@@ -65,6 +69,8 @@ class Wish:
     """Tensors whose name matches this regular expression are not cast."""
     include: str | None = None
     exclude: str | None = None
+    vllm_profile: str | None = None
+    """Which version of vLLM the files are for."""
     optimizer_states: States = None
     """Whether the optimizer's states travel along; by default they do into layouts that trainers read."""
     memory: int = 1 << 30
@@ -90,6 +96,13 @@ class Draft:
     """Side files that travel along, in their new form."""
     options: Mapping[str, str]
     """The options that shape the bytes, for the record."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers per pipeline stage; empty where nothing was cut for a mesh."""
+        if self.placed is not None:
+            return self.placed.stages
+        return self.plan.want.dialect.stages if self.plan.want.dialect is not None else ()
 
     @property
     def write_bytes(self) -> int:
@@ -134,7 +147,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
     if wish.experts not in EXPERTS:
         raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
-    _check_meaningful(wish, mesh)
+    _check_meaningful(wish, layout, mesh)
     _check_castable(checkpoint, wish)
     have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
     dtypes = chosen_dtypes(have, wish)
@@ -149,9 +162,10 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     have, arrays = settled(have, arrays, fusions)
     dtypes = chosen_dtypes(have, wish)
     placed = None
-    if layout == ranks.NAME or mesh.world > 1:
+    if layout == ranks.NAME or (mesh.world > 1 and layout not in _COMPOSED):
         placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
-    plan = join(have, _packed(checkpoint, wish, layout, have, placed, arrays, dtypes))
+    want = _packed(checkpoint, wish, layout, have, placed, arrays, dtypes)
+    plan = join(have, want)
     return Draft(
         checkpoint=checkpoint,
         wish=wish,
@@ -161,7 +175,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         plan=plan,
         placed=placed,
         budget=budget(plan, wish.memory, wish.threads or usual_threads()),
-        carried=tuple(_carried(checkpoint, have, dtypes, layout)),
+        carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
         options=_inherited(checkpoint) | _options(wish),
     )
 
@@ -177,6 +191,8 @@ def _packed(
 ) -> Manifest:
     """The files of a layout, yet to be written."""
     usual = wish.max_shard_size or hf.USUAL_SHARD
+    if layout in _COMPOSED:
+        return _COMPOSED[layout].pack(_order(checkpoint, wish, layout, have, dtypes))
     if layout == hf.NAME:
         return hf.pack(have, arrays, dtypes, max_shard_size=usual)
     if layout == universal.NAME:
@@ -189,12 +205,35 @@ def _packed(
     return ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
 
 
-def _check_meaningful(wish: Wish, mesh: Mesh) -> None:
+def _order(checkpoint: Checkpoint, wish: Wish, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Order:
+    """What is asked of a layout whose arrays another library defines."""
+    model, mesh = checkpoint.require_model(f"--to {layout}"), wish.mesh or Mesh.of()
+    stages = parse_stages(wish.stages, model.layers, mesh.degree("pp")) if wish.stages is not None else None
+    options = {name: value for name, value in _special(wish).items() if value is not None}
+    return Order(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
+
+
+def _special(wish: Wish) -> dict[str, str | None]:
+    """The options that only some layouts have."""
+    return {"vllm_profile": wish.vllm_profile}
+
+
+def _check_meaningful(wish: Wish, layout: str, mesh: Mesh) -> None:
     """Refuse options that would be ignored: whoever gave them expects something of them."""
     if wish.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
     if wish.keep_fp32 is not None and wish.dtype == "keep":
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
+    composed = _COMPOSED.get(layout)
+    for name, value in _special(wish).items():
+        if value is not None and (composed is None or name not in composed.options):
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to --to {layout}", hint="leave it out")
+    if composed is not None and wish.max_shard_size is not None and not composed.max_shard_size:
+        raise UsageError(f"layout {layout} has one file for every rank", hint="leave --max-shard-size out")
+    if composed is not None and wish.names == "keep":
+        raise UsageError(f"layout {layout} has names of its own", hint="leave --names out")
+    if composed is not None and wish.experts != "keep":
+        raise UsageError(f"layout {layout} has a form of its own for experts", hint="leave --experts out")
 
 
 def _check_castable(checkpoint: Checkpoint, wish: Wish) -> None:
@@ -327,5 +366,6 @@ def _options(wish: Wish) -> dict[str, str]:
         "include": wish.include,
         "exclude": wish.exclude,
         "optimizer_states": wish.optimizer_states,
+        **_special(wish),
     }
     return {key: value for key, value in shaping.items() if value is not None}

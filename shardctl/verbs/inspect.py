@@ -109,7 +109,7 @@ class Inspected:
 
 def inspect(path: str | Path, *, reading: Reading | None = None) -> Inspected:
     """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
-    with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
+    with opened(path, replace(reading or Reading(), described=True, unbound=True)) as checkpoint:
         return _describe(str(path), checkpoint)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl import formats, models
+from shardctl import formats, models, schemas
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
@@ -41,10 +42,14 @@ class Reading:
     """Overrides detection (`--from`)."""
     kv_heads: models.KvHeads = "error"
     """`replicate` keeps each key/value head on several ranks when tp exceeds their number."""
+    true_vocab: int | None = None
+    """Tokens of the vocabulary, where the files only say how many rows it was padded to (`--true-vocab`)."""
     weights: Literal["module", "master"] | None = None
     """Which copy of the weights is read where a trainer saved two; by default the optimizer's in fp32."""
     strict: bool = False
     """Makes every warning an error."""
+    unbound: bool = False
+    """Whether arrays of another library's making will do as they are; no option, the verb says so."""
     described: bool = False
     """Whether a config without weights will do, for verbs that need no bytes; no option, the verb says so."""
 
@@ -135,24 +140,59 @@ def _open(
     if stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)
-    if config is None and stored.own_config is not None:
-        config = stored.own_config.values
-        stored = replace(stored, warnings=(*stored.warnings, *stored.own_config.warnings))
+    own = stored.own_config
+    if own is not None and (config is None or (own.replaces and reading.config is None)):
+        config = own.values
+        stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
+    config = _with_vocabulary(config, stored, reading)
     rules = models.load_rules(reading.rules) if reading.rules else None
     manifest, model, problem = stored, None, None
     if config is not None or rules is not None or reading.rules_from is not None:
         try:
             borrow = reading.rules_from is not None
             model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
-            manifest = model.bind(stored, partial=record is not None and record.filtered) if model else stored
+            if model is not None:
+                filtered = record is not None and record.filtered
+                manifest = schemas.bind(model, stored, partial(read, source), partial=filtered)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if model is None:
         models.refuse_flat(manifest)
+        _refuse_unbound(manifest, problem, reading)
     if record:
         manifest = _as_recorded(manifest, record)
     _heed(manifest, reading)
     return Checkpoint(source, stored, manifest, model, problem, config, record)
+
+
+def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading: Reading) -> Mapping[str, Any] | None:
+    """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
+    if reading.true_vocab is not None:
+        if stored.dialect is None or config is None:
+            raise UsageError(
+                "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",
+                hint="leave it out",
+            )
+        return {**config, "vocab_size": reading.true_vocab}
+    if stored.dialect is not None and config is not None and config.get("vocab_size", 0) is None:
+        raise SourceError(
+            "the files do not say how many tokens the vocabulary has, only to how many rows it was padded",
+            hint="give the number with --true-vocab N, or the model's config with --config PATH",
+        )
+    return config
+
+
+def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, reading: Reading) -> None:
+    """Raise if arrays of another library's making would be taken for tensors of a model."""
+    if manifest.dialect is None or reading.unbound:
+        return
+    if problem is not None:
+        raise problem
+    title = schemas.named(manifest.dialect.schema).title
+    raise SourceError(
+        f"only a config says which model's tensors are in these arrays of {title}",
+        hint="give the model's config.json of transformers with --config PATH",
+    )
 
 
 def _heed(manifest: Manifest, reading: Reading) -> None:

@@ -173,7 +173,7 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None,
     `impossible` says why the limit on host memory cannot hold it, if so.
     """
     about = subject(work.checkpoint, work.wish)
-    stages = work.placed.stages if work.placed is not None else (about.inventory.layers,)
+    stages = work.stages or (about.inventory.layers,)
     conversion = Conversion(
         read_bytes=work.plan.read_bytes,
         write_bytes=work.write_bytes,

@@ -1,0 +1,32 @@
+"""How other libraries spell a model: one file or folder per naming scheme, and one tuple that lists them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.schemas import binding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardctl.manifest import Manifest
+    from shardctl.models import Model
+    from shardctl.schemas.schema import Schema
+
+SCHEMAS: Final[tuple[Schema, ...]] = ()
+"""Every naming scheme but that of transformers, which `models` has."""
+
+
+def named(name: str) -> Schema:
+    """The naming scheme of a name that a `Dialect` has."""
+    return next(each for each in SCHEMAS if each.name == name)
+
+
+def bind(model: Model, stored: Manifest, read: Callable[[str, int, int], bytes], *, partial: bool = False) -> Manifest:
+    """`stored` under canonical names, whatever library's arrays it holds; `read` gives a file's bytes from an offset.
+
+    Raises as `Model.bind` and `binding.bind`.
+    """
+    if stored.dialect is not None:
+        stored = binding.bind(named(stored.dialect.schema), model, stored, read)
+    return model.bind(stored, partial=partial)

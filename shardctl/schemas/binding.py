@@ -1,0 +1,172 @@
+"""From the arrays of another library to the model's tensors: the reading direction of every schema."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box, BoxIndex
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.manifest import Region, Tensor, dense_strides
+from shardctl.training import split_state, state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.dialect import Dialect
+    from shardctl.manifest import Chunk, Manifest
+    from shardctl.models import Model
+    from shardctl.schemas.composite import Entry
+    from shardctl.schemas.schema import Schema
+    from shardctl.training import Training
+
+_SHOWN = 5
+
+
+def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, int, int], bytes]) -> Manifest:
+    """`stored`, whose dialect is of `schema`, as the model's tensors; `read` gives bytes of a file from an offset.
+
+    Raises SourceError, by name, for an array that is missing, has another shape than the model gives it, or a type
+    unlike that of its neighbours; UnsupportedError for one that the schema does not know, and for a constant whose
+    value is another.
+    """
+    dialect = stored.dialect
+    assert dialect is not None  # noqa: S101 - the caller chose the schema by it
+    chunks: dict[str, list[Chunk]] = {}
+    known: set[str] = set()
+    missing: list[str] = []
+    for name, entry in _entries(schema, model, dialect):
+        known.add(name)
+        tensor = stored.tensors.get(name)
+        if tensor is None:
+            if not entry.optional:
+                missing.append(name)
+        elif entry.constant is not None:
+            _check_constant(entry, tensor, read)
+        else:
+            for part, chunk in _pulled(entry, tensor):
+                chunks.setdefault(part, []).append(chunk)
+    unknown = [name for name in stored.tensors if name not in known]
+    if unknown:
+        raise UnsupportedError(
+            f"{schema.title} has no {_listed(unknown)} in {model.architecture or 'this model'}",
+            hint="the config may belong to another model, or the files to another version",
+        )
+    if missing:
+        raise SourceError(
+            f"the checkpoint lacks {_listed(missing)}, which {schema.title} has for {model.architecture}",
+            hint="a file may be missing, or the config may belong to another model",
+        )
+    tensors = {name: _tensor(model, name, chunks[name]) for name in model.tensors if name in chunks}
+    bound = replace(stored, tensors=tensors, dialect=None)
+    if stored.training is not None:
+        bound = replace(bound, training=_training(schema, model, dialect, stored.training))
+    return bound
+
+
+def _entries(schema: Schema, model: Model, dialect: Dialect) -> Iterator[tuple[str, Entry]]:
+    for rank, prefix in dialect.ranks.items():
+        for entry in schema.entries(model, dialect, rank):
+            yield f"{prefix}{entry.name}", entry
+
+
+def _tensor(model: Model, name: str, chunks: list[Chunk]) -> Tensor:
+    dtypes = {chunk.dtype: chunk for chunk in chunks}
+    if len(dtypes) > 1:
+        (one, first), (two, second), *_ = dtypes.items()
+        raise SourceError(f"{name} is {one} in {first.name}, but {two} in {second.name}")
+    return Tensor(name, chunks[0].dtype, model.tensors[name].shape, tuple(chunks))
+
+
+def _pulled(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
+    """What an array that is stored holds of each tensor."""
+    if tensor.shape != entry.declared:
+        raise SourceError(
+            f"{tensor.name} has shape {list(tensor.shape)}, but the model gives it {list(entry.declared)}",
+            hint="the config may belong to another model, or the files to another mesh",
+        )
+    pieces = entry.content.pieces
+    index = _index(tuple(piece.view.image(piece.box.shape) for piece in pieces))
+    for stored in tensor.chunks:
+        chunk = _reshaped(entry, stored)
+        for position, _ in index.overlapping(chunk.box):
+            piece = pieces[position]
+            part = piece.view.pull(chunk, piece.box)
+            if part is not None:
+                yield piece.tensor, replace(part, affine=piece.affine) if piece.affine else part
+
+
+@lru_cache(maxsize=256)
+def _index(images: tuple[Box, ...]) -> BoxIndex:
+    """Layers are alike, and so are the places of their tensors."""
+    return BoxIndex(images)
+
+
+def _reshaped(entry: Entry, chunk: Chunk) -> Chunk:
+    """A chunk of the declared array as one of the content's shape."""
+    if entry.declared == entry.content.shape:
+        return chunk
+    dense = dense_strides(chunk.dtype, chunk.box.shape)
+    if chunk.box != Box.whole(entry.declared) or (isinstance(chunk.where, Region) and chunk.where.strides != dense):
+        raise UnsupportedError(f"{chunk.name} is not stored row by row, so it cannot be seen in another shape")
+    shape = entry.content.shape
+    where = chunk.where
+    if isinstance(where, Region):
+        where = replace(where, strides=dense_strides(chunk.dtype, shape))
+    return replace(chunk, box=Box.whole(shape), where=where)
+
+
+def _check_constant(entry: Entry, tensor: Tensor, read: Callable[[str, int, int], bytes]) -> None:
+    """Raise if what is stored is not the constant that the schema has there: it would be lost."""
+    if tensor.shape != entry.declared or (entry.dtype is not None and tensor.dtype != entry.dtype):
+        raise SourceError(
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} where {entry.dtype} {list(entry.declared)} belongs"
+        )
+    for chunk in tensor.chunks:
+        if isinstance(chunk.where, Region):
+            found = read(chunk.where.file, chunk.where.offset, chunk.dtype.nbytes(chunk.box.shape))
+            if found != entry.constant:
+                raise UnsupportedError(
+                    f"{tensor.name} in {chunk.where.file} has other values than a model that is not quantised"
+                )
+
+
+def _training(schema: Schema, model: Model, dialect: Dialect, stored: Training) -> Training:
+    """Optimizer states that have the shape of an array are taken apart as it is; others are those of its first part."""
+    by_array: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in stored.states.items():
+        state, parameter = split_state(name) or ("", name)
+        by_array.setdefault(parameter, []).append((state, tensor))
+    found: dict[str, dict[str, list[Chunk]]] = {}
+    parts: dict[str, tuple[str, ...]] = {}
+    for name, entry in _entries(schema, model, dialect):
+        if name in by_array:
+            parts[name] = tuple(dict.fromkeys(piece.tensor for piece in entry.content.pieces))
+        for state, tensor in by_array.get(name, ()):
+            if tensor.shape != entry.declared:
+                raise UnsupportedError(
+                    f"{tensor.name} has shape {list(tensor.shape)}, unlike its parameter {list(entry.declared)}"
+                )
+            for part, chunk in _pulled(entry, tensor):
+                found.setdefault(part, {}).setdefault(state_name(state, part), []).append(chunk)
+    unknown = [name for name in by_array if name not in parts]
+    if unknown:
+        raise UnsupportedError(f"{schema.title} has no {_listed(unknown)}, of which there are optimizer states")
+    states = {
+        state: Tensor(state, chunks[0].dtype, model.tensors[part].shape, tuple(chunks))
+        for part in model.tensors
+        for state, chunks in found.get(part, {}).items()
+    }
+    groups = tuple(
+        replace(
+            group, parameters=tuple(dict.fromkeys(part for name in group.parameters for part in parts.get(name, ())))
+        )
+        for group in stored.groups
+    )
+    return replace(stored, states=states, groups=groups)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,272 @@
+"""The piece algebra: arrays that other libraries make of a model's tensors, in both directions from one expression.
+
+An expression such as ``interleave of heads``, ``gate over up``, ``every second row`` or ``padded to 64 rows`` is worked
+out, once, into pieces: boxes of tensors, and for each the `View` through which it lies in the array. Whoever reads
+pulls the tensors' chunks out of the stored array by them, whoever writes puts them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box
+from shardctl.errors import CutError
+from shardctl.views import View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.dtype import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and how it runs through an array."""
+
+    tensor: str
+    """The canonical name."""
+    box: Box
+    """Which elements of it."""
+    view: View
+    """Where they lie: the view of a tensor of the box's shape, whose first element is the box's origin."""
+    affine: str = ""
+    """A *named* element-wise change between the array and the tensor, as `Chunk.affine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """An array made of pieces; what none of them fills is padding, zeros, and stands at the end of its first dim.
+
+    >>> q, k = Composite.whole("q", (4, 2)), Composite.whole("k", (2, 2))
+    >>> group = join([q.part(0, 0, 2), k.part(0, 0, 1)])
+    >>> group.shape, [str(piece.box) for piece in group.pieces]
+    ((3, 2), ['[0:2, 0:2]', '[0:1, 0:2]'])
+    """
+
+    shape: tuple[int, ...]
+    """In elements."""
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, tensor: str, shape: tuple[int, ...], affine: str = "") -> Composite:
+        """A tensor as it is."""
+        return cls(shape, (Piece(tensor, Box.whole(shape), View.whole(len(shape)), affine),))
+
+    @property
+    def size(self) -> int:
+        """Elements, padding included."""
+        return prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """How many elements at the end are zeros.
+
+        Raises ValueError if what the pieces leave free is not a run of whole rows at the end: that would be a mistake
+        in a schema, and elements lost.
+        """
+        free = self.size - sum(piece.box.size for piece in self.pieces)
+        if not free:
+            return 0
+        row = prod(self.shape[1:])
+        stop = max((piece.view.image(piece.box.shape).stop[0] for piece in self.pieces if piece.box.size), default=0)
+        if free != (self.shape[0] - stop) * row:
+            raise ValueError(f"pieces of {self.pieces[0].tensor} and others leave holes in an array of {self.shape}")
+        return free
+
+    def part(self, dim: int, start: int, stop: int) -> Composite:
+        """Indices `start` to `stop` along a dim."""
+        if (start, stop) == (0, self.shape[dim]):
+            return self
+        if not 0 <= start <= stop <= self.shape[dim]:
+            raise CutError(f"an array of {list(self.shape)} has no part {start}:{stop} along dim {dim}")
+        cut = (_cut(piece, dim, start, stop) for piece in self.pieces)
+        return Composite(_changed(self.shape, dim, stop - start), tuple(piece for piece in cut if piece is not None))
+
+    def share(self, dim: int, index: int, count: int) -> Composite:
+        """The part of rank `index` of `count`; raises CutError, naming a tensor, if parts would not be equal."""
+        extent = self.shape[dim]
+        if extent % count:
+            raise CutError(
+                f"{self.pieces[0].tensor if self.pieces else 'an array'}: {extent} rows or columns "
+                f"have no {count} equal parts"
+            )
+        return self.part(dim, index * extent // count, (index + 1) * extent // count)
+
+    def shares(self, dim: int, count: int) -> list[Composite]:
+        """The parts of all ranks; raises as `share`."""
+        return [self.share(dim, index, count) for index in range(count)]
+
+    def permuted(self, axes: Sequence[int]) -> Composite:
+        """The array with its dims in another order: dim `d` of the result is dim ``axes[d]`` of this."""
+        place = {old: new for new, old in enumerate(axes)}
+        pieces = (
+            replace(
+                piece,
+                view=View(
+                    tuple(piece.view.origin[old] for old in axes),
+                    tuple(place[axis] for axis in piece.view.axes),
+                    piece.view.steps,
+                ),
+            )
+            for piece in self.pieces
+        )
+        return Composite(tuple(self.shape[old] for old in axes), tuple(pieces))
+
+    @property
+    def transposed(self) -> Composite:
+        """The array with its last two dims exchanged."""
+        last = len(self.shape) - 1
+        return self.permuted((*range(last - 1), last, last - 1))
+
+    def padded(self, extent: int) -> Composite:
+        """The array with zeros behind it along dim 0, up to `extent` rows."""
+        if extent < self.shape[0]:
+            raise CutError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")
+        return Composite(_changed(self.shape, 0, extent), self.pieces)
+
+    def padded_with_last(self, extent: int) -> Composite:
+        """The array with its last row behind it, again and again, up to `extent` rows."""
+        rows = self.shape[0]
+        return join([self, *[self.part(0, rows - 1, rows)] * (extent - rows)])
+
+    def at(self, dim: int, index: int) -> Composite:
+        """The array of one index along a dim, without that dim."""
+        kept = [d for d in range(len(self.shape)) if d != dim]
+        place = {old: new for new, old in enumerate(kept)}
+        pieces = []
+        for piece in self.part(dim, index, index + 1).pieces:
+            view, box = piece.view, piece.box
+            if dim in view.axes:
+                raise ValueError(f"{piece.tensor} runs along dim {dim}, which only an index of a stack may be taken of")
+            origin = tuple(view.origin[old] for old in kept)
+            pieces.append(replace(piece, box=box, view=View(origin, tuple(place[a] for a in view.axes), view.steps)))
+        return Composite(tuple(self.shape[old] for old in kept), tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One array that a rank stores."""
+
+    name: str
+    content: Composite
+    shape: tuple[int, ...] = ()
+    """As its file declares it, where that is not the shape of the content: the same elements in another shape."""
+    dtype: DType | None = None
+    """The type that it must have; None for that of its tensors."""
+    constant: bytes | None = None
+    """The bytes of an array that no tensor has anything of; then the content has no pieces, and `dtype` is given."""
+    optional: bool = False
+    """Whether a checkpoint may lack it; it is written all the same."""
+
+    @property
+    def declared(self) -> tuple[int, ...]:
+        """The shape that its file says."""
+        return self.shape or self.content.shape
+
+
+def constant(name: str, shape: tuple[int, ...], dtype: DType, data: bytes | None = None) -> Entry:
+    """An array of `data`, by default zeros, that is made of no tensor."""
+    given = data if data is not None else bytes(dtype.nbytes(shape))
+    return Entry(name, Composite(shape, ()), dtype=dtype, constant=given)
+
+
+def join(parts: Sequence[Composite], dim: int = 0) -> Composite:
+    """Arrays one behind another along a dim."""
+    pieces: list[Piece] = []
+    start = 0
+    for part in parts:
+        pieces += _moved(part, dim, start) if start else part.pieces
+        start += part.shape[dim]
+    return Composite(_changed(parts[0].shape, dim, start), tuple(_fused(pieces, dim)))
+
+
+def stack(parts: Sequence[Composite]) -> Composite:
+    """Arrays of one shape, one a index of a new dim 0."""
+    pieces = [
+        replace(
+            piece,
+            view=View((index, *piece.view.origin), tuple(axis + 1 for axis in piece.view.axes), piece.view.steps),
+        )
+        for index, part in enumerate(parts)
+        for piece in part.pieces
+    ]
+    return Composite((len(parts), *parts[0].shape), tuple(pieces))
+
+
+def interleave(parts: Sequence[Composite], dim: int = 0) -> Composite:
+    """Arrays of one shape that take turns along a dim: the first of each, the second of each, and so on.
+
+    >>> even, odd = Composite.whole("even", (2,)), Composite.whole("odd", (2,))
+    >>> [piece.view for piece in interleave([even, odd]).pieces]
+    [View(origin=(0,), axes=(0,), steps=(2,)), View(origin=(1,), axes=(0,), steps=(2,))]
+    """
+    pieces = []
+    for turn, part in enumerate(parts):
+        for piece in part.pieces:
+            view = piece.view
+            origin = _changed(view.origin, dim, view.origin[dim] * len(parts) + turn)
+            steps = tuple(
+                step * len(parts) if axis == dim else step for axis, step in zip(view.axes, view.steps, strict=True)
+            )
+            pieces.append(replace(piece, view=View(origin, view.axes, steps)))
+    return Composite(_changed(parts[0].shape, dim, parts[0].shape[dim] * len(parts)), tuple(pieces))
+
+
+def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
+    """What a piece has between two indices of a dim of the array, counted from the first of them."""
+    view, box = piece.view, piece.box
+    at = view.origin[dim]
+    if dim not in view.axes:
+        if not start <= at < stop:
+            return None
+        return replace(piece, view=replace(view, origin=_changed(view.origin, dim, at - start)))
+    along = view.axes.index(dim)
+    step, extent = view.steps[along], box.shape[along]
+    first = max(-((at - start) // step), 0)
+    last = min(-((at - stop) // step), extent)
+    if first >= last:
+        return None
+    inside = Box(_changed(box.origin, along, box.origin[along] + first), _changed(box.shape, along, last - first))
+    return replace(piece, box=inside, view=replace(view, origin=_changed(view.origin, dim, at + step * first - start)))
+
+
+def _moved(part: Composite, dim: int, by: int) -> Iterator[Piece]:
+    for piece in part.pieces:
+        origin = piece.view.origin
+        yield replace(piece, view=replace(piece.view, origin=_changed(origin, dim, origin[dim] + by)))
+
+
+def _fused(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
+    """Pieces one behind another, those joined that go on where the one before ends, in the tensor and in the array."""
+    before: Piece | None = None
+    for piece in pieces:
+        if before is not None:
+            both = _together(before, piece, dim)
+            if both is not None:
+                before = both
+                continue
+            yield before
+        before = piece
+    if before is not None:
+        yield before
+
+
+def _together(one: Piece, other: Piece, dim: int) -> Piece | None:
+    """Two pieces as one, if they are one stretch along a dim of the array, in steps of one."""
+    same = one.tensor == other.tensor and one.affine == other.affine and one.view.axes == other.view.axes
+    if not same or one.view.steps != other.view.steps or dim not in one.view.axes:
+        return None
+    along = one.view.axes.index(dim)
+    extent = one.box.shape[along]
+    if one.view.steps[along] != 1 or _changed(one.box.shape, along, 0) != _changed(other.box.shape, along, 0):
+        return None
+    goes_on = _changed(one.box.origin, along, one.box.origin[along] + extent) == other.box.origin
+    if not goes_on or _changed(one.view.origin, dim, one.view.origin[dim] + extent) != other.view.origin:
+        return None
+    return replace(one, box=Box(one.box.origin, _changed(one.box.shape, along, extent + other.box.shape[along])))
+
+
+def _changed(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])

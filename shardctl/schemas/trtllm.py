@@ -1,0 +1,235 @@
+"""The arrays of TensorRT-LLM's checkpoints: what each rank's `rankN.safetensors` holds of a Llama, Mistral or Qwen.
+
+Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py` and `qwen/convert.py`,
+and of NVIDIA's exporter in Megatron-LM core 0.16, `megatron/core/export/trtllm`: the query, key and value rows of a
+rank one behind another, ``mlp.fc`` the gate and ``mlp.gate`` the up projection, experts stacked with up before gate,
+layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/mapping.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError
+from shardctl.schemas.composite import Entry, join, stack
+from shardctl.schemas.schema import Parts, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.dialect import Dialect
+    from shardctl.models import Model
+    from shardctl.schemas.composite import Composite
+
+NAME: Final = "trtllm"
+TITLE: Final = "TensorRT-LLM"
+PARALLEL_EMBEDDING: Final = "parallel_embedding"
+"""The fact that says whether each tp rank has a part of the embedding; else all have the whole of it."""
+EMBEDDING_DIM: Final = "embedding_dim"
+"""The fact that says which dim of a parallel embedding is cut: 0, the vocabulary, or 1."""
+FAMILIES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Those whose config and arrays are known here; others of the same names have other norms or multipliers."""
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_NORM: Final = "model.norm.weight"
+_KINDS: Final = ("weight", "bias")
+_MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
+_QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+_ROUTER: Final = BY_NAME["F32"]
+
+
+def even_stages(layers: int, count: int) -> tuple[int, ...]:
+    """Layers per stage, as `Mapping.pp_layers` divides them: the first stages have the layers that are left over.
+
+    Raises CutError if there are more stages than layers.
+
+    >>> even_stages(4, 3)
+    (2, 1, 1)
+    """
+    if count > layers:
+        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
+    return tuple(layers // count + (stage < layers % count) for stage in range(count))
+
+
+def padded_vocabulary(rows: int, ranks: int) -> int:
+    """Rows of a vocabulary that `ranks` can share evenly.
+
+    >>> padded_vocabulary(63, 2), padded_vocabulary(64, 2)
+    (64, 64)
+    """
+    return -(-rows // ranks) * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank, while its arrays are named."""
+
+    parts: Parts
+    tp: int
+    """How many ranks share a layer."""
+    index: int
+    """Which of them this is."""
+    experts_ranks: tuple[int, int]
+    """Over how many of them whole experts are divided, and which share is this one's."""
+    inner_ranks: tuple[int, int]
+    """The same inside each expert."""
+    seen: set[str] = field(default_factory=set)
+    """The tensors that it holds some of."""
+
+    def take(self, name: str) -> Composite:
+        """A tensor, whole."""
+        self.seen.add(self.parts.model.aliases.get(name, name))
+        return self.parts[name]
+
+    def rows(self, name: str) -> Composite:
+        """This rank's rows of a projection whose outputs are cut."""
+        return self.take(name).share(0, self.index, self.tp)
+
+    def columns(self, name: str) -> Composite:
+        """This rank's columns of a projection whose inputs are cut."""
+        return self.take(name).share(1, self.index, self.tp)
+
+    def heads(self, name: str, like: str) -> Composite:
+        """This rank's heads, or the one that it shares with its neighbours where there are fewer heads than ranks.
+
+        `like` is the weight that says how many rows a head has.
+        """
+        whole, unit = self.take(name), self.parts.unit(like)
+        count = whole.shape[0] // unit
+        if count % self.tp == 0:
+            return whole.share(0, self.index, self.tp)
+        if "q_proj" in name or self.tp % count:
+            raise CutError(f"{name}: {count} heads cannot be divided over tp={self.tp}")
+        first = self.index * count // self.tp
+        return whole.part(0, first * unit, (first + 1) * unit)
+
+    def vocabulary(self, name: str) -> Composite:
+        """This rank's rows of an embedding or a head, zeros behind the last token."""
+        whole = self.take(name)
+        return whole.padded(padded_vocabulary(whole.shape[0], self.tp)).share(0, self.index, self.tp)
+
+
+def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+    _check_model(model)
+    at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
+    tp, index = mesh.degree("tp"), at["tp"]
+    ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
+    if ep * etp != tp:
+        raise CutError(
+            f"{TITLE} divides experts over the ranks of tp: ep={ep} x etp={etp} is not tp={tp}",
+            hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
+        )
+    here = _Rank(Parts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
+    if rank == next(iter(dialect.ranks)):
+        here.parts.refuse_others(_placed(model))
+    stages = dialect.stages or even_stages(model.layers, mesh.degree("pp"))
+    stage = at["pp"]
+    first = sum(stages[:stage])
+    if stage == 0:
+        yield Entry("transformer.vocab_embedding.weight", _embedding(here, dialect))
+    for layer in range(first, first + stages[stage]):
+        yield from _layer(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
+    if stage == len(stages) - 1:
+        yield Entry("transformer.ln_f.weight", here.take(_NORM))
+        # NVIDIA's exporter leaves the head out where it is tied; TensorRT-LLM's own converters do not.
+        yield Entry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
+
+
+def _embedding(here: _Rank, dialect: Dialect) -> Composite:
+    if not dialect.switch(PARALLEL_EMBEDDING):
+        return here.take(_EMBEDDING)
+    return here.columns(_EMBEDDING) if dialect.number(EMBEDDING_DIM) else here.vocabulary(_EMBEDDING)
+
+
+def _placed(model: Model) -> set[str]:
+    """The tensors that have a place on some rank."""
+    only = _Rank(Parts(model, TITLE), 1, 0, (1, 0), (1, 0))
+    for layer in range(model.layers):
+        for _ in _layer(only, f"model.layers.{layer}", ""):
+            pass
+    return only.seen | {_EMBEDDING, _NORM, _HEAD}
+
+
+def _layer(here: _Rank, have: str, new: str) -> Iterator[Entry]:
+    attention = f"{have}.self_attn"
+    yield Entry(f"{new}.input_layernorm.weight", here.take(f"{have}.input_layernorm.weight"))
+    for kind in _KINDS:
+        if f"{attention}.q_proj.{kind}" in here.parts:
+            qkv = [here.heads(f"{attention}.{part}_proj.{kind}", f"{attention}.{part}_proj.weight") for part in "qkv"]
+            yield Entry(f"{new}.attention.qkv.{kind}", join(qkv))
+    yield Entry(f"{new}.attention.dense.weight", here.columns(f"{attention}.o_proj.weight"))
+    if f"{attention}.o_proj.bias" in here.parts:
+        yield Entry(f"{new}.attention.dense.bias", here.take(f"{attention}.o_proj.bias"))
+    for part in "qk":
+        if f"{attention}.{part}_norm.weight" in here.parts:
+            yield Entry(f"{new}.attention.{part}_layernorm.weight", here.take(f"{attention}.{part}_norm.weight"))
+    yield Entry(f"{new}.post_layernorm.weight", here.take(f"{have}.post_attention_layernorm.weight"))
+    if f"{have}.mlp.gate_proj.weight" in here.parts:
+        yield from _dense(here, f"{have}.mlp", f"{new}.mlp")
+    else:
+        yield from _experts(here, have, f"{new}.mlp")
+
+
+def _dense(here: _Rank, have: str, new: str) -> Iterator[Entry]:
+    for kind in _KINDS:
+        if f"{have}.gate_proj.{kind}" in here.parts:
+            yield Entry(f"{new}.fc.{kind}", here.rows(f"{have}.gate_proj.{kind}"))
+            yield Entry(f"{new}.gate.{kind}", here.rows(f"{have}.up_proj.{kind}"))
+    yield Entry(f"{new}.proj.weight", here.columns(f"{have}.down_proj.weight"))
+    if f"{have}.down_proj.bias" in here.parts:
+        yield Entry(f"{new}.proj.bias", here.take(f"{have}.down_proj.bias"))
+
+
+def _experts(here: _Rank, have: str, new: str) -> Iterator[Entry]:
+    module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here.parts else _QWEN
+    router = here.take(f"{have}.{module}.gate.weight")
+    count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
+    if count % ranks:
+        raise CutError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
+    held = range(mine * count // ranks, (mine + 1) * count // ranks)
+    names = [f"{have}.{module}.experts.{expert}" for expert in held]
+    over = [join([here.take(f"{e}.{p}.weight").share(0, part, inner) for p in (up, gate)]) for e in names]
+    yield Entry(f"{new}.router.weight", router, dtype=_ROUTER)
+    yield Entry(f"{new}.fc.weight", stack(over))
+    yield Entry(f"{new}.proj.weight", stack([here.take(f"{e}.{down}.weight").share(1, part, inner) for e in names]))
+    shared = f"{have}.mlp.shared_expert"
+    if f"{shared}.gate_proj.weight" in here.parts:
+        halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
+        yield Entry(f"{new}.shared_expert.fc.weight", join(halves))
+        yield Entry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
+        yield Entry(f"{new}.shared_expert_gate.weight", here.take(f"{have}.mlp.shared_expert_gate.weight"))
+
+
+def _has_experts(model: Model) -> bool:
+    return any(f"model.layers.0.{module}.gate.weight" in model.tensors for module in ("mlp", "block_sparse_moe"))
+
+
+def _check_model(model: Model) -> None:
+    """Raise UnsupportedError for a model that is not laid out as here."""
+    if model.unquantised:
+        raise UnsupportedError(
+            f"{TITLE} has forms of its own for quantised weights, which are not known here",
+            hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",
+        )
+    if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
+            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+        )
+    if _has_experts(model):
+        dense = next(
+            (n for n in range(model.layers) if f"model.layers.{n}.mlp.gate_proj.weight" in model.tensors), None
+        )
+        if dense is not None:
+            raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense} has none")
+
+
+def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
+    """Buffers that are computed from the config."""
+    del dialect
+    return frozenset(tensor.name for tensor in model.tensors.values() if tensor.row.buffer)
+
+
+SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)
