@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
@@ -122,6 +122,38 @@ class View:
             raise UnsupportedError(
                 f"{chunk.name} is {chunk.dtype} and cannot be taken apart at {within}: bytes hold {per_unit} elements"
             )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Views:
+    """How each of some tensors runs through one array; the arrays of all layers are alike, and share it."""
+
+    views: tuple[View, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors, in elements."""
+    _known: dict[object, list[Pulled]] = field(default_factory=dict)
+
+    def pulled(self, box: Box, strides: tuple[int, ...]) -> list[Pulled]:
+        """What a `box` of the array, stored in whole bytes with `strides`, holds of each tensor that it meets."""
+        key = (box, strides)
+        known = self._known.get(key)
+        if known is None:
+            whole = map(Box.whole, self.shapes)
+            found = (_pulled(view, box, part, strides) for view, part in zip(self.views, whole, strict=True))
+            known = self._known[key] = [Pulled(n, *one) for n, one in enumerate(found) if one is not None]
+        return known
+
+
+class Pulled(NamedTuple):
+    """What a stored box of an array holds of one tensor."""
+
+    number: int
+    """Which of the tensors."""
+    box: Box
+    """Its own elements."""
+    shift: int
+    """Bytes from the beginning of the stored box to its first element."""
+    strides: tuple[int, ...]
 
 
 @lru_cache(maxsize=1 << 14)  # the arrays of all layers are alike, and each holds hundreds of experts
