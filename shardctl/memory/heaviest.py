@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.memory.holding import SHARDING, Holding, Part
-from shardctl.placement import check, intervals
+from shardctl.memory.holding import Holding, Part, members, sizes_at
+from shardctl.placement import check
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,14 +71,16 @@ class Heaviest:
 
     def _parts(self, mesh: Mesh, spans: Sequence[range], first: Mapping[str, int]) -> tuple[tuple[Part, ...], ...]:
         """The parts of each stage; meshes that differ only in copies have the same."""
-        sizes = tuple(_sizes(kind, mesh, first) for kind in self.groups)
+        for kind in self.groups:
+            check(kind.example, kind.shape, kind.spec, mesh)
+        sizes = tuple(sizes_at(kind, mesh, first) for kind in self.groups)
         key = (tuple(span.stop for span in spans), mesh.ep, sizes)
         if key in self.known:
             return self.known[key]
         stage_of = [stage for stage, span in enumerate(spans) for _ in span]
         held: list[list[Part]] = [[] for _ in spans]
         last = len(spans) - 1
-        for kind, part in self._all(mesh, sizes):
+        for kind, part in self._all(mesh, sizes, first):
             where = kind.spec.where
             if len(where) == 1 and where[0][0] == "layer":
                 held[stage_of[where[0][1]]].append(part)
@@ -89,14 +90,16 @@ class Heaviest:
         self.known[key] = tuple(map(tuple, held))
         return self.known[key]
 
-    def _all(self, mesh: Mesh, sizes: tuple[tuple[int, int], ...]) -> tuple[tuple[Kind, Part], ...]:
+    def _all(
+        self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int]
+    ) -> tuple[tuple[Kind, Part], ...]:
         """The parts of all kinds of which there is anything, in whatever stage."""
         key = (mesh.ep, sizes)
         if key not in self.uncut:
             found = []
             for number, kind in enumerate(self.inventory.kinds):
                 gathered, elements = sizes[self.group_of[number]]
-                count = _members(kind, mesh)
+                count = members(kind, mesh, first)
                 if count and (gathered or not all(kind.shape)):
                     found.append((kind, Part(kind, count, gathered, elements)))
             self.uncut[key] = tuple(found)
@@ -116,21 +119,3 @@ def _stride(mesh: Mesh) -> int:
 def _stages(kind: Kind, stage_of: Sequence[int], last: int) -> set[int]:
     where = kind.spec.where
     return {stage_of[n] if place == "layer" else 0 if place == "first" else last for place, n in where}
-
-
-def _members(kind: Kind, mesh: Mesh) -> int:
-    member = kind.spec.member
-    return kind.count if member is None else sum(kind.members[: member.count // mesh.degree(member.axis)])
-
-
-def _sizes(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
-    """Elements of one tensor that the rank at `at` computes with, and that it keeps."""
-    check(kind.example, kind.shape, kind.spec, mesh)
-    if not kind.spec.cuts:
-        return prod(kind.shape), prod(kind.shape)
-    gathered = elements = 1
-    for extent, cuts in zip(kind.shape, kind.spec.cuts, strict=True):
-        whole = [cut for cut in cuts if cut.axis not in SHARDING]
-        gathered *= sum(b - a for a, b in intervals(extent, whole, mesh, at))
-        elements *= sum(b - a for a, b in intervals(extent, cuts, mesh, at))
-    return gathered, elements

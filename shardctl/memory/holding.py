@@ -156,19 +156,19 @@ def _parts(
     kinds: Sequence[Kind], mesh: Mesh, at: Mapping[str, int], known: dict[tuple[object, ...], tuple[int, int]]
 ) -> Iterator[Part]:
     for kind in kinds:
-        count = _members(kind, mesh, at)
+        count = members(kind, mesh, at)
         if not count:
             continue
         spec = kind.spec
         key = (kind.shape, spec.cuts, *(at[cut.axis] for dim in spec.cuts for cut in dim))
         if key not in known:
-            known[key] = _sizes(kind, mesh, at)
+            known[key] = sizes_at(kind, mesh, at)
         gathered, elements = known[key]
         if gathered or not all(kind.shape):
             yield Part(kind, count, gathered, elements)
 
 
-def _members(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> int:
+def members(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> int:
     """How many tensors of the kind the rank at `at` has a part of: experts are shared out in equal runs."""
     member = kind.spec.member
     if member is None:
@@ -178,7 +178,7 @@ def _members(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> int:
     return sum(kind.members[first : first + run])
 
 
-def _sizes(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
+def sizes_at(kind: Kind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
     """Elements of one tensor that the rank at `at` computes with, and that it keeps."""
     if not kind.spec.cuts:
         return prod(kind.shape), prod(kind.shape)
