@@ -13,16 +13,16 @@ from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import ADAPTERS, refuse_adapter, refuse_unfinished, unfinished_downloads
 from shardctl.formats.index import Index, read_index
 from shardctl.formats.links import check_link
-from shardctl.formats.safetensors_header import Array, Header, looks_like_header, read_header
+from shardctl.formats.safetensors_header import Array, Header, header_span, looks_like_header, read_header
 from shardctl.formats.sharding_info import KEY, VERSION_KEY, Placed, read_sharding_info
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.storage import Source
+    from shardctl.storage import Source, Span
 
 _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -56,6 +56,7 @@ def scan(source: Source) -> Manifest:
         UnsupportedError: an adapter, or something newer than this version.
     """
     chosen = _choose(source)
+    source.expect(_header_spans(chosen))
     headers = {path: _header(source, path) for path in chosen.files}
     placed = {path: read_sharding_info(header) for path, header in headers.items()}
     sharded = any(info is not None for info in placed.values())
@@ -180,6 +181,17 @@ def _check_one_save(names: Sequence[str]) -> None:
             f"the directory holds files of different saves and no index: {' and '.join(sorted(examples.values()))}",
             hint="leave only the files that belong together",
         )
+
+
+def _header_spans(chosen: _Choice) -> Iterator[Span]:
+    """Where the headers are: if there is an index, their sizes are known well enough to fetch little more."""
+    if chosen.index is None:
+        yield from ((path, 0, header_span(None)) for path in chosen.files)
+        return
+    names: dict[str, list[str]] = {path: [] for path in chosen.files}
+    for name, path in chosen.index.weight_map.items():
+        names[path].append(name)
+    yield from ((path, 0, header_span(some)) for path, some in names.items())
 
 
 def _header(source: Source, path: str) -> Header:

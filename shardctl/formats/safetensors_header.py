@@ -46,7 +46,11 @@ MOST_DIMS: Final = 32
 _LONGEST_ENTRY: Final = 10_000
 _LENGTH_BYTES: Final = 8
 _FIRST_READ: Final = 1 << 16
-"""Most headers fit, so most files cost one request."""
+"""Bytes of a file that is far away in which most headers fit."""
+_PER_ENTRY: Final = 160
+"""Bytes of an entry without its name, generously: ``"":{"dtype":"F8_E4M3","shape":[...],"data_offsets":[...]},``."""
+_BESIDES: Final = 512
+"""Bytes of a header besides its entries: its length, its metadata, and what pads it."""
 _U64: Final = 1 << 64
 _METADATA: Final = "__metadata__"
 _quoted: Final = json.JSONEncoder(ensure_ascii=False).encode
@@ -94,21 +98,19 @@ def read_header(source: Source, path: str) -> Header:
         UnsupportedError: it has a dtype, or more arrays or dims, than shardctl handles.
     """
     size = source.files()[path].size
-    first = bytearray(min(size, _FIRST_READ))
+    first = bytearray(min(size, _LENGTH_BYTES))
     source.read_at(path, 0, memoryview(first))
-    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(first, "little")
     if size < _LENGTH_BYTES or length > min(LARGEST_HEADER, size - _LENGTH_BYTES):
         refuse_impostor(source, path, "a safetensors file")
         raise SourceError(*_bad_length(path, size, length))
     start = _LENGTH_BYTES + length
-    if start > len(first):
-        rest = bytearray(start - len(first))
-        source.read_at(path, len(first), memoryview(rest))
-        first += rest
+    text = bytearray(length)
+    source.read_at(path, _LENGTH_BYTES, memoryview(text))
     parsed = _Parsed(start)
     try:
-        parsed.read(str(memoryview(first)[_LENGTH_BYTES:start], "utf-8"))
-        del first
+        parsed.read(str(text, "utf-8"))
+        del text
         end = _check_covered(parsed.entries, start)
     except UnicodeDecodeError as error:
         refuse_impostor(source, path, "a safetensors file")
@@ -121,6 +123,11 @@ def read_header(source: Source, path: str) -> Header:
     if end != size:
         raise _wrong_size(path, size, end)
     return Header(path, size, tuple(parsed.entries), parsed.metadata)
+
+
+def header_span(names: Iterable[str] | None) -> int:
+    """How many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
+    return _FIRST_READ if names is None else sum(len(name.encode()) + _PER_ENTRY for name in names) + _BESIDES
 
 
 def looks_like_header(source: Source, path: str) -> bool:

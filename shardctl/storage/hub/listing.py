@@ -1,0 +1,181 @@
+"""What a repository of the Hub holds at one commit: asked of the Hub once, or seen in its cache on this machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shardctl import __version__
+from shardctl.errors import SourceError
+from shardctl.storage.hub.refusals import offline, refusal, unreachable
+from shardctl.storage.hub.statuses import PASSING, retry_after
+from shardctl.storage.patience import Patience, TroubleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import TypeVar
+
+    from shardctl.storage.hub.address import Address
+    from shardctl.workers import Stop
+
+    Answer = TypeVar("Answer")
+
+_SHA256: Final = 64
+"""Hexadecimal digits."""
+_FIRST_TRIES: Final = 3
+"""Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
+_HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file of a commit."""
+
+    size: int
+    """Bytes."""
+    blob: str
+    """Git's SHA-1 of it, or of the pointer that stands for it; empty where the cache does not say."""
+    sha256: str = ""
+    """Of its content, where it is stored by LFS or Xet: the larger ones."""
+    cached: str = ""
+    """Where it lies on this machine, if it does: relative to the listing's `cache`."""
+
+    @property
+    def etag(self) -> str:
+        """What the Hub gives as the file's ETag, and what its cache calls it (huggingface_hub, `file_download.py`)."""
+        return self.sha256 or self.blob
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A commit, and every file of it by path."""
+
+    commit: str
+    files: Mapping[str, HubFile]
+    cache: Path
+    """Where the cache keeps this repository, which need not exist."""
+    snapshot: Path | None = None
+    """The directory of the cache that holds all of these files, if there is one."""
+
+
+def take_listing(address: Address, stop: Stop) -> Listing:
+    """Resolve the revision to a commit, and list that; with HF_HUB_OFFLINE set, from the cache.
+
+    Raises SourceError for what does not exist, AccessError for what is not allowed, TransientError without an answer.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return _from_cache(address)
+    return _with_cached(_from_hub(address, stop))
+
+
+def _from_hub(address: Address, stop: Stop) -> Listing:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.hf_api import RepoFile
+
+    api = HfApi(library_name="shardctl", library_version=__version__)
+    name, timeout = address.repository, constants.HF_HUB_DOWNLOAD_TIMEOUT
+
+    def resolve() -> str:
+        found = api.repo_info(name, revision=address.revision, timeout=timeout)
+        if not found.sha:
+            raise SourceError(f"the Hub does not say at which commit {address.revision} of {name} is")
+        return found.sha
+
+    def files(commit: str) -> dict[str, HubFile]:
+        entries = api.list_repo_tree(name, recursive=True, revision=commit)
+        return {
+            entry.path: HubFile(
+                entry.lfs.size if entry.lfs else entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else ""
+            )
+            for entry in entries
+            if isinstance(entry, RepoFile)
+        }
+
+    commit = address.commit or _asked(resolve, address, stop)
+    return Listing(commit, _visible(_asked(lambda: files(commit), address, stop)), _folder(address))
+
+
+def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answer:
+    """The answer to a question, asked again after passing trouble."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from shardctl.storage.hub.library import TransportError
+
+    patience = Patience(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)
+    while True:
+        try:
+            return question()
+        except HfHubHTTPError as error:
+            if error.response.status_code not in PASSING:
+                raise refusal(error, address) from error
+            trouble = f"it answered HTTP {error.response.status_code}"
+            patience.wait(TroubleError(trouble, retry_after(error.response.headers)))
+        except TransportError as error:
+            cause = unreachable(error, address)
+            patience.wait(TroubleError(str(error) or type(error).__name__), last=cause)
+        except HFValidationError as error:
+            raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
+        except ValueError as error:  # a page that asks to log in to a network, for one
+            patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
+
+
+def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
+    """The files in sorted order, without those in folders that programs keep for themselves."""
+    return {path: files[path] for path in sorted(files) if _HIDDEN.isdisjoint(path.split("/")[:-1])}
+
+
+def _folder(address: Address) -> Path:
+    """Where the cache keeps a model (huggingface_hub, docs, "Understand caching")."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=address.repository, repo_type="model")
+
+
+def _with_cached(listing: Listing) -> Listing:
+    """The listing with the places of files that are on this machine; what has another size is not believed."""
+    if not listing.cache.is_dir():
+        return listing
+    snapshot = f"snapshots/{listing.commit}/"
+
+    def cached(path: str, file: HubFile) -> str:
+        for place in (snapshot + path, f"blobs/{file.etag}"):
+            full = listing.cache / place
+            if full.is_file() and full.stat().st_size == file.size:
+                return place
+        return ""
+
+    files = {path: replace(file, cached=cached(path, file)) for path, file in listing.files.items()}
+    whole = all(file.cached == snapshot + path for path, file in files.items())
+    return replace(listing, files=files, snapshot=listing.cache / snapshot if whole else None)
+
+
+def _from_cache(address: Address) -> Listing:
+    folder = _folder(address)
+    commit = address.commit
+    if commit is None:
+        reference = folder / "refs" / address.revision
+        if not reference.is_file():
+            raise offline(address, f"is not a path here, and its {address.revision} is not in the Hub's cache")
+        commit = reference.read_text().strip()
+    snapshot = folder / "snapshots" / commit
+    if not snapshot.is_dir():
+        raise offline(address, f"is not in the Hub's cache at {commit}")
+    return Listing(commit, _visible(dict(_seen(folder, snapshot))), folder, snapshot)
+
+
+def _seen(folder: Path, snapshot: Path) -> Iterator[tuple[str, HubFile]]:
+    for parent, _, names in os.walk(snapshot):
+        for name in names:
+            file = Path(parent, name)
+            if file.is_file():
+                blob = file.readlink().name if file.is_symlink() else ""
+                sha256 = blob if len(blob) == _SHA256 else ""
+                yield (
+                    file.relative_to(snapshot).as_posix(),
+                    HubFile(file.stat().st_size, blob, sha256, file.relative_to(folder).as_posix()),
+                )

@@ -1,0 +1,277 @@
+"""Ranges of bytes of the Hub's files: answers are checked, trouble is waited out, half an answer is gone on with.
+
+A file is asked for at ``/owner/name/resolve/<commit>/<path>``. Large files are elsewhere: the answer is a redirect to a
+signed address, which is good for some time and then refused. It is followed once a file, kept, and asked for again
+when it is refused. The token goes to the Hub only.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urljoin, urlsplit
+
+from shardctl import __version__
+from shardctl.errors import ChangedError, SourceError
+from shardctl.storage.hub.refusals import refusal
+from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
+from shardctl.storage.patience import Patience, TroubleError, heed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.storage.hub.address import Address
+    from shardctl.storage.hub.listing import HubFile, Listing
+    from shardctl.workers import Stop
+
+    Response = Any
+    """A response of httpx, under whichever name huggingface_hub ships it."""
+
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
+_MOST_REDIRECTS: Final = 5
+_WHOLE: Final = 16 << 20
+"""Bytes of a file that is still read from its beginning where a server gives no ranges of it."""
+_PROGRESS: Final = 64 << 10
+"""Bytes after which a connection that breaks was worth it, and the tries are counted anew."""
+_EXPLAINED: Final = 1_000_000
+"""Bytes of an error's body that are read for its explanation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a file is really."""
+
+    url: str
+    ours: bool
+    """Whether it is the Hub itself, which may see the token."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was asked of the network."""
+
+    requests: int = 0
+    """For files; those that found the commit and its list are not among them."""
+    received: int = 0
+    """Bytes of bodies."""
+
+
+class Ranges:
+    """Reads stretches of the files of one commit; shared by threads."""
+
+    def __init__(self, address: Address, listing: Listing) -> None:
+        from huggingface_hub import constants
+
+        from shardctl.storage.hub.library import build_hf_headers
+
+        self._address = address
+        self._listing = listing
+        self._endpoint = constants.ENDPOINT
+        self._timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        self._headers = build_hf_headers(library_name="shardctl", library_version=__version__)
+        self._lock = threading.Lock()
+        self._places: dict[str, _Place] = {}
+        self._resolving: dict[str, threading.Lock] = {}
+        self.traffic = Traffic()
+
+    def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
+        """Fill `into` from byte `offset`.
+
+        Raises SourceError for what the Hub does not have or gives otherwise than it should, ChangedError for a file
+        that is not the one of the listing, AccessError, TransientError after the last try, Interrupted.
+        """
+        patience = Patience(f"reading {path} of {self._address.repository}", stop)
+        done = recent = 0
+        while done < len(into):
+            heed(stop)
+            try:
+                with self._answer(path, offset + done, offset + len(into)) as (response, skip):
+                    got = self._take(response, skip, into[done:], stop)
+            except TroubleError as trouble:
+                got, problem = 0, trouble
+            else:
+                problem = TroubleError(f"the connection ended {len(into) - done - got:,} bytes too early")
+            done, recent = done + got, recent + got
+            if recent >= _PROGRESS:
+                patience.succeed()
+                recent = 0
+            if done < len(into):
+                patience.wait(problem)
+
+    @contextmanager
+    def _answer(self, path: str, start: int, stop: int) -> Iterator[tuple[Response, int]]:
+        """An open response whose body holds the bytes from `start` to `stop` after so many others."""
+        with self._opened(path, start, stop) as response:
+            status = response.status_code
+            if status in PASSING:
+                raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
+            if status in {200, 206}:
+                yield response, _check(response, path, self._listing.files[path].size, start, stop)
+                return
+            raise self._refusal(response, path)
+
+    @contextmanager
+    def _opened(self, path: str, start: int, stop: int) -> Iterator[Response]:
+        """A response from where the file is; found out by the first thread that asks, and again when that is over."""
+        place = self._places.get(path)
+        if place is not None:
+            with self._request(place, start, stop) as response:
+                if place.ours or response.status_code not in EXPIRED:
+                    yield response
+                    return
+            with self._lock:
+                if self._places.get(path) is place:
+                    del self._places[path]
+        with self._lock:
+            turn = self._resolving.setdefault(path, threading.Lock())
+        with ExitStack() as stack:
+            with turn:
+                place, answer = self._places.get(path), None
+                if place is None:
+                    place, answer = self._resolved(path, start, stop, stack)
+                    self._places[path] = place
+            if answer is None:
+                answer = stack.enter_context(self._request(place, start, stop))
+            if not place.ours and answer.status_code in EXPIRED:
+                raise TroubleError(f"the address that the Hub gave is refused with HTTP {answer.status_code}")
+            yield answer
+
+    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_Place, Response | None]:
+        """Follow redirects from the Hub to where the file is; also the answer, if it is the Hub's own."""
+        commit = self._listing.commit
+        url = f"{self._endpoint}/{self._address.repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
+        for _ in range(_MOST_REDIRECTS):
+            place = _Place(url, ours=_origin(url) == _origin(self._endpoint))
+            if not place.ours:
+                return place, None
+            with ExitStack() as attempt:
+                response = attempt.enter_context(self._request(place, start, stop))
+                status = response.status_code
+                if status in PASSING:
+                    raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
+                location = response.headers.get("location")
+                if status in {200, 206} or (status in REDIRECTS and location):
+                    self._check_same(response, path)
+                else:
+                    raise self._refusal(response, path)
+                if status not in REDIRECTS:
+                    stack.push(attempt.pop_all())
+                    return place, response
+                url = urljoin(url, location)
+        raise SourceError(f"the Hub redirects requests for {path} without end")
+
+    @contextmanager
+    def _request(self, place: _Place, start: int, stop: int) -> Iterator[Response]:
+        """A response whose body has not been read; trouble on the way is TroubleError."""
+        from shardctl.storage.hub.library import TransportError, get_session
+
+        headers = {
+            name: value for name, value in self._headers.items() if place.ours or name.lower() != "authorization"
+        }
+        headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with self._lock:
+            self.traffic.requests += 1
+        session = get_session()
+        try:
+            with session.stream(
+                "GET", place.url, headers=headers, follow_redirects=False, timeout=self._timeout
+            ) as response:
+                if response.status_code in REDIRECTS:
+                    response.read()  # so that the connection can be used again
+                yield response
+        except TransportError as error:
+            raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
+
+    def _take(self, response: Response, skip: int, into: memoryview, stop: Stop) -> int:
+        """Copy the body after its first `skip` bytes; returns how many bytes of `into` came before it ended."""
+        from shardctl.storage.hub.library import TransportError
+
+        done = -skip
+        try:
+            for piece in response.iter_raw():
+                heed(stop)
+                with self._lock:
+                    self.traffic.received += len(piece)
+                new = memoryview(piece)[max(-done, 0) :]
+                place = max(done, 0)
+                done += len(piece)
+                if done > len(into):
+                    if response.status_code == 200:  # noqa: PLR2004 - the whole file, and this was its part
+                        new = new[: len(into) - place]
+                        into[place : place + len(new)] = new
+                        break
+                    raise TroubleError("more bytes came back than were asked for")
+                into[place : place + len(new)] = new
+        except TransportError:
+            pass  # what came is good; the caller asks for the rest
+        return min(max(done, 0), len(into))
+
+    def _refusal(self, response: Response, path: str) -> Exception:
+        from shardctl.storage.hub.library import HfHubHTTPError, hf_raise_for_status
+
+        if int(response.headers.get("content-length", 0)) <= _EXPLAINED:
+            response.read()
+        try:
+            hf_raise_for_status(response)
+        except HfHubHTTPError as error:
+            return refusal(error, self._address, path)
+        return SourceError(f"the Hub answers a request for {path} with HTTP {response.status_code}")
+
+    def _check_same(self, response: Response, path: str) -> None:
+        """Raise ChangedError if the Hub speaks of another file than it listed."""
+        file: HubFile = self._listing.files[path]
+        headers = response.headers
+        commit = headers.get("x-repo-commit", self._listing.commit)
+        linked = headers.get("x-linked-etag")
+        etag = _bare(linked) if linked else file.etag
+        size = headers.get("x-linked-size", str(file.size))
+        if (commit, etag, size) != (self._listing.commit, file.etag, str(file.size)):
+            raise ChangedError(
+                f"{path} is not the file that the Hub listed: commit {commit}, ETag {etag}, {size} bytes came back for "
+                f"commit {self._listing.commit}, ETag {file.etag}, {file.size} bytes",
+                hint="run again; if that does not help, something between here and the Hub answers for it",
+            )
+
+
+def _check(response: Response, path: str, size: int, start: int, stop: int) -> int:
+    """How many bytes of the body come before `start`; raises TroubleError or SourceError for an answer that is wrong.
+
+    A server may ignore a range and give the whole file with status 200 (RFC 9110, section 14.2). Of a small file that
+    is taken, the beginning skipped.
+    """
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise SourceError(f"{path} came back encoded as {encoding}, which was not asked for", hint=_BETWEEN)
+    length = response.headers.get("content-length")
+    if response.status_code == 200:  # noqa: PLR2004 - the whole file
+        if size > _WHOLE and (start, stop) != (0, size):
+            raise SourceError(f"a part of {path} was asked for, and all of it came back", hint=_BETWEEN)
+        if length is not None and length != str(size):
+            raise TroubleError(f"{length} bytes came back for a file of {size:,}")
+        return start
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", "").strip())
+    expected = (str(start), str(stop - 1))
+    if found is None or found.groups()[:2] != expected or found[3] not in {str(size), "*"}:
+        said = response.headers.get("content-range", "none")
+        raise TroubleError(f"bytes {start}-{stop - 1}/{size} were asked for, and Content-Range is {said}")
+    if length is not None and length != str(stop - start):
+        raise TroubleError(f"{stop - start} bytes were asked for, and {length} are announced")
+    return 0
+
+
+_BETWEEN: Final = (
+    "a proxy or a mirror between here and the Hub changes answers; go around it, or download the files first"
+)
+
+
+def _bare(etag: str) -> str:
+    return etag.removeprefix("W/").strip('"')
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    usual = {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, (parts.hostname or "").lower(), parts.port or usual

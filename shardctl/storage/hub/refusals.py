@@ -1,0 +1,73 @@
+"""What the Hub says when it does not give a file, as errors that say what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardctl.errors import AccessError, ShardctlError, SourceError, TransientError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from shardctl.storage.hub.address import Address
+
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> ShardctlError:  # noqa: PLR0911 - one a kind
+    """The error to raise for a status of the Hub that trying again will not change.
+
+    For what is missing and what is private to others the Hub gives the same answer, so that the two cannot be told
+    apart; what is gated it says (huggingface_hub, `utils/_http.py`, `hf_raise_for_status`).
+    """
+    from huggingface_hub import constants, errors
+
+    name = address.repository
+    status = error.response.status_code
+    if isinstance(error, errors.GatedRepoError):
+        return AccessError(
+            f"{name} is gated, and its authors have not let you in (HTTP {status})",
+            hint=f"accept its terms at {constants.ENDPOINT}/{name}, then {_LOG_IN}",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceError(
+            f"{name} is neither a path here nor a model on the Hub that you may see (HTTP {status})",
+            hint=f"is the name right? If the model is private, {_LOG_IN}",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"{name} has no revision {address.revision!r}",
+            hint=f"{constants.ENDPOINT}/{name}/tree/main lists its branches and tags",
+        )
+    if isinstance(error, errors.EntryNotFoundError):
+        return SourceError(f"{path or address.inside} is missing in {name} on the Hub")
+    if isinstance(error, errors.DisabledRepoError):
+        return AccessError(f"{name} was disabled by the Hub, which gives it to nobody")
+    if status in {401, 403}:
+        return AccessError(
+            f"the Hub refuses {name} (HTTP {status}): {error.server_message or 'the token does not allow it'}",
+            hint=f"check that the token is valid and may read the repository; {_LOG_IN}",
+        )
+    return SourceError(f"the Hub answers {_what(path, name)} with HTTP {status} {error.response.reason_phrase}")
+
+
+def offline(address: Address, what: str) -> ShardctlError:
+    """The error for something that is only on the Hub while HF_HUB_OFFLINE is set."""
+    return SourceError(
+        f"{address.repository} {what}, and HF_HUB_OFFLINE is set",
+        hint=f"unset HF_HUB_OFFLINE, or fetch it while online: hf download {address.repository}",
+    )
+
+
+def unreachable(error: Exception, address: Address) -> ShardctlError:
+    """The error for a Hub that does not answer."""
+    from huggingface_hub import constants
+
+    return TransientError(
+        f"{address.repository} is no path here, and {constants.ENDPOINT} cannot be reached: {error}",
+        hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 what is in the Hub's cache is read",
+    )
+
+
+def _what(path: str, name: str) -> str:
+    return f"a request for {path} of {name}" if path else f"a request for {name}"

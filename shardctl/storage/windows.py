@@ -1,0 +1,137 @@
+"""Small reads of far-away files, merged: each fetches what follows as well, and the next ones find it there.
+
+A large read is fetched as it is. A small one fetches a window of `GLANCE` bytes, or of `STRIDE` where the file is
+read on from where the last fetch ended; at most so much is read without being asked for, and what follows is
+asked for as a rule, since tensors are read in the order of the file. `KEPT` bytes of windows are held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from shardctl.workers import Stop, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from shardctl.storage import Span
+
+GLANCE: Final = 64 << 10
+"""Bytes; most headers fit, and a request costs as much time as so many bytes."""
+STRIDE: Final = 1 << 20
+"""Bytes; a tenth of a second of a slow connection."""
+KEPT: Final = 16 << 20
+AT_ONCE: Final = 8
+"""Spans fetched together by `expect`."""
+
+
+class Fetch(Protocol):
+    """Reads a stretch of a file from where it is."""
+
+    def __call__(self, path: str, offset: int, into: memoryview, /) -> None:
+        """Fill `into`, or raise."""
+
+
+@dataclass(slots=True)
+class _Window:
+    start: int
+    data: bytearray
+    ready: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+
+class Windows:
+    """What was fetched of some files and may be asked for again; shared by threads."""
+
+    def __init__(self, fetch: Fetch, sizes: Callable[[str], int]) -> None:
+        self._fetch = fetch
+        self._size = sizes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], _Window] = OrderedDict()
+        self._by_path: dict[str, list[_Window]] = {}
+        self._held = 0
+        self._ends: dict[str, int] = {}
+
+    def read(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset`, from windows as far as they go; another thread's fetch is waited for."""
+        done = 0
+        while done < len(into):
+            start, rest = offset + done, into[done:]
+            with self._lock:
+                window = self._covering(path, start)
+                ours = window is None
+                if window is None:
+                    length = STRIDE if 0 <= start - self._ends.get(path, -1) <= GLANCE else GLANCE
+                    self._ends[path] = start + max(len(rest), length)
+                    if len(rest) < length:
+                        window = self._add(path, start, length)
+            if window is None:
+                self._fetch(path, start, rest)
+                return
+            if ours:
+                self._fill(path, window)
+            elif not window.ready.wait() or window.failed:
+                continue  # whoever fetched it has the error; it may not be ours
+            size = min(window.stop - start, len(rest))
+            rest[:size] = memoryview(window.data)[start - window.start :][:size]
+            done += size
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """Fetch windows for what will be read, several at once; those that cannot be held are left for later."""
+        wanted = []
+        with self._lock:
+            room = KEPT - self._held
+            for path, offset, size in spans:
+                length = min(size, self._size(path) - offset)
+                room -= length
+                if room < 0:
+                    break
+                if length > 0 and self._covering(path, offset) is None:
+                    wanted.append((path, self._add(path, offset, length)))
+        try:
+            spread(iter(wanted), lambda: lambda each: self._fill(*each), min(AT_ONCE, len(wanted)), Stop())
+        finally:
+            for path, window in wanted:  # after an error others were never begun
+                if not window.ready.is_set():
+                    self._drop(path, window)
+
+    def _fill(self, path: str, window: _Window) -> None:
+        try:
+            self._fetch(path, window.start, memoryview(window.data))
+        except BaseException:
+            self._drop(path, window)
+            raise
+        window.ready.set()
+
+    def _drop(self, path: str, window: _Window) -> None:
+        with self._lock:
+            if self._kept.pop((path, window.start), None) is not None:
+                self._by_path[path].remove(window)
+                self._held -= len(window.data)
+        window.failed = True
+        window.ready.set()
+
+    def _covering(self, path: str, at: int) -> _Window | None:
+        for window in self._by_path.get(path, ()):
+            if window.start <= at < window.stop:
+                self._kept.move_to_end((path, window.start))
+                return window
+        return None
+
+    def _add(self, path: str, start: int, length: int) -> _Window:
+        window = _Window(start, bytearray(min(length, self._size(path) - start)))
+        self._kept[path, start] = window
+        self._by_path.setdefault(path, []).append(window)
+        self._held += len(window.data)
+        while self._held > KEPT and len(self._kept) > 1:
+            (other, _), oldest = self._kept.popitem(last=False)
+            self._by_path[other].remove(oldest)
+            self._held -= len(oldest.data)
+        return window
