@@ -192,7 +192,7 @@ def narrow(chunk: Chunk, box: Box) -> Chunk:
 
     Raises UnsupportedError if an edge falls inside a unit of a type narrower than a byte.
     """
-    if box == chunk.box:
+    if box is chunk.box or box == chunk.box:
         return chunk
     if isinstance(chunk.where, Fill):
         return replace(chunk, box=box)

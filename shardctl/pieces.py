@@ -94,6 +94,8 @@ class Placed:
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
         """A tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
         names = self.names.get(tensor.name) or (tensor.name, *tensor.ties)
+        if places == 1:
+            return names
         if place >= len(names):
             return names[-1:]
         return names[place:] if place == places - 1 else names[place : place + 1]

@@ -23,6 +23,9 @@ def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
     for name, tensor in stored.tensors.items():
+        if name in model.tensors and name not in found and name not in model.fusions:
+            found[name] = {name: tensor}
+            continue
         meant = meaning(model, name)
         if meant is None:
             unknown.append(name)

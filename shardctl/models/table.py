@@ -35,10 +35,11 @@ class _Plan:
     """A row with all that does not depend on its indices."""
 
     row: Row
-    pieces: tuple[str, ...]
-    """The name's text before, between and after the indices."""
+    name: str
+    """To be formatted with the values of the indices by `%`."""
     indices: tuple[str, ...]
     shape: tuple[int, ...]
+    dtype: DType
     cuts: tuple[tuple[Cut, ...], ...]
     free: tuple[int, ...]
     only: tuple[tuple[frozenset[int], bool], ...]
@@ -66,7 +67,10 @@ class _Builder:
     spares: frozenset[str] = frozenset()
     tensors: dict[str, ModelTensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    cuts: dict[tuple[tuple[Cut, ...], ...], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)
+    """Cuts that are equal as one object, so that tensors that are cut alike share their specs, too."""
     specs: dict[tuple[object, ...], Spec] = field(default_factory=dict)
+    members: dict[tuple[str, int], Member] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -97,8 +101,11 @@ class _Builder:
         shape, cuts, free = self.extents(row.dims, mine=mine, expert=bool(counting))
         if row.buffer:
             cuts = ((),) * len(shape)
+        cuts = self.cuts.setdefault(cuts, cuts)
+        dtype = BY_NAME[row.buffer or row.dtype] if row.buffer or row.dtype else self.dtype
+        name, indices = "%d".join(piece.replace("%", "%%") for piece in pieces[::2]), tuple(pieces[1::2])
         whole = counting[0] if counting else None
-        return _Plan(row, tuple(pieces[::2]), tuple(pieces[1::2]), shape, cuts, free, tuple(only), mine, spare, whole)
+        return _Plan(row, name, indices, shape, dtype, cuts, free, tuple(only), mine, spare, whole)
 
     def full(self, name: str) -> str:
         """A row's name with the base model's prefix of this class."""
@@ -154,36 +161,33 @@ class _Builder:
                 for plan in group:
                     self.add(plan, at)
                 continue
+            innermost = all(len(plan.indices) == depth + 1 for plan in group)
             for value in self.facts.indices[name].values:
-                self.expand(group if at else [plan for plan in group if plan.holds_at(value)], (*at, value))
+                held = group if at else [plan for plan in group if plan.holds_at(value)]
+                if innermost:
+                    for plan in held:
+                        self.add(plan, (*at, value))
+                else:
+                    self.expand(held, (*at, value))
                 if len(self.tensors) > MOST_TENSORS:
                     raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
 
     def add(self, plan: _Plan, at: tuple[int, ...]) -> None:
         """Add the tensor of `plan` whose indices are `at`."""
-        name = plan.pieces[0]
-        for value, piece in zip(at, plan.pieces[1:], strict=True):
-            name += f"{value}{piece}"
+        name = plan.name % at
         where = self.stage(plan, at)
         row = plan.row
         if row.tie and (row.tied == "always" or self.facts.flags[row.tied]):
             self.tie(name, plan, where)
             return
-        key = (id(plan), where, at[plan.whole] if plan.whole is not None else None)
+        key = (id(plan.cuts), where, None if plan.whole is None else (plan.indices[plan.whole], at[plan.whole]))
         spec = self.specs.get(key)
         if spec is None:
             spec = self.specs[key] = Spec(plan.cuts, (where,), self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
-        self.tensors[name] = ModelTensor(
-            name,
-            plan.shape,
-            BY_NAME[row.buffer or row.dtype] if row.buffer or row.dtype else self.dtype,
-            spec,
-            row,
-            optional=bool(row.buffer) or row.optional or not plan.mine,
-            spare=plan.spare and plan.mine,
-            free=plan.free,
-        )
+        optional = bool(row.buffer) or row.optional or not plan.mine
+        spare = plan.spare and plan.mine
+        self.tensors[name] = ModelTensor(name, plan.shape, plan.dtype, spec, row, (), optional, spare, plan.free)
 
     def tie(self, name: str, plan: _Plan, where: tuple[Where, int]) -> None:
         """Make `name` one more name of the tensor it is tied to."""
@@ -198,8 +202,12 @@ class _Builder:
         """Which of the experts the tensor is, if it is one's."""
         if plan.whole is None:
             return None
-        index = self.facts.indices[plan.indices[plan.whole]]
-        return Member(index.axis, at[plan.whole], len(index.values))
+        name, number = plan.indices[plan.whole], at[plan.whole]
+        member = self.members.get((name, number))
+        if member is None:
+            index = self.facts.indices[name]
+            member = self.members[name, number] = Member(index.axis, number, len(index.values))
+        return member
 
     def fusions(self, fused: Fused) -> Iterator[Fusion]:
         """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
