@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from shardctl.affine import meant, stored
 from shardctl.box import Box, BoxIndex
 from shardctl.manifest import Fill, narrow
 
@@ -137,6 +138,8 @@ class Band:
                 else:
                     reader.read_at(chunk.where.file, piece.offset, self.scratch[: piece.span].data)
                     view[...] = np.ndarray(view.shape, view.dtype, self.scratch, 0, piece.strides)
+            if chunk.affine:
+                part[...] = meant(part, dtype, chunk.affine)
         return found
 
     def write(self, writer: Writer, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
@@ -144,6 +147,8 @@ class Band:
         if isinstance(chunk.where, Fill):
             return 0
         part = band_view(data, chunk.dtype, within)[_unit_slices(chunk.box, within, chunk.dtype)]
+        if chunk.affine:
+            part = stored(part, chunk.dtype, chunk.affine, chunk.name)
         for piece in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, 1):
             assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
             if piece.view.flags.c_contiguous:

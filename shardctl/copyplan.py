@@ -67,7 +67,7 @@ def join(have: Manifest, want: Manifest) -> CopyPlan:
     """Match two manifests, tensor by tensor.
 
     Raises CoverageError, naming tensor, box and the files that hold the rest, if anything wanted is stored nowhere;
-    SourceError if the two disagree about a shape; UnsupportedError if an affine would have to be applied.
+    SourceError if the two disagree about a shape; UnsupportedError if a tensor is stored in several types.
     """
     copies = []
     known: dict[object, list[tuple[int, Box]]] = {}
@@ -84,13 +84,9 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
     name = stored.name
     if stored.shape != wanted.shape:
         raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
-    affine = {c.affine for c in wanted.chunks}
     for chunk in stored.chunks:
         if chunk.dtype is not stored.dtype and chunk.dtype != stored.dtype:
             raise UnsupportedError(f"{name} is stored as {chunk.dtype} at {chunk.box} but as {stored.dtype} elsewhere")
-        affine.add(chunk.affine)
-    if len(affine) > 1:
-        raise UnsupportedError(f"{name} needs the change {sorted(affine - {''})}, which is not supported yet")
     reads = _matched(stored, wanted, known)
     return TensorCopy(stored, wanted, tuple(narrow(stored.chunks[i], box) for i, box in reads))
 

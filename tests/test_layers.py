@@ -18,7 +18,7 @@ LAYERS = (
     {"models"},
     {"schemas"},
     {"formats", "layouts"},
-    {"copyplan", "digest", "cast"},
+    {"affine", "copyplan", "digest", "cast"},
     {"bands", "shares"},
     {"execute", "verify", "memory"},
     {"verbs"},

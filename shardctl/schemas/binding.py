@@ -12,7 +12,7 @@ from shardctl.manifest import Region, Tensor, dense_strides
 from shardctl.training import split_state, state_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from shardctl.dialect import Dialect
     from shardctl.manifest import Chunk, Manifest
@@ -59,10 +59,23 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
             hint="a file may be missing, or the config may belong to another model",
         )
     tensors = {name: _tensor(model, name, chunks[name]) for name in model.tensors if name in chunks}
-    bound = replace(stored, tensors=tensors, dialect=None)
+    bound = replace(stored, tensors=tensors, dialect=None, warnings=(*stored.warnings, *_changed(tensors.values())))
     if stored.training is not None:
         bound = replace(bound, training=_training(schema, model, dialect, stored.training))
     return bound
+
+
+def _changed(tensors: Iterable[Tensor]) -> Iterator[str]:
+    """What to say of tensors whose elements are not those that are stored."""
+    changed = [tensor for tensor in tensors if any(chunk.affine for chunk in tensor.chunks)]
+    if changed:
+        kinds = " and ".join(
+            sorted({f"{chunk.affine} in {tensor.dtype}" for tensor in changed for chunk in tensor.chunks})
+        )
+        yield (
+            f"{_listed([tensor.name for tensor in changed])} are stored as {kinds}: "
+            "read back, and rounded to that type where it cannot hold the sum"
+        )
 
 
 def _entries(schema: Schema, model: Model, dialect: Dialect) -> Iterator[tuple[str, Entry]]:
