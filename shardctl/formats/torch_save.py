@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.choice import Choice, numbered, one_file, one_index
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import (
     ADAPTERS,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _SUFFIXES: Final = (".bin", ".pt", ".pth")
-_INDEX_SUFFIX: Final = ".bin.index.json"
+_SHARD: Final = ".bin"
+_INDEX_SUFFIX: Final = f"{_SHARD}.index.json"
 _WHOLE: Final = "pytorch_model.bin"
 _STANDARD_INDEX: Final = "pytorch_model.bin.index.json"
 _OTHERS: Final = re.compile(
@@ -44,7 +46,6 @@ _OTHERS: Final = re.compile(
     r"|consolidated\.[0-9]+\.pth"
 )
 """What Trainer and accelerate keep to resume, and the files of DeepSpeed and Meta: containers of their own."""
-_NUMBERED: Final = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.bin")
 _HEAD: Final = 512
 _TAR: Final = slice(257, 262)
 _REPEATED: Final = 16
@@ -61,7 +62,7 @@ def detect(source: Source) -> bool:
     return bool(
         _candidates(source)
         or any("/" not in path and path.endswith(_INDEX_SUFFIX) for path in source.files())
-        or any(path.startswith("pytorch_model") for path in unfinished_downloads(source, ".bin"))
+        or any(path.startswith("pytorch_model") for path in unfinished_downloads(source, _SHARD))
     )
 
 
@@ -140,54 +141,31 @@ def read_saved(source: Source, path: str) -> Saved:
 # Which files
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The files that make up the checkpoint."""
-
-    files: tuple[str, ...]
-    index: Index | None = None
-    warnings: tuple[str, ...] = ()
-
-
-def _choose(source: Source) -> _Choice:
+def _choose(source: Source) -> Choice:
     given = given_file(source)
     if given is not None:
-        return _one_file(given)
+        return one_file(given, _SHARD)
     names = _candidates(source)
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
     index = None
-    if _STANDARD_INDEX in indexes or len(indexes) == 1:
-        index = read_index(source, _STANDARD_INDEX if _STANDARD_INDEX in indexes else indexes[0])
-    elif indexes and _WHOLE not in names:
-        raise SourceError(
-            f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
-            hint="leave only one of them in the directory, with its shards",
-        )
+    if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and _WHOLE not in names):
+        index = read_index(source, one_index(indexes, _STANDARD_INDEX))
     if index is not None and (_WHOLE not in names or index.path == _STANDARD_INDEX):
         if _WHOLE in names and index.shards != (_WHOLE,):
             raise SourceError(
                 f"{source.name} holds two checkpoints: {_WHOLE}, and the files that {index.path} names",
                 hint=f"give {_WHOLE} itself, or move it away",
             )
-        return _Choice(index.shards, index, index.warnings)
+        return Choice(index.shards, index, index.warnings)
     if _WHOLE in names:
-        return _Choice((_WHOLE,))
+        return Choice((_WHOLE,))
     if names:
         _check_numbering(names)
-        return _Choice(tuple(names))
+        return Choice(tuple(names))
     refuse_adapter(source)
-    for path in unfinished_downloads(source, ".bin"):
+    for path in unfinished_downloads(source, _SHARD):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no file of torch.save")
-
-
-def _one_file(path: str) -> _Choice:
-    if path.endswith(_INDEX_SUFFIX):
-        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
-    numbered = _NUMBERED.fullmatch(path)
-    if numbered is None or int(numbered[3]) == 1:
-        return _Choice((path,))
-    return _Choice((path,), warnings=(f"{path} is one of {int(numbered[3])} files; only its own tensors are read",))
 
 
 def _candidates(source: Source) -> list[str]:
@@ -216,7 +194,7 @@ def _head(source: Source, path: str) -> bytes:
 
 def _check_numbering(names: Sequence[str]) -> None:
     """Raise SourceError if a file of a numbered set is missing, or if the files come from several saves."""
-    groups = {(m[1], m[3]) if (m := _NUMBERED.fullmatch(name)) else None for name in names}
+    groups = {(parts[0], parts[2]) if (parts := numbered(name, _SHARD)) else None for name in names}
     if len(groups) > 1 and groups != {None}:
         raise SourceError(
             f"the directory holds files of different saves and no index: {', '.join(names[:3])}",

@@ -1,0 +1,54 @@
+"""Which files make up a checkpoint, where that is one file, numbered files, or those that an index names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.formats.index import Index
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The files that make up the checkpoint."""
+
+    files: tuple[str, ...]
+    index: Index | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def numbered(name: str, suffix: str) -> tuple[str, str, str] | None:
+    """Prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
+
+    >>> numbered("model-00001-of-000163.safetensors", ".safetensors")  # DeepSeek's; the two widths may differ
+    ('model', '00001', '000163')
+    >>> numbered("model.safetensors", ".safetensors")
+    """
+    found = re.fullmatch(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})" + re.escape(suffix), name)
+    return (found[1], found[2], found[3]) if found is not None else None
+
+
+def one_file(path: str, suffix: str) -> Choice:
+    """The choice where one file was given; raises SourceError for an index, which has no weights."""
+    if path.endswith(f"{suffix}.index.json"):
+        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
+    parts = numbered(path, suffix)
+    if parts is None or int(parts[2]) == 1:
+        return Choice((path,))
+    return Choice((path,), warnings=(f"{path} is one of {int(parts[2])} files; only its own tensors are read",))
+
+
+def one_index(indexes: Sequence[str], standard: str) -> str:
+    """The index that counts: the one called `standard`, or the only one; raises SourceError if that cannot be said."""
+    if standard in indexes or len(indexes) == 1:
+        return standard if standard in indexes else indexes[0]
+    raise SourceError(
+        f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
+        hint="leave only one of them in the directory, with its shards",
+    )
