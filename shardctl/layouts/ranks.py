@@ -123,8 +123,14 @@ def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> lis
 
 
 def _sharding(arrays: Sequence[Array]) -> dict[str, str]:
-    info = {
-        array.name: {"saved_offsets": list(array.box.origin), "global_shape": list(array.shape)}
-        for array in sorted(arrays, key=lambda a: a.name)
-    }
-    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+    """The metadata that says where in its global tensor each array is; what arrays share is spelled once."""
+    spelled: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
+    entries = []
+    for array in sorted(arrays, key=lambda a: a.name):
+        place = (array.box.origin, array.shape)
+        said = spelled.get(place)
+        if said is None:
+            said = json.dumps({"saved_offsets": list(array.box.origin), "global_shape": list(array.shape)})
+            spelled[place] = said
+        entries.append(f"{json.dumps(array.name)}: {said}")
+    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": f"{{{', '.join(entries)}}}"}
