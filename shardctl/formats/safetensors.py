@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.choice import Choice, numbered, one_file, one_index
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import ADAPTERS, refuse_adapter, refuse_unfinished, unfinished_downloads
-from shardctl.formats.index import Index, read_index
+from shardctl.formats.index import read_index
 from shardctl.formats.links import check_link
 from shardctl.formats.safetensors_header import Array, Header, header_span, looks_like_header, read_header
 from shardctl.formats.sharding_info import KEY, VERSION_KEY, Placed, read_sharding_info
@@ -30,8 +31,6 @@ _WHOLE: Final = "model.safetensors"
 _STANDARD_INDEX: Final = "model.safetensors.index.json"
 _RANK_FILE: Final = re.compile(r"shard-[0-9]{5}-(model-[0-9]{5}-of-[0-9]{5}\.safetensors)")
 """What torch's HuggingFaceStorageWriter writes and transformers >= 5.20 recognises."""
-_NUMBERED: Final = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
-"""Prefix, number (usually from 1), count; the two widths may differ (`-00001-of-000163` is real)."""
 
 
 def detect(source: Source) -> bool:
@@ -80,51 +79,33 @@ def scan(source: Source) -> Manifest:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The files that make up the checkpoint."""
-
-    files: tuple[str, ...]
-    index: Index | None = None
-    warnings: tuple[str, ...] = ()
-
-
-def _choose(source: Source) -> _Choice:
+def _choose(source: Source) -> Choice:
     given = given_file(source)
     if given is not None:
-        return _one_file(given)
+        return one_file(given, _SUFFIX)
     names = [p for p in source.files() if "/" not in p and p.endswith(_SUFFIX) and p not in ADAPTERS]
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
     if any(_RANK_FILE.fullmatch(name) for name in names):
         _check_numbering(names)
-        return _Choice(tuple(names))
+        return Choice(tuple(names))
     if _WHOLE in names:
         return _whole_file(source, indexes)
     if indexes:
-        index = read_index(source, _one_index(indexes))
-        return _Choice(index.shards, index, index.warnings)
+        index = read_index(source, one_index(indexes, _STANDARD_INDEX))
+        return Choice(index.shards, index, index.warnings)
     if names:
         _check_numbering(names)
-        return _Choice(tuple(names))
+        return Choice(tuple(names))
     refuse_adapter(source)
     for path in unfinished_downloads(source, _SUFFIX):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no {_SUFFIX} file")
 
 
-def _one_file(path: str) -> _Choice:
-    if path.endswith(_INDEX_SUFFIX):
-        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
-    numbered = _NUMBERED.fullmatch(path)
-    if numbered is None or int(numbered[3]) == 1:
-        return _Choice((path,))
-    return _Choice((path,), warnings=(f"{path} is one of {int(numbered[3])} files; only its own tensors are read",))
-
-
-def _whole_file(source: Source, indexes: Sequence[str]) -> _Choice:
+def _whole_file(source: Source, indexes: Sequence[str]) -> Choice:
     """The choice where `model.safetensors` exists; an index of other files beside it is a second checkpoint."""
     if _STANDARD_INDEX not in indexes:
-        return _Choice((_WHOLE,))
+        return Choice((_WHOLE,))
     index = read_index(source, _STANDARD_INDEX)
     others = [path for path in index.shards if path != _WHOLE]
     if others:
@@ -133,22 +114,12 @@ def _whole_file(source: Source, indexes: Sequence[str]) -> _Choice:
             "names",
             hint=f"give {_WHOLE} itself, or move it away",
         )
-    return _Choice((_WHOLE,), index, index.warnings)
+    return Choice((_WHOLE,), index, index.warnings)
 
 
-def _one_index(indexes: Sequence[str]) -> str:
-    if _STANDARD_INDEX in indexes or len(indexes) == 1:
-        return _STANDARD_INDEX if _STANDARD_INDEX in indexes else indexes[0]
-    raise SourceError(
-        f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
-        hint="leave only one of them in the directory, with its shards",
-    )
-
-
-def _group(name: str) -> tuple[str, str] | None:
-    """What the files of one save share: prefix and count, or None for a name without numbers; ranks are left out."""
-    numbered = _NUMBERED.fullmatch(_RANK_FILE.sub(r"\1", name))
-    return (numbered[1], numbered[3]) if numbered else None
+def _numbers(name: str) -> tuple[str, str, str] | None:
+    """Prefix, number and count of one file of several, or None for a name without numbers; ranks are left out."""
+    return numbered(_RANK_FILE.sub(r"\1", name), _SUFFIX)
 
 
 def _check_numbering(names: Sequence[str]) -> None:
@@ -158,16 +129,17 @@ def _check_numbering(names: Sequence[str]) -> None:
     """
     groups: dict[tuple[str, str], dict[int, str]] = {}
     for name in names:
-        numbered = _NUMBERED.fullmatch(_RANK_FILE.sub(r"\1", name))
-        if numbered is not None:
-            groups.setdefault((numbered[1], numbered[3]), {})[int(numbered[2])] = numbered[2]
+        numbers = _numbers(name)
+        if numbers is not None:
+            prefix, number, count = numbers
+            groups.setdefault((prefix, count), {})[int(number)] = number
     for (prefix, count), present in groups.items():
         first = min(present.keys() & {0}, default=1)
-        for number in range(first, first + min(int(count), len(present) + 1)):
-            if number not in present:
+        for expected in range(first, first + min(int(count), len(present) + 1)):
+            if expected not in present:
                 width = len(next(iter(present.values())))
                 raise SourceError(
-                    f"{prefix}-{number:0{width}}-of-{count}{_SUFFIX} is missing: only {len(present)} of the "
+                    f"{prefix}-{expected:0{width}}-of-{count}{_SUFFIX} is missing: only {len(present)} of the "
                     f"{int(count)} files are here",
                     hint="fetch the missing file",
                 )
@@ -175,7 +147,10 @@ def _check_numbering(names: Sequence[str]) -> None:
 
 def _check_one_save(names: Sequence[str]) -> None:
     """Refuse numbered files beside others of another numbering, or of none: which belong together is a guess."""
-    examples = {_group(name): name for name in names}
+    examples: dict[tuple[str, str] | None, str] = {}
+    for name in names:
+        numbers = _numbers(name)
+        examples[(numbers[0], numbers[2]) if numbers is not None else None] = name
     if len(examples) > 1:
         raise SourceError(
             f"the directory holds files of different saves and no index: {' and '.join(sorted(examples.values()))}",
@@ -183,7 +158,7 @@ def _check_one_save(names: Sequence[str]) -> None:
         )
 
 
-def _header_spans(chosen: _Choice) -> Iterator[Span]:
+def _header_spans(chosen: Choice) -> Iterator[Span]:
     """Where the headers are: if there is an index, their sizes are known well enough to fetch little more."""
     if chosen.index is None:
         yield from ((path, 0, header_span(None)) for path in chosen.files)
