@@ -11,12 +11,14 @@ from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.mesh import Mesh
+from shardctl.storage import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from shardctl.dtype import DType
+    from shardctl.storage import Source
 
 RECORD: Final = "shardctl.json"
 SCHEMA: Final = "shardctl.checkpoint/1"
@@ -51,6 +53,15 @@ def hash_spans(file: Path, spans: Sequence[tuple[int, int]]) -> Hashed:
             data.seek(offset)
             for start in range(0, size, _READ_BYTES):
                 state.update(data.read(min(_READ_BYTES, size - start)))
+    return Hashed(tuple(spans), state.hexdigest())
+
+
+def hash_parts(source: Source, path: str, spans: Sequence[tuple[int, int]]) -> Hashed:
+    """The same of a file of a source; raises what its reads raise."""
+    state = hashlib.sha256()
+    for offset, size in spans:
+        for start in range(0, size, _READ_BYTES):
+            state.update(read(source, path, offset + start, min(_READ_BYTES, size - start)))
     return Hashed(tuple(spans), state.hexdigest())
 
 

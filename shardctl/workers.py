@@ -37,9 +37,12 @@ class Nobody:
         """Ignore."""
 
 
-def usual_threads() -> int:
-    """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone."""
-    return min((os.cpu_count() or 1) + 1, 8)
+def usual_threads(*, far: bool = False) -> int:
+    """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone.
+
+    Always eight where files are `far`, on the other side of a network, because most wait for that.
+    """
+    return 8 if far else min((os.cpu_count() or 1) + 1, 8)
 
 
 @dataclass(frozen=True, slots=True)

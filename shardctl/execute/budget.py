@@ -65,13 +65,13 @@ class Budget:
         return self.threads * self.per_thread + self.reserved
 
 
-def budget(plan: CopyPlan, limit: int, threads: int) -> Budget:
-    """Divide `limit` bytes; blocks shrink before threads are given up.
+def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budget:
+    """Divide `limit` bytes; blocks shrink before threads are given up. `beside` are those that the source holds.
 
     Raises MemoryBudgetError if not even one thread with the smallest block fits.
     """
     chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
-    reserved = INTERPRETER + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
+    reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
     buffers = 2 + max((_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
@@ -81,7 +81,7 @@ def budget(plan: CopyPlan, limit: int, threads: int) -> Budget:
     raise MemoryBudgetError(
         f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {-(-least // MIB)} MiB",
         needed=least,
-        hint=f"{reserved / MIB:.0f} MiB of that is the interpreter and {len(plan.copies)} tensors in {chunks} chunks",
+        hint=f"{reserved / MIB:.0f} MiB of that is the program and {len(plan.copies)} tensors in {chunks} chunks",
     )
 
 

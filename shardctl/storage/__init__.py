@@ -47,6 +47,9 @@ class Source(Protocol):
     def files(self) -> Mapping[str, Stat]:
         """Every regular file below the root, by path with forward slashes, in sorted order."""
 
+    def notes(self) -> tuple[str, ...]:
+        """What came out about the files while they were read, in words for people."""
+
     def restat(self, path: str) -> Stat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
 

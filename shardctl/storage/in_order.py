@@ -46,6 +46,8 @@ class InOrder:
     def __init__(self, expected: Mapping[str, Promise]) -> None:
         """`expected` is what the hash of each file should be; of others none is computed."""
         self._files = expected
+        self.begun: set[str] = set()
+        """Files of which something was fetched."""
         self.proved: set[str] = set()
         """Files that were read whole and have the hash that they should have."""
 
@@ -55,6 +57,7 @@ class InOrder:
         if file is not None:
             with file.turn:
                 file.flights.append((start, stop))
+                self.begun.add(path)
 
     def fail(self, path: str, start: int, stop: int) -> None:
         """Say that it will not come."""

@@ -165,6 +165,10 @@ class LocalSource:
                 if path.is_file():
                     yield path.relative_to(self.root).as_posix(), _stat(path)
 
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: the files are what they are."""
+        return ()
+
     def restat(self, path: str) -> Stat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
         try:

@@ -64,6 +64,8 @@ def diff(
     """
     effort = effort or Effort()
     with opened(a, reading_a) as first, opened(b, reading_b) as second, stopping(effort.stop):
+        first.source.heed(effort.stop)
+        second.source.heed(effort.stop)
         ours, theirs = first.manifest.tensors, second.manifest.tensors
         require_agreement(list(ours.values()), first.source, effort)
         require_agreement(list(theirs.values()), second.source, effort)

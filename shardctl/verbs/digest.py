@@ -47,6 +47,7 @@ def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort |
     """
     effort = effort or Effort()
     with opened(path, reading) as checkpoint, stopping(effort.stop):
+        checkpoint.source.heed(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=lambda t: t.name)
         require_agreement(tensors, checkpoint.source, effort)
         found = measure(tensors, checkpoint.source, effort)

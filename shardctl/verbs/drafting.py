@@ -174,7 +174,12 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         have=have,
         plan=plan,
         placed=placed,
-        budget=budget(plan, wish.memory, wish.threads or usual_threads()),
+        budget=budget(
+            plan,
+            wish.memory,
+            wish.threads or usual_threads(far=checkpoint.source.folder is None),
+            beside=checkpoint.source.held_bytes,
+        ),
         carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
         options=_inherited(checkpoint) | _options(wish),
     )

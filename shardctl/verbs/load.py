@@ -44,6 +44,7 @@ def load(
     effort = effort or Effort()
     places = devices(device)
     with opened(path, replace(reading or Reading(), kv_heads="replicate")) as checkpoint, stopping(effort.stop):
+        checkpoint.source.heed(effort.stop)
         wanted = whole(checkpoint) if rank is None else part(checkpoint, rank)
         loaded = load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort)
         if effort.stop:

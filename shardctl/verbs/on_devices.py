@@ -269,7 +269,7 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         reader=right.source,
         config=right.config or checkpoint.config,
         model=right.model or checkpoint.model,
-        folder=right.source.root,
+        folder=right.source.folder,
     )
     record, ranks = checkpoint.record, rank_files.ranks_of(checkpoint.stored)
     candidate = Candidate(

@@ -6,23 +6,25 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl import formats, models, schemas
 from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.formats.format import given_file
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
-from shardctl.storage.local import LocalSource
+from shardctl.storage.places import open_source
 from shardctl.training import SETTINGS, found_states, with_states
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG, config_file, described, names_a_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
+    from shardctl.storage import Source
 
 _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
@@ -58,7 +60,7 @@ class Reading:
 class Checkpoint:
     """An opened source: headers read, nothing else."""
 
-    source: LocalSource
+    source: Source
     stored: Manifest
     """Under the names of the files."""
     manifest: Manifest
@@ -113,13 +115,13 @@ def opened(
     path: str | Path,
     reading: Reading | None = None,
     *,
-    before: Callable[[LocalSource, Record], None] | None = None,
+    before: Callable[[Source, Record], None] | None = None,
 ) -> Iterator[Checkpoint]:
     """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
 
     `before` is called with the record, if there is one, before any header is read: what it raises is raised here.
     """
-    source = LocalSource(Path(path))
+    source = open_source(path)
     try:
         yield _open(source, reading or Reading(), before)
     finally:
@@ -127,9 +129,7 @@ def opened(
 
 
 @uncollected()
-def _open(
-    source: LocalSource, reading: Reading, before: Callable[[LocalSource, Record], None] | None = None
-) -> Checkpoint:
+def _open(source: Source, reading: Reading, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
     record = load(read(source, RECORD)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
@@ -200,7 +200,7 @@ def _heed(manifest: Manifest, reading: Reading) -> None:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
 
 
-def _only_config(source: LocalSource, reading: Reading) -> Mapping[str, Any] | None:
+def _only_config(source: Source, reading: Reading) -> Mapping[str, Any] | None:
     """The config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
@@ -221,14 +221,14 @@ def _only_config(source: LocalSource, reading: Reading) -> Mapping[str, Any] | N
             f"{source.name} has no weights, only a config",
             hint=f"shardctl plan {source.name} says what such a model would need",
         )
-    if reading.config is not None and source.path.is_file():
+    if reading.config is not None and given_file(source) is not None:
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
     if reading.rules_from is not None:
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
     return _config(source, reading.config) if reading.config is not None else config
 
 
-def _described(source: LocalSource, config: Mapping[str, Any], reading: Reading) -> Checkpoint:
+def _described(source: Source, config: Mapping[str, Any], reading: Reading) -> Checkpoint:
     """A checkpoint without bytes."""
     rules = models.load_rules(reading.rules) if reading.rules else None
     model, manifest = described(source, config, rules, kv_heads=reading.kv_heads)
@@ -263,7 +263,7 @@ def _only_tensors(record: Record) -> dict[str, str]:
     return {array: next(iter(tensors)) for array, tensors in held.items() if len(tensors) == 1}
 
 
-def _config(source: LocalSource, override: Path | None) -> Mapping[str, Any] | None:
+def _config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
     if override is not None:
         path = override / CONFIG if override.is_dir() else override
         try:
@@ -272,8 +272,8 @@ def _config(source: LocalSource, override: Path | None) -> Mapping[str, Any] | N
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if CONFIG in source.files():
         return _parse(read(source, CONFIG), CONFIG)
-    beside = source.root / CONFIG  # the source may be one file of a directory
-    return _parse(beside.read_bytes(), CONFIG) if beside.is_file() else None
+    beside = source.beside(CONFIG)  # the source may be one file of a directory
+    return _parse(beside, CONFIG) if beside is not None else None
 
 
 def _parse(data: bytes, path: str) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import __version__
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
+from shardctl.formats.format import given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.record import RECORD
@@ -62,8 +63,8 @@ class PlanFile:
     """Of the plan file itself, for messages."""
     version: str
     """Of the shardctl that made it."""
-    source: Path
-    """Absolute."""
+    source: str
+    """An absolute path, or an address bound to a commit."""
     files: Mapping[str, Seen]
     """By path: relative to the source, or absolute for those that options name."""
     wish: Wish
@@ -113,7 +114,8 @@ def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
     """
     path, reading = Path(path), reading or Reading()
     source = work.checkpoint.source
-    if path.absolute().resolve().is_relative_to(source.root.resolve()) and not source.path.is_file():
+    folder = None if given_file(source) is not None else source.folder
+    if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
         raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
     if path.is_dir() or (path.exists() and not _is_plan(path)):
         raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
@@ -124,7 +126,7 @@ def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
         "schema": SCHEMA,
         "version": __version__,
         "source": {
-            "path": str(source.path.absolute()),
+            "path": source.location,
             "format": work.have.format,
             "files": {name: asdict(seen) for name, seen in _seen(work.checkpoint, reading).items()},
         },
@@ -170,8 +172,11 @@ def _seen(checkpoint: Checkpoint, reading: Reading) -> dict[str, Seen]:
     for name in (CONFIG, RECORD):
         if name in files:
             seen[name] = Seen(files[name].size, hashlib.sha256(read(source, name)).hexdigest())
-    beside = source.root / CONFIG if source.path.is_file() and reading.config is None else None
-    for given in (beside, reading.config, reading.rules):
+    beside = source.beside(CONFIG) if reading.config is None else None
+    if beside is not None:
+        place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG
+        seen[place] = Seen(len(beside), hashlib.sha256(beside).hexdigest())
+    for given in (reading.config, reading.rules):
         if given is not None and given.exists():
             file = (given / CONFIG if given.is_dir() else given).absolute()
             content = file.read_bytes()
@@ -237,7 +242,7 @@ class _Reader:
         return PlanFile(
             path=self.path,
             version=self.text(top["version"], "version"),
-            source=Path(self.text(source["path"], "source.path")),
+            source=self.text(source["path"], "source.path"),
             files={name: self.seen(value, f"source.files.{name}") for name, value in files.items()},
             wish=Wish(**{name: self.wished(name, value) for name, value in wish.items()}),
             reading=Reading(**{name: self.read(name, value) for name, value in reading.items()}),

@@ -16,6 +16,7 @@ from shardctl.execute.staging import Staging
 from shardctl.record import RECORD, Record, dump, hash_spans, load
 from shardctl.shares import whole
 from shardctl.storage.durable import told
+from shardctl.storage.local import LocalSource
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.frame import SUMS, Frame, completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import heed, move, versions_of
@@ -44,7 +45,7 @@ class Resharded:
     """Output bytes that an interrupted run had written, found intact."""
     projected_memory_bytes: int
     notes: tuple[str, ...] = ()
-    """How a trainer's files were understood, such as which copy of the weights was read."""
+    """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
 
 
 def reshard(
@@ -131,6 +132,8 @@ def assembled(
 
 def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
+    if not isinstance(checkpoint.source, LocalSource):
+        return
     source, wanted = checkpoint.source.path.resolve(), destination.resolve()
     same = wanted.exists() and wanted.samefile(source)  # under another name, as bind mounts give
     if same or wanted.is_relative_to(source):
@@ -141,6 +144,7 @@ def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
 
 def _result(work: Draft, staging: Staging, record: Record, part: Part | None, warnings: tuple[str, ...]) -> Resharded:
     """What was done; without a part, an earlier run had done all of it."""
+    training = work.checkpoint.stored.training
     return Resharded(
         destination=staging.destination,
         record=record,
@@ -149,5 +153,5 @@ def _result(work: Draft, staging: Staging, record: Record, part: Part | None, wa
         written_bytes=part.written_bytes if part is not None else 0,
         kept_bytes=part.kept_bytes if part is not None else work.write_bytes,
         projected_memory_bytes=work.budget.projected,
-        notes=work.checkpoint.stored.training.notes if work.checkpoint.stored.training is not None else (),
+        notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

@@ -13,6 +13,7 @@ from shardctl.errors import Interrupted, UsageError
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
 from shardctl.record import RECORD
+from shardctl.storage.local import LocalSource
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
 from shardctl.verbs.on_devices import Trial, forward_level, load_level
 from shardctl.verbs.opening import Checkpoint, Reading, opened
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Tensor
     from shardctl.record import Record
-    from shardctl.storage.local import LocalSource
+    from shardctl.storage import Source
 
 _PLACES = 16
 """Places of one tensor in a message: any of its files may be the wrong one."""
@@ -88,10 +89,10 @@ class _Run:
         """The levels and the digest, which is empty if it was not computed."""
         first, began = Level("structure", strict=self.strict), time.monotonic()
 
-        def recorded(source: LocalSource, record: Record) -> None:
+        def recorded(source: Source, record: Record) -> None:
             first.add(structure.check_files(record, source.files()))
             if not first.errors:
-                first.add(structure.check_hashes(record, source.root))
+                first.add(structure.check_hashes(record, source))
             if first.errors:
                 raise _NotAsRecordedError
 
@@ -115,6 +116,8 @@ class _Run:
     def _rest(self, checkpoint: Checkpoint, other: Checkpoint | None) -> tuple[list[Level], str]:
         levels, digests = [], dict[str, str]()
         with stopping(self.effort.stop):
+            for each in filter(None, (checkpoint, other)):
+                each.source.heed(self.effort.stop)
             if "content" in self.names:
                 level, digests = _content(checkpoint, self.effort, strict=self.strict)
                 levels.append(level)
@@ -140,7 +143,8 @@ class _Run:
 def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
     for warning in checkpoint.manifest.warnings:
         yield Finding("warning", "source", warning)
-    yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
+    if isinstance(checkpoint.source, LocalSource):
+        yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole)
     if checkpoint.record:
         yield from structure.check_record(checkpoint.record, checkpoint.whole)

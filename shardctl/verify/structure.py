@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
 from shardctl.manifest import Fill
-from shardctl.record import RECORD, hash_spans
+from shardctl.record import RECORD, hash_parts
 from shardctl.verify.finding import Finding
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.record import Record
-    from shardctl.storage import Stat
+    from shardctl.storage import Source, Stat
 
 _SHOWN: Final = 3
 
@@ -40,10 +40,10 @@ def check_files(record: Record, files: Mapping[str, Stat]) -> Iterator[Finding]:
             )
 
 
-def check_hashes(record: Record, root: Path) -> Iterator[Finding]:
+def check_hashes(record: Record, source: Source) -> Iterator[Finding]:
     """Headers, indexes and side files whose bytes are not those that were written."""
     for path, hashed in record.hashes.items():
-        if hash_spans(root / path, hashed.spans) != hashed:
+        if hash_parts(source, path, hashed.spans) != hashed:
             part = "" if hashed.spans == ((0, record.files[path]),) else "the header of "
             message = f"{part}{path} has changed: its SHA-256 is not the one in {RECORD}"
             yield Finding("error", "hash", message, file=path)

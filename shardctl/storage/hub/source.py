@@ -81,10 +81,14 @@ class HubSource:
         """What was asked of the network for files so far."""
         return self._ranges.traffic
 
-    @property
-    def proved(self) -> frozenset[str]:
-        """Files that came over the network whole, and whose hash is the one that the Hub has."""
-        return frozenset(path.removeprefix(self._prefix) for path in self._hashes.proved)
+    def notes(self) -> tuple[str, ...]:
+        """Which files were compared with the Hub's hashes, which need a file to be read whole and in order."""
+        fetched, proved = self._hashes.begun, self._hashes.proved
+        if not fetched:
+            return ()
+        note = f"{len(proved):,} of {len(fetched):,} files from the Hub have the hashes that it promises"
+        rest = len(fetched) - len(proved)
+        return (note + (f"; {rest:,} were not read whole and in order, and not compared" if rest else ""),)
 
     def files(self) -> Mapping[str, Stat]:
         """Every file, by path relative to the folder of the address; a version is the commit and the file's ETag."""

@@ -6,7 +6,7 @@
         record = shards.record
         result = forward(
             Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
-            Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.root),
+            Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.folder),
             ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu", nbytes)),
             stop,
         )
