@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import dcp, deepspeed, meta, pickled_ranks, safetensors, torch_save
+from shardctl.formats import dcp, deepspeed, meta, pickled_ranks, safetensors, torch_save, trtllm
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -20,8 +20,11 @@ FORMATS: Final[tuple[Format, ...]] = (
     meta.FORMAT,
     pickled_ranks.FORMAT,
     torch_save.FORMAT,
+    trtllm.FORMAT,
 )
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
+_ENGINES: Final = frozenset({trtllm.FORMAT})
+"""Those whose files are safetensors files by names of their own, where there are no others."""
 _SHOWN: Final = 5
 
 
@@ -66,7 +69,10 @@ def scan(source: Source, *, override: str | None = None, weights: Weights = None
 
 
 def _detected(source: Source) -> list[Format]:
-    return [format_ for format_ in FORMATS if format_.detect(source)]
+    found = [format_ for format_ in FORMATS if format_.detect(source)]
+    if _ENGINES.isdisjoint(found):
+        return found
+    return [format_ for format_ in found if format_ is not safetensors.FORMAT]
 
 
 def _named(name: str) -> Format:

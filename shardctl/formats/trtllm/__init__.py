@@ -1,0 +1,144 @@
+"""TensorRT-LLM's checkpoint directories: `rankN.safetensors`, one a tp and pp rank, and a `config.json` of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.dialect import Dialect
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.impostors import refuse_unfinished
+from shardctl.formats.links import check_link
+from shardctl.formats.safetensors_header import read_header
+from shardctl.formats.side_files import side_files
+from shardctl.formats.trtllm.config import Description, describe
+from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+from shardctl.models.config import Config
+from shardctl.schemas import trtllm
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardctl.storage import Source
+
+CONFIG: Final = "config.json"
+_FILE: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
+_LARGEST: Final = 1 << 22
+_SCALES: Final = re.compile(r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)")
+"""What quantised layers have besides weights."""
+_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
+_SHOWN: Final = 3
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory holds such files and no other safetensors files; one given alone is one of those."""
+    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
+    return given_file(source) is None and bool(weights) and all(map(_FILE.fullmatch, weights))
+
+
+def scan(source: Source) -> Manifest:
+    """Read the config and the header of every rank's file.
+
+    Arrays are those of the files, ``rankN/`` before each name; which tensors of a model lie in them, the model's
+    config decides, which is made from TensorRT-LLM's.
+
+    Raises:
+        SourceError: a file is missing or malformed, or the config's mapping is not that of the files.
+        HostileError: a link leaves the directory.
+        UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
+    """
+    files = _files(source)
+    arrays: dict[str, Tensor] = {}
+    sizes: dict[str, File] = {}
+    for number, path in files.items():
+        refuse_unfinished(source, path)
+        check_link(source, path)
+        header = read_header(source, path)
+        sizes[path] = File(path, header.size)
+        for array in header.arrays:
+            _refuse_quantised(path, array.name, array.dtype.name)
+            name, whole = f"rank{number}/{array.name}", Box.whole(array.shape)
+            where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
+            arrays[name] = Tensor(name, array.dtype, array.shape, (Chunk(whole, array.dtype, where, array.name),))
+    found = describe(_config(source), {name.partition("/")[2] for name in arrays})
+    _check_ranks(found, files)
+    side, left = side_files(source, set(sizes))
+    return Manifest(
+        format=FORMAT.name,
+        tensors=arrays,
+        files=sizes,
+        objects=tuple(replace(each, policy="drop") if each.name == CONFIG else each for each in side),
+        warnings=left,
+        dialect=Dialect(trtllm.NAME, found.mesh, found.ranks, found.stages, found.facts),
+        own_config=found.config,
+    )
+
+
+def _files(source: Source) -> dict[int, str]:
+    """The files by rank; raises SourceError for a gap."""
+    numbers = sorted((int(match[1]), path) for path in source.files() if (match := _FILE.fullmatch(path)))
+    found = dict(numbers)
+    missing = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
+    if missing:
+        raise SourceError(_missing(missing, f"{found[max(found)]} is there"), hint=_FETCH)
+    return found
+
+
+def _config(source: Source) -> Config:
+    stat = source.files().get(CONFIG)
+    if stat is None:
+        raise SourceError(
+            f"there is no {CONFIG} beside rank0.safetensors, which says for how many ranks the files are",
+            hint="fetch it: TensorRT-LLM writes one into every checkpoint directory",
+        )
+    if stat.size > _LARGEST:
+        raise SourceError(f"{CONFIG} has {stat.size:,} bytes; more than {_LARGEST:,} are not read")
+    try:
+        parsed = json.loads(read(source, CONFIG))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(parsed, dict) or "architecture" not in parsed:
+        raise SourceError(
+            f"{CONFIG} names no architecture, so it is not TensorRT-LLM's",
+            hint="rankN.safetensors belong to the config.json that was written with them",
+        )
+    return Config(parsed)
+
+
+def _check_ranks(found: Description, files: dict[int, str]) -> None:
+    """Raise SourceError if there are more or fewer files than the mapping has ranks."""
+    count = len(found.ranks)
+    missing = [f"rank{n}.safetensors" for n in range(count) if n not in files]
+    if missing:
+        raise SourceError(_missing(missing, f"{CONFIG} says {found.mesh}, which has {count} files"), hint=_FETCH)
+    if len(files) > count:
+        raise SourceError(
+            f"{files[count]} is there, but {CONFIG} says {found.mesh}, which has only {count} files",
+            hint="files of two checkpoints may have been mixed",
+        )
+
+
+_FETCH: Final = "every rank's file is needed; fetch the rest"
+
+
+def _missing(names: Iterable[str], why: str) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return f"{', '.join(listed[:_SHOWN])}{more} {'is' if len(listed) == 1 else 'are'} missing: {why}"
+
+
+def _refuse_quantised(path: str, name: str, dtype: str) -> None:
+    if _SCALES.fullmatch(name) or dtype not in _PLAIN:
+        what = f"is {dtype}" if dtype not in _PLAIN else "scales quantised weights"
+        raise UnsupportedError(
+            f"{name} in {path} {what}: quantised checkpoints of TensorRT-LLM are not read",
+            hint="convert the model that was quantised",
+        )
+
+
+FORMAT: Final = Format("trtllm", "TensorRT-LLM's rankN.safetensors", detect, scan)

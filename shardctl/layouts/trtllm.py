@@ -1,0 +1,178 @@
+"""Directories that `trtllm-build` reads: `rankN.safetensors` of every tp and pp rank, and TensorRT-LLM's `config.json`.
+
+The config's fields are those that its own converters write (NVIDIA/TensorRT-LLM `tensorrt_llm/models/llama/config.py`
+and `qwen/config.py`, `from_hugging_face`); what stands in the files is in `schemas/trtllm`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import Dialect
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.packing import FileBuilder
+from shardctl.manifest import File
+from shardctl.mesh import Mesh
+from shardctl.models.config import Config
+from shardctl.schemas.trtllm import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE, even_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.layouts.composed import Order
+    from shardctl.manifest import Manifest
+
+_CONFIG: Final = "config.json"
+_ORDER: Final = ("pp", "cp", "tp")
+_TYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
+_ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+_GPUS_PER_NODE: Final = 8
+"""What TensorRT-LLM assumes where nobody says; it only decides how ranks reach each other."""
+_NONE, _RENORMALISE = 0, 1
+"""`MoeConfig.ExpertScaleNormalizationMode` of tensorrt_llm/layers/moe.py."""
+
+
+def pack(order: Order) -> Manifest:
+    """The file of every tp and pp rank, and `config.json`.
+
+    Raises as `Layout.pack` says.
+    """
+    mesh = _mesh(order)
+    stages = even_stages(order.model.layers, mesh.degree("pp"))
+    if order.stages not in (None, stages):
+        raise UsageError(
+            f"{TITLE} divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
+        )
+    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+    numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
+    facts = {PARALLEL_EMBEDDING: order.options.get(PARALLEL_EMBEDDING) == "true", EMBEDDING_DIM: 0}
+    dialect = Dialect(NAME, mesh, {rank: f"rank{n}/" for rank, n in numbers.items()}, stages, facts)
+    builder = FileBuilder({"format": "pt"})
+    arrays = composed(order, SCHEMA, dialect)
+    for rank, number in numbers.items():
+        builder.add(f"rank{number}.safetensors", arrays[rank])
+    content = (json.dumps(_config(order, dialect), indent=4) + "\n").encode()
+    files = {**builder.files, _CONFIG: File(_CONFIG, len(content), ((0, content),))}
+    return target(NAME, order, SCHEMA, dialect, files, builder.stored())
+
+
+def _mesh(order: Order) -> Mesh:
+    """The mesh that TensorRT-LLM numbers ranks by."""
+    mesh = order.mesh
+    for axis, degree in mesh.axes:
+        if degree > 1 and axis not in _ORDER:
+            raise CutError(
+                f"{TITLE} has ranks of tp, pp and cp, but the mesh is {mesh}",
+                hint=f"leave --{axis} out: every replica loads the same directory",
+            )
+    named = [axis for axis, degree in mesh.axes if degree > 1]
+    if named != [axis for axis in _ORDER if axis in named]:
+        raise CutError(
+            f"{TITLE} numbers the ranks of tp innermost, and those of pp outermost", hint="use --tp and --pp"
+        )
+    if mesh.ep > 1 and mesh.degree("cp") > 1:
+        raise CutError(f"{TITLE} does not divide experts over the ranks of cp", hint="leave --cp or --ep out")
+    return Mesh.of(**{axis: mesh.degree(axis) for axis in _ORDER}, ep=mesh.ep, etp=mesh.etp)
+
+
+def _config(order: Order, dialect: Dialect) -> dict[str, object]:
+    """The content of `config.json`."""
+    config, model, mesh = Config(order.config), order.model, dialect.mesh
+    heads = config.size("num_attention_heads")
+    routed = model.family in _ROUTED
+    ep, etp = (mesh.ep, mesh.etp) if routed else (1, mesh.degree("tp"))
+    tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
+    q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in ("q", "k"))
+    theta, scaling = _rope(order.config)
+    return {
+        "architecture": model.architecture,
+        "dtype": _dtype(order),
+        "logits_dtype": "float32",
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": k.shape[0] * heads // q.shape[0],
+        "head_size": q.shape[0] // heads,
+        "hidden_size": q.shape[1],
+        "intermediate_size": config.size("intermediate_size"),
+        "vocab_size": model.tensors["model.embed_tokens.weight"].shape[0],
+        "max_position_embeddings": config.values.get("max_position_embeddings"),
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": theta,
+        "rotary_scaling": scaling,
+        "hidden_act": "swiglu" if routed else config.text("hidden_act", "silu"),
+        "norm_epsilon": config.values.get("rms_norm_eps", 1e-6),
+        "qk_layernorm": "model.layers.0.self_attn.q_norm.weight" in model.tensors,
+        "attn_bias": "model.layers.0.self_attn.q_proj.bias" in model.tensors,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in model.tensors,
+        "tie_word_embeddings": "lm_head.weight" in model.aliases,
+        "use_parallel_embedding": dialect.switch(PARALLEL_EMBEDDING),
+        "embedding_sharding_dim": dialect.number(EMBEDDING_DIM),
+        "mapping": {
+            "world_size": mesh.world,
+            "gpus_per_node": _GPUS_PER_NODE,
+            "cp_size": cp,
+            "tp_size": tp,
+            "pp_size": pp,
+            "moe_tp_size": etp,
+            "moe_ep_size": ep,
+        },
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        **_experts(config, model.family),
+    }
+
+
+def _experts(config: Config, family: str) -> dict[str, object]:
+    """What TensorRT-LLM's Qwen has besides, and what its experts are."""
+    said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
+    if family not in _ROUTED:
+        return said
+    count = config.values.get("num_local_experts" if family == "mixtral" else "num_experts")
+    weighed = family == "mixtral" or config.switch("norm_topk_prob", default=False)
+    moe = {
+        "num_experts": count if count is not None else config.size("num_local_experts"),
+        "top_k": config.size("num_experts_per_tok", 2),
+        "normalization_mode": _RENORMALISE if weighed else _NONE,
+    }
+    if family != "mixtral":
+        said |= {
+            "moe_intermediate_size": config.size("moe_intermediate_size"),
+            "moe_shared_expert_intermediate_size": config.count("shared_expert_intermediate_size", 0),
+        }
+    return {**said, "moe": moe}
+
+
+def _dtype(order: Order) -> str:
+    """The type of the layers' weights."""
+    found = order.dtypes.get("model.layers.0.self_attn.q_proj.weight", BY_NAME["BF16"])
+    if found.name not in _TYPES:
+        raise UnsupportedError(
+            f"{TITLE} computes in bfloat16, float16 or float32, not in {found}", hint="use --dtype bf16"
+        )
+    return _TYPES[found.name]
+
+
+def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
+    """Theta and scaling of rotary embeddings, as older configs of transformers say them.
+
+    Raises UnsupportedError for a scaling that TensorRT-LLM does not know, and for embeddings of a part of each head.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: dict[str, object] = dict(given) if isinstance(given, dict) else {}
+    found = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if part != 1.0 or not isinstance(found, int | float):
+        raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {part} of each")
+    if kind == "default":
+        return float(found), None
+    if kind not in _SCALINGS:
+        raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {kind!r}")
+    return float(found), {"type": kind, "rope_type": kind, **rope}
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({PARALLEL_EMBEDDING}))
