@@ -53,6 +53,11 @@ class Share:
         )
 
 
+def whole(plan: CopyPlan) -> Share:
+    """All of a plan, for one worker."""
+    return Share(plan, {}, frozenset(plan.have.tensors))
+
+
 def divide(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
     """The files of each of `count` workers: every file once, and the heaviest worker as light as neighbours allow.
 

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _ATTEMPTS: Final = 10
 """How often a run that is just ending may take the file away from under us."""
+_PAUSE: Final = (0.02, 0.2)
+"""Seconds between two tries."""
 
 
 class Lock:
@@ -38,8 +42,23 @@ class Lock:
         """Whether this object holds it."""
         return self._descriptor is not None
 
-    def acquire(self) -> None:
-        """Take the lock, also from an owner that is dead; raises DestinationError if another run holds it."""
+    def acquire(self, patience: float = 0) -> None:
+        """Take the lock, also from an owner that is dead.
+
+        Raises DestinationError if another run holds it, and still does after `patience` seconds.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                self._acquire()
+            except DestinationError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(random.uniform(*_PAUSE))  # noqa: S311 - so that many do not try again at once
+            else:
+                return
+
+    def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):
             self._path.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # the owner just removed the directory

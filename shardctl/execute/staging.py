@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from shardctl.errors import AccessError, DestinationError
+from shardctl.execute import crew
 from shardctl.execute.lock import Lock
 from shardctl.execute.note import Note, way_back
 from shardctl.record import RECORD
@@ -42,9 +43,11 @@ Found = Literal["nothing", "empty", "ours"]
 class Staging:
     """The staging area of one destination; use as a context manager, which holds the lock."""
 
-    def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, destination: Path, *, overwrite: bool = False, patience: float = 0) -> None:
+        """`patience` is for how many seconds another run is waited for."""
         self.destination = _followed(destination)
         self._overwrite = overwrite
+        self._patience = patience
         self._inside = _no_beside(self.destination)
         """Whether the tree must be moved in file by file, because no rename can replace the directory."""
         beside = self.destination.parent / f".{self.destination.name}.shardctl"
@@ -64,7 +67,7 @@ class Staging:
         try:
             make_directories(self.root)
             self._require_own_directory()
-            self._lock.acquire()
+            self._lock.acquire(self._patience)
         except PermissionError as error:
             raise AccessError(f"{self.root.parent} cannot be written: {error.strerror}") from error
         except OSError as error:
@@ -79,7 +82,7 @@ class Staging:
 
     def __exit__(self, *exception: object) -> None:
         if self._lock.held:
-            if not self.journal.exists() and not self._note.exists():
+            if not self.journal.exists() and not self._note.exists() and not self.shared:
                 with contextlib.suppress(OSError):
                     self._remove(*self._trees())  # nothing goes on from a tree without a journal
             self._leave()
@@ -90,19 +93,34 @@ class Staging:
         with contextlib.suppress(OSError):
             self.root.rmdir()
 
+    @property
+    def shared(self) -> bool:
+        """Whether this is where several workers write one result."""
+        return (self.root / crew.NOTE).exists()
+
     def begin(self, tree: str, *, keep: bool) -> None:
         """Make the staging area ready to be filled; `keep` keeps what an earlier run left, else it is thrown away.
 
         `tree` names the result: runs that write different bytes never share files, even if they broke each other's
         lock. Raises DestinationError if a finished checkpoint stands at the destination and nobody said it may be
-        replaced.
+        replaced, or if several workers write to it.
         """
         if self.published:
             keep = False
             self._forget()
         self._require_replaceable()
+        if self.shared:
+            raise DestinationError(
+                f"{self.destination} is being written by several workers",
+                hint=f"shardctl finish {self.destination} completes it; to give it up, remove {self.root}",
+            )
         if not keep:
             self.discard()
+        self.proceed(tree)
+
+    def proceed(self, tree: str) -> None:
+        """Go on with a tree as it is."""
+        self._require_replaceable()
         self.data = self.root / tree
         with told(self.data, "making"):
             self.data.mkdir(exist_ok=True)
@@ -111,6 +129,7 @@ class Staging:
         """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
         with told(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
+            crew.forget(self.root)
             self._remove(*self._trees())
 
     def require_space(self, nbytes: int) -> None:
@@ -162,6 +181,7 @@ class Staging:
         """What tells a finished run from none goes last."""
         self._remove(self._old, *self._trees())
         self.journal.unlink(missing_ok=True)
+        crew.forget(self.root)
         self._note.unlink(missing_ok=True)
         self.published = False
 

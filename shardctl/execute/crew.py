@@ -1,0 +1,172 @@
+"""Several workers in one staging area: which plan they share, what each has finished, and who is at work.
+
+Invariants, besides those of the staging area:
+
+1. The plan is noted durably before any worker writes, and the note never changes: whoever has another plan is refused.
+2. A part is noted only after all of its bytes are on stable storage, by one rename.
+3. Nobody joins while the result is published, and nothing is published while anybody is at work.
+4. Each worker has a lock and a journal of its own, so whichever is killed, the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import DestinationError
+from shardctl.execute.lock import Lock
+from shardctl.execute.part import load
+from shardctl.execute.worker import Worker
+from shardctl.storage.durable import sync_directory, told, write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardctl.execute.part import Part
+    from shardctl.execute.staging import Staging
+
+SCHEMA: Final = "shardctl.workers/1"
+NOTE: Final = "workers.json"
+"""The plan of several workers; a staging area that has it belongs to them."""
+_SHOWN: Final = 8
+"""Workers named in one message."""
+
+
+class Crew:
+    """The workers of one destination. Everything is done while the staging area's own lock is held, but the work."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._note = staging.root / NOTE
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """What the workers share; None if there are none."""
+        try:
+            found = json.loads(self._note.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) and found.get("schema") == SCHEMA else None
+
+    def join(self, tree: str, header: Mapping[str, Any]) -> None:
+        """Make the staging area that of a plan, or find it so; `tree` names the result.
+
+        Raises DestinationError if it is that of another plan, or if the result is there already.
+        """
+        staging, wanted = self._staging, {"schema": SCHEMA, "tree": tree, **header}
+        found = self.plan
+        if staging.published:
+            raise DestinationError(
+                f"{staging.destination} already holds the finished checkpoint of these workers",
+                hint=f"shardctl finish {staging.destination} removes what they left",
+            )
+        if found is None:
+            staging.begin(tree, keep=False)
+            with told(self._note, "writing"):
+                sync_directory(staging.root)
+                _write(self._note, json.dumps(wanted).encode())
+        elif found != wanted:
+            differing = next((key for key in wanted if found.get(key) != wanted[key]), "schema")
+            raise DestinationError(
+                f"{staging.destination} is being written by {found.get('workers')} workers with another "
+                f"{_WORDS.get(differing, differing)}"
+                + (f": {found.get(differing)}, not {wanted[differing]}" if differing in _SHORT else ""),
+                hint=f"give all workers one command over one source; to give up what they have, remove {staging.root}",
+            )
+        else:
+            staging.proceed(tree)
+
+    def lock(self, worker: Worker) -> Lock:
+        """The lock of a worker, held for as long as it works."""
+        return Lock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}")
+
+    def journal(self, worker: Worker) -> Path:
+        """Where a worker notes what it has done so far."""
+        return self._path(worker, "journal")
+
+    def part(self, worker: Worker, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
+        """What a worker has finished, if all of it is still there; and the frame of the record, if it has that."""
+        with told(self._path(worker, "part"), "reading"):
+            found = load(self._path(worker, "part"), header)
+            if found is None:
+                return None
+            data = self._staging.root / str(header["tree"])
+            there = all(_size(data / path) == size for path, size in found[0].files.items())
+        return found if there else None
+
+    def part_exists(self, worker: Worker) -> bool:
+        """Whether a worker says that it is done."""
+        return self._path(worker, "part").exists()
+
+    def note_part(self, worker: Worker, content: bytes) -> None:
+        """Note durably that a worker is done."""
+        path = self._path(worker, "part")
+        with told(path, "writing"):
+            _write(path, content)
+
+    def forget_part(self, worker: Worker) -> None:
+        """Let a worker start anew."""
+        with told(self._staging.root, "emptying"):
+            self._path(worker, "part").unlink(missing_ok=True)
+            self.journal(worker).unlink(missing_ok=True)
+
+    def require_rest(self, count: int) -> None:
+        """Raise DestinationError if any worker is at work."""
+        for number in range(count):
+            worker = Worker(number, count)
+            if self._path(worker, "lock").exists():
+                lock = self.lock(worker)
+                lock.acquire()  # that of a dead worker is taken, and gone with this
+                lock.release()
+
+    def _path(self, worker: Worker, what: str) -> Path:
+        return self._staging.root / f"worker-{worker.number:05d}.{what}"
+
+
+_WORDS: Final = {
+    "plan": "plan",
+    "source": "state of the source",
+    "sha256": "choice of --hash",
+    "workers": "number of workers",
+    "overwrite": "choice of --overwrite",
+    "version": "version of shardctl",
+}
+"""What differs, in a sentence."""
+_SHORT: Final = frozenset({"workers", "version"})
+"""What can be shown."""
+
+
+def forget(root: Path) -> None:
+    """Remove what workers left in a staging area; the note of their plan goes last."""
+    for path in sorted(root.glob("worker-*")):
+        path.unlink(missing_ok=True)
+    (root / NOTE).unlink(missing_ok=True)
+
+
+def missing(workers: list[Worker]) -> str:
+    """Workers, named as a person would.
+
+    >>> missing([Worker(0, 3), Worker(2, 3)])
+    '0/3, 2/3'
+    """
+    more = f" and {len(workers) - _SHOWN} more" if len(workers) > _SHOWN else ""
+    return ", ".join(map(str, workers[:_SHOWN])) + more
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of a file or nothing, durably."""
+    draft = path.with_name(f"{path.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        draft.unlink()
+    write_file(draft, content)
+    draft.rename(path)
+    sync_directory(path.parent)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return None

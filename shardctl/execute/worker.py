@@ -1,0 +1,92 @@
+"""Which of several workers this process is: as the user says, or as the variables of its launcher say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COUNT: Final = "SHARDCTL_WORKERS"
+"""How many workers there are, where a launcher does not say."""
+_LAUNCHERS: Final = (
+    ("torchrun", "RANK", "WORLD_SIZE"),  # pytorch/torch/distributed/run.py, "Environment Variables"
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),  # srun(1), "OUTPUT ENVIRONMENT VARIABLES"
+    ("Kubernetes", "JOB_COMPLETION_INDEX", COUNT),  # kubernetes.io, "Indexed Job": a pod is not told how many there are
+)
+"""Each with the variable of the number and that of the count."""
+_TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun for what it starts, which Slurm or Kubernetes may have started it for."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Worker:
+    """One of `count` workers that share a conversion."""
+
+    number: int
+    """From 0."""
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise UsageError(
+                f"there is no worker {self.number} of {self.count}",
+                hint=f"workers are counted from 0: 0/{self.count} to {self.count - 1}/{self.count}"
+                if self.count > 0
+                else "the first of two workers is 0/2",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str, environment: Mapping[str, str]) -> Worker:
+        """Read ``I/N``, or for ``auto`` what the launcher says.
+
+        >>> Worker.parse("1/3", {})
+        Worker(number=1, count=3)
+        >>> Worker.parse("auto", {"RANK": "2", "WORLD_SIZE": "4"})
+        Worker(number=2, count=4)
+
+        Raises UsageError for anything else, or if launchers say nothing or contradict each other.
+        """
+        if text == "auto":
+            return _launched(environment)
+        match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+        if match is None:
+            raise UsageError(
+                f"--worker {text!r} is neither I/N nor auto", hint="the first of three workers is --worker 0/3"
+            )
+        return cls(int(match[1]), int(match[2]))
+
+
+def _launched(environment: Mapping[str, str]) -> Worker:
+    found: dict[str, Worker] = {}
+    for launcher, number, count in _LAUNCHERS:
+        if number in environment:
+            found[f"{launcher} ({number}, {count})"] = _said(environment, launcher, number, count)
+        if launcher == "torchrun" and found and _TORCHRUN in environment:
+            break
+    if not found:
+        known = ", ".join(f"{number} and {count} ({launcher})" for launcher, number, count in _LAUNCHERS)
+        raise UsageError(f"--worker auto finds none of {known}", hint="say it: --worker 0/3 is the first of three")
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{launcher}: {worker}" for launcher, worker in found.items())
+        raise UsageError(f"--worker auto: launchers contradict each other: {said}", hint="say it: --worker I/N")
+    return next(iter(found.values()))
+
+
+def _said(environment: Mapping[str, str], launcher: str, number: str, count: str) -> Worker:
+    if count not in environment:
+        raise UsageError(
+            f"--worker auto: {launcher} set {number}={environment[number]}, but not {count}",
+            hint=f"set {count} to the number of workers",
+        )
+    values = environment[number], environment[count]
+    if not all(value.isascii() and value.isdigit() for value in values):
+        raise UsageError(f"--worker auto: {number}={values[0]!r} of {count}={values[1]!r} are not two numbers")
+    return Worker(int(values[0]), int(values[1]))

@@ -1,0 +1,157 @@
+"""One worker's part of a conversion that several share; `finish` makes the result of all parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl import __version__
+from shardctl.execute.crew import Crew
+from shardctl.execute.interrupt import stopping
+from shardctl.execute.journal import Journal
+from shardctl.execute.part import Part, dump
+from shardctl.execute.progress import Progress, Silent
+from shardctl.execute.staging import Staging
+from shardctl.execute.worker import Worker
+from shardctl.shares import divide, share
+from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.frame import framed, overflow_warnings, to_json
+from shardctl.verbs.moving import heed, move, versions_of
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import check_apart, result_name
+from shardctl.workers import Stop
+
+if TYPE_CHECKING:
+    from shardctl.shares import Share
+    from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.moving import Versions
+    from shardctl.verbs.plan_file import PlanFile
+
+PATIENCE: Final = 60
+"""Seconds to wait while other workers join, one after another, or while a result is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """What one worker did."""
+
+    destination: Path
+    worker: Worker
+    part: Part
+    done_before: bool
+    """Whether an earlier run of this worker had done all of it."""
+    missing: tuple[Worker, ...]
+    """The workers that had not finished yet."""
+    warnings: tuple[str, ...]
+
+
+def contribute(
+    path: str | Path,
+    destination: str | Path,
+    wish: Wish | None = None,
+    *,
+    worker: Worker,
+    reading: Reading | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    sha256: bool = False,
+    progress: Progress | None = None,
+    plan: PlanFile | None = None,
+) -> Contributed:
+    """Write the files of one worker of a conversion into the staging area of `destination`, which all workers see.
+
+    All workers are given the same arguments but for `worker`, memory and threads. Each output file has one writer. On
+    return every byte of this part is right and on stable storage; on any error, the same call finishes it.
+    """
+    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
+        destination = Path(destination)
+        check_apart(checkpoint, destination)
+        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
+        identity, versions = work.identity(), versions_of(work)
+        header = {
+            "plan": identity,
+            "source": {name: [size, _anywhere(str(version))] for name, (size, version) in versions.items()},
+            "sha256": sha256,
+            "workers": worker.count,
+            "overwrite": overwrite,
+            "version": __version__,
+        }
+        tree = result_name(identity, header["source"], sha256)
+        with Staging(destination, overwrite=overwrite, patience=PATIENCE) as staging:
+            crew = Crew(staging)
+            crew.join(tree, header)
+            lock = crew.lock(worker)
+            lock.acquire()
+        try:
+            desk = _Desk(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
+            return desk.run(versions, resume=resume, progress=progress or Silent())
+        finally:
+            lock.release()
+
+
+def _anywhere(version: str) -> str:
+    """A file's version as other machines see it: they may number its inode differently, but not its last change."""
+    inode, colon, modified = version.partition(":")
+    return modified if colon and inode.isdigit() and modified.isdigit() else version
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """Where one worker works."""
+
+    work: Draft
+    staging: Staging
+    crew: Crew
+    worker: Worker
+    header: dict[str, Any]
+
+    def run(self, versions: Versions, *, resume: bool, progress: Progress) -> Contributed:
+        found = self.crew.part(self.worker, self.header) if resume else None
+        part = found[0] if found else self._made(versions, resume=resume, progress=progress)
+        all_workers = (Worker(number, self.worker.count) for number in range(self.worker.count))
+        return Contributed(
+            destination=self.staging.destination,
+            worker=self.worker,
+            part=part,
+            done_before=found is not None,
+            missing=tuple(w for w in all_workers if not self.crew.part_exists(w)),
+            warnings=(*self.work.have.warnings, *self._overflow(part)),
+        )
+
+    def _made(self, versions: Versions, *, resume: bool, progress: Progress) -> Part:
+        work, mine = self.work, self._share()
+        path = self.crew.journal(self.worker)
+        header: dict[str, Any] = {**self.header, "source": versions, "block": work.budget.block}
+        earlier = (Journal.header(path) if resume else None) or {}
+        block = earlier.get("block")
+        if isinstance(block, int) and block > 0 and earlier == {**header, "block": block, "schema": Journal.SCHEMA}:
+            header["block"] = block  # so that the bands are the same ones
+            work = replace(work, budget=work.budget.with_block(block))
+        else:
+            self.crew.forget_part(self.worker)
+        self.staging.require_space(work.write_bytes)
+        stop = Stop()
+        with stopping(stop):
+            part = move(
+                work,
+                mine,
+                work.carried if self.worker.number == 0 else (),
+                self.staging.data,
+                (path, header),
+                versions=versions,
+                discard=lambda: self.crew.forget_part(self.worker),
+                sha256=bool(self.header["sha256"]),
+                progress=progress,
+                stop=stop,
+            )
+            frame = to_json(framed(work, self.header["plan"])) if self.worker.number == 0 else None
+            heed(stop)
+            self.crew.note_part(self.worker, dump(part, self.header, frame))
+        return part
+
+    def _overflow(self, part: Part) -> tuple[str, ...]:
+        return tuple(overflow_warnings(framed(self.work, ""), [part])) if part.overflowed else ()
+
+    def _share(self) -> Share:
+        return share(self.work.plan, divide(self.work.plan, self.worker.count), self.worker.number)

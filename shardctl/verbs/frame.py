@@ -1,0 +1,190 @@
+"""The frame of a record: all that `shardctl.json` will say and that is known before a byte is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl import __version__
+from shardctl.digest import Sums, checkpoint_digest, tensor_digest
+from shardctl.dtype import BY_NAME
+from shardctl.errors import SourceError
+from shardctl.manifest import Region
+from shardctl.record import RECORD, Hashed, Record, RecordedTensor, StoredBox, dump, load
+from shardctl.verbs.optimizer import states_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.dtype import DType
+    from shardctl.execute.part import Part
+    from shardctl.verbs.drafting import Draft
+
+SUMS: Final = "SHA256SUMS"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A record without digests, and what it takes to complete it when the parts are there, without the source."""
+
+    record: Record
+    dtypes: Mapping[str, DType]
+    """The types that the source has, of the tensors that are cast."""
+    states: frozenset[str]
+    """The tensors that are an optimizer's, and not in the model's digest."""
+    expected: Mapping[str, str]
+    """The digests that the source's own record has."""
+    source: str
+    """What the source is called."""
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def framed(work: Draft, identity: str) -> Frame:
+    """What is known of the result of a conversion."""
+    tensors, dtypes = {}, {}
+    for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
+        have, want = copy.source, copy.target
+        stored = sorted((c.where.file, c.box.origin, c.name, c.box) for c in want.chunks if isinstance(c.where, Region))
+        tensors[have.name] = RecordedTensor(
+            dtype=want.dtype,
+            shape=want.shape,
+            digest="",
+            source_digest="",
+            ties=have.ties,
+            spelling=have.spelling,
+            stored=tuple(StoredBox(file, name, box) for file, _, name, box in stored),
+        )
+        if have.dtype != want.dtype:
+            dtypes[have.name] = have.dtype
+    sizes = {path: file.size for path, file in work.plan.want.files.items()}
+    sizes |= {side.name: len(side.content) if side.content is not None else side.size for side in work.carried}
+    record = Record(
+        version=__version__,
+        plan=identity,
+        layout=work.layout,
+        digest="",
+        source_digest="",
+        source={
+            "format": work.have.format,
+            "files": {path: file.size for path, file in sorted(work.have.files.items())},
+        }
+        | _address(work),
+        mesh=work.mesh if work.stages else None,
+        stages=work.stages,
+        architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
+        options=work.options,
+        files=dict(sorted(sizes.items())),
+        tensors=tensors,
+    )
+    training = work.checkpoint.stored.training
+    return Frame(
+        record=record,
+        dtypes=dtypes,
+        states=frozenset(name for name in tensors if name in states_of(work.have)),
+        expected=_expected(work),
+        source=work.checkpoint.source.name,
+        warnings=tuple(work.have.warnings),
+        notes=training.notes if training is not None else (),
+    )
+
+
+def _address(work: Draft) -> dict[str, str]:
+    """Where the source is, if that says the same to everybody: paths are the business of one machine."""
+    location = work.checkpoint.source.location
+    return {"address": location} if "://" in location else {}
+
+
+def _expected(work: Draft) -> dict[str, str]:
+    """The digests of tensors as shardctl once wrote them, if it wrote the source."""
+    recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
+    return {
+        name: recorded[name].digest
+        for name, tensor in work.have.tensors.items()
+        if name in recorded and (recorded[name].dtype, recorded[name].shape) == (tensor.dtype, tensor.shape)
+    }
+
+
+def completed(frame: Frame, parts: Sequence[Part]) -> Record:
+    """The record of a result whose parts are all there.
+
+    Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote.
+    """
+    tensors, source_rows = {}, []
+    for name, tensor in frame.record.tensors.items():
+        have = frame.dtypes.get(name, tensor.dtype)
+        read, written = Sums.zero(have), Sums.zero(tensor.dtype)
+        for part in parts:
+            if name in part.source_sums:
+                read += part.source_sums[name]
+                written += part.output_sums[name]
+        source_digest = tensor_digest(read, have, tensor.shape)
+        if frame.expected.get(name, source_digest) != source_digest:
+            raise SourceError(
+                f"{name} has changed since {frame.source} was written: digest {source_digest}, but {RECORD} has "
+                f"{frame.expected[name]}",
+                hint=f"shardctl verify SRC --level full says where; remove {RECORD} if it was changed on purpose",
+            )
+        digest = tensor_digest(written, tensor.dtype, tensor.shape)
+        tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)
+        if name not in frame.states:
+            source_rows.append((name, have, tensor.shape, source_digest))
+    weights = ((n, t.dtype, t.shape, t.digest) for n, t in tensors.items() if n not in frame.states)
+    hashes = {path: found for part in parts for path, found in part.hashes.items()}
+    return replace(
+        frame.record,
+        digest=checkpoint_digest(weights),
+        source_digest=checkpoint_digest(source_rows),
+        tensors=tensors,
+        hashes={path: hashes[path] for path in frame.record.files},
+    )
+
+
+def with_sums(record: Record, sums: bytes, hashed: Hashed) -> Record:
+    """The record of a result that has `SHA256SUMS` as well."""
+    hashes = {**record.hashes, SUMS: hashed}
+    files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
+    return replace(record, files=files, hashes={path: hashes[path] for path in files})
+
+
+def sums_file(parts: Sequence[Part]) -> bytes:
+    """The content of `SHA256SUMS`: every data and side file."""
+    found = {path: sha256 for part in parts for path, sha256 in part.sha256.items()}
+    return "".join(f"{found[path]}  {path}\n" for path in sorted(found, key=PurePosixPath)).encode()
+
+
+def overflow_warnings(frame: Frame, parts: Sequence[Part]) -> Iterator[str]:
+    """What a cast could not hold, tensor by tensor."""
+    counts: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.overflowed.items():
+            counts[name] = counts.get(name, 0) + count
+    for name, count in sorted(counts.items()):
+        yield f"{name}: {count} finite values became infinite in {frame.record.tensors[name].dtype}"
+
+
+def to_json(frame: Frame) -> dict[str, Any]:
+    """The frame, for the worker that keeps it."""
+    return {
+        "record": dump(frame.record).decode(),
+        "dtypes": {name: dtype.name for name, dtype in frame.dtypes.items()},
+        "states": sorted(frame.states),
+        "expected": dict(frame.expected),
+        "source": frame.source,
+        "warnings": list(frame.warnings),
+        "notes": list(frame.notes),
+    }
+
+
+def from_json(raw: Mapping[str, Any]) -> Frame:
+    """The frame that `to_json` wrote."""
+    return Frame(
+        record=load(raw["record"].encode()),
+        dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},
+        states=frozenset(raw["states"]),
+        expected=raw["expected"],
+        source=raw["source"],
+        warnings=tuple(raw["warnings"]),
+        notes=tuple(raw["notes"]),
+    )
