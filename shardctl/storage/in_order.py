@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _PATIENCE: Final = 60.0
 """Seconds that one thread waits for the stretch before its own; then the file's hash is given up."""
+_GRACE: Final = 0.3
+"""Seconds for the thread that has taken up the stretch before to begin fetching it."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class InOrder:
     """Compares files that are read whole with the hashes that they should have.
 
     Nothing is kept: a thread whose stretch comes too early waits for the one before, which another thread is fetching.
-    Where nobody is, the file is not being read in order, and there will be no hash of it.
+    Where nobody is for a while, the file is not being read in order, and there will be no hash of it.
     """
 
     def __init__(self, expected: Mapping[str, Promise]) -> None:
@@ -89,15 +91,16 @@ class InOrder:
 
     def _wait(self, file: Promise, start: int, stop: int) -> int | None:
         """Where in the file to go on hashing, once it is the turn of this stretch; None if it brings nothing new."""
-        end = time.monotonic() + _PATIENCE
+        now = time.monotonic()
+        end, soon = now + _PATIENCE, now + _GRACE
         while not file.over and file.position < stop:
             if start <= file.position and not file.busy:
                 return file.position
             coming = any(begin <= file.position < until for begin, until in file.flights)
-            if not coming or time.monotonic() > end:
+            if time.monotonic() > (end if coming else soon):
                 file.over = True
                 break
-            file.turn.wait(1.0)
+            file.turn.wait(_GRACE / 10)
         return None
 
     def _compare(self, path: str, file: Promise) -> None:

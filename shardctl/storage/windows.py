@@ -68,7 +68,8 @@ class Windows:
                 window = self._covering(path, start)
                 ours = window is None
                 if window is None:
-                    length = STRIDE if 0 <= start - self._ends.get(path, -1) <= GLANCE else GLANCE
+                    end = self._ends.get(path)
+                    length = STRIDE if end is not None and 0 <= start - end <= GLANCE else GLANCE
                     self._ends[path] = start + max(len(rest), length)
                     if len(rest) < length:
                         window = self._add(path, start, length)
@@ -93,6 +94,7 @@ class Windows:
                 room -= length
                 if room < 0:
                     break
+                self._ends[path] = offset + length
                 if length > 0 and self._covering(path, offset) is None:
                     wanted.append((path, self._add(path, offset, length)))
         try:

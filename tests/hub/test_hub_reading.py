@@ -1,0 +1,42 @@
+"""A model on the Hub is read as the same files here would be: one commit, few requests, right bytes."""
+
+import pytest
+from hub_models import content, model, write
+
+from shardctl.mesh import Mesh
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.reshard import reshard
+
+NAME = "someone/llama"
+
+
+@pytest.fixture
+def files(hub):
+    files = model()
+    hub.add(NAME, files)
+    return files
+
+
+def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
+    there, here = inspect(NAME), inspect(write(files, tmp_path / "here"))
+    assert (there.tensors, there.dtypes, there.carried, there.dropped) == (
+        here.tensors, here.dtypes, here.carried, here.dropped,
+    )  # fmt: skip
+    assert digest(NAME).digest == digest(tmp_path / "here").digest
+
+
+@pytest.mark.parametrize("wish", [Wish(mesh=Mesh.of(tp=2, pp=2)), Wish(max_shard_size=100_000), Wish(dtype="bf16")])
+def test_it_is_converted_to_the_same_bytes(files, tmp_path, wish):
+    here = reshard(write(files, tmp_path / "here"), tmp_path / "from-here", wish)
+    there = reshard(NAME, tmp_path / "from-there", wish)
+    assert content(tmp_path / "from-there") == content(tmp_path / "from-here")
+    assert there.record.digest == here.record.digest
+
+
+def test_the_result_says_where_it_came_from_and_what_was_proved(hub, files, tmp_path):
+    done = reshard(NAME, tmp_path / "out")
+    commit = hub.repositories[NAME].references["main"]
+    assert done.record.source["address"] == f"hf://{NAME}@{commit}"
+    assert done.notes == (f"{len(files)} of {len(files)} files from the Hub have the hashes that it promises",)

@@ -1,0 +1,288 @@
+"""Whatever goes wrong on the way, the bytes are right or there is an error; never anything else."""
+
+import threading
+
+import hub_server as server
+import pytest
+from hub_models import content, model, write
+from hub_server import status
+from huggingface_hub import constants
+
+from shardctl.errors import AccessError, ChangedError, Interrupted, SourceError, TransientError
+from shardctl.mesh import Mesh
+from shardctl.storage import patience
+from shardctl.storage.hub import ranges
+from shardctl.storage.places import open_source
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.plan import plan
+from shardctl.verbs.reshard import reshard
+from shardctl.workers import Stop
+
+NAME = "someone/llama"
+WISH = Wish(mesh=Mesh.of(tp=2))
+SHARD = "model-00002-of-00003.safetensors"
+
+
+@pytest.fixture
+def files(hub):
+    files = model()
+    hub.add(NAME, files)
+    return files
+
+
+@pytest.fixture
+def right(files, tmp_path):
+    """What comes out if nothing goes wrong."""
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    return content(tmp_path / "right")
+
+
+PASSING = {
+    "503": status(503),
+    "500": status(500),
+    "429": status(429),
+    "429 with a time": status(429, Retry_After="0"),
+    "no answer": server.dropped,
+    "half a body": server.short_body,
+    "half a range": server.short_answer,
+    "half a length": server.short_length,
+    "another range": server.other_range,
+    "no range": server.no_range,
+    "another size": server.other_size,
+    "too much": server.too_long,
+    "an address refused": status(403),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+def test_trouble_with_a_range_is_overcome(hub, files, right, tmp_path, fault):
+    hub.fail("cdn", *[fault, None] * 3)
+    planned = plan(NAME, WISH)
+    assert planned.conversion.read_bytes
+    hub.fail("cdn", fault, None, None, fault, fault, None, fault)
+    reshard(NAME, tmp_path / "out", WISH)
+    assert hub.faults_left == 0
+    assert content(tmp_path / "out") == right
+
+
+@pytest.mark.parametrize("fault", [status(503), status(429), server.dropped], ids=["503", "429", "no answer"])
+@pytest.mark.parametrize("route", ["info", "resolve"])
+def test_trouble_with_the_hub_itself_is_overcome(hub, files, right, tmp_path, route, fault):
+    hub.fail(route, fault, fault)
+    reshard(NAME, tmp_path / "out", WISH)
+    assert hub.faults_left == 0
+    assert content(tmp_path / "out") == right
+
+
+def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, files, right, tmp_path):
+    hub.fail("cdn", *[server.ignored_range] * 50)
+    hub.fail("resolve", *[server.ignored_range] * 3, path=".json")
+    reshard(NAME, tmp_path / "out", WISH)
+    assert content(tmp_path / "out") == right
+
+
+def test_large_ones_are_refused_there(hub, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranges, "_WHOLE", 1000)
+    hub.fail("cdn", *[server.ignored_range] * 50)
+    with pytest.raises(SourceError, match="a part of .* was asked for, and all of it came back") as refused:
+        reshard(NAME, tmp_path / "out", WISH)
+    assert "proxy" in refused.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_bodies_that_somebody_compressed_are_refused(hub, files, tmp_path):
+    hub.fail("cdn", server.encoded)
+    with pytest.raises(SourceError, match="encoded as gzip"):
+        reshard(NAME, tmp_path / "out", WISH)
+
+
+def test_a_body_that_ends_early_is_gone_on_with(hub, files):
+    """Only what is missing is asked for again."""
+    hub.fail("cdn", server.short_body)
+    source = open_source(NAME)
+    size = len(files[SHARD])
+    into = bytearray(size)
+    source.read_at(SHARD, 0, memoryview(into))
+    assert bytes(into) == files[SHARD]
+    assert [request.range for request in hub.asked("cdn")] == [f"bytes=0-{size - 1}", f"bytes={size // 2}-{size - 1}"]
+
+
+def test_an_address_is_asked_for_once_and_again_when_it_is_over(hub, tmp_path):
+    large = model(hidden_size=256, vocab_size=4096)
+    hub.add(NAME, large)
+    hub.uses = 2
+    reshard(NAME, tmp_path / "out", WISH)
+    reshard(write(large, tmp_path / "large"), tmp_path / "from-large", WISH)
+    assert content(tmp_path / "out") == content(tmp_path / "from-large")
+    asked = [request for request in hub.asked("resolve") if request.path == SHARD]
+    assert len(asked) > 1
+
+    hub.uses, hub.requests = None, []
+    reshard(NAME, tmp_path / "again", WISH)
+    assert len([request for request in hub.asked("resolve") if request.path == SHARD]) == 1
+
+
+def test_all_addresses_are_over_at_once(hub, files):
+    source = open_source(NAME)
+    parts = [memoryview(bytearray(70_000)) for _ in "12"]
+    source.read_at(SHARD, 0, parts[0])
+    hub.expire()
+    threads = [threading.Thread(target=source.read_at, args=(SHARD, 100_000, part)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [bytes(part) for part in parts] == [files[SHARD][100_000:170_000]] * 2
+    assert len(hub.asked("resolve")) == 2, "one thread asks for all"
+
+
+def test_what_never_works_ends_as_passing_trouble(hub, files, tmp_path):
+    hub.fail("cdn", *[status(503)] * 500)
+    with pytest.raises(TransientError, match=r"reading .* failed 8 times, the last time because HTTP 503") as trouble:
+        reshard(NAME, tmp_path / "out", WISH)
+    assert "same command again" in trouble.value.hint
+    assert trouble.value.exit_code == 7
+
+
+def test_the_same_command_goes_on_after_it(hub, tmp_path):
+    large = model(hidden_size=256, vocab_size=4096)
+    hub.add(NAME, large)
+    reshard(write(large, tmp_path / "large"), tmp_path / "all", WISH)
+    hub.fail("cdn", *[None] * 12, *[status(503)] * 500)
+    with pytest.raises(TransientError):
+        reshard(NAME, tmp_path / "out", WISH)
+    hub._faults.clear()
+    done = reshard(NAME, tmp_path / "out", WISH)
+    assert done.kept_bytes
+    assert "not read whole" in done.notes[0]
+    assert content(tmp_path / "out") == content(tmp_path / "all")
+
+
+def test_a_server_is_waited_for_as_long_as_it_asks(hub, files):
+    hub.fail("cdn", status(429, Retry_After="1"))
+    import time
+
+    began = time.monotonic()
+    inspect(NAME)
+    assert time.monotonic() - began >= 1
+
+
+def test_a_branch_that_moves_midway_changes_nothing(hub, files, right, tmp_path):
+    def pushed(handler, *_):
+        hub.repositories[NAME].push(model(seed=8))
+        handler.answer(503)
+
+    hub.fail("cdn", None, None, None, pushed)
+    done = reshard(NAME, tmp_path / "out", WISH)
+    assert content(tmp_path / "out") == right
+    assert hub.repositories[NAME].references["main"] not in done.record.source["address"]
+
+
+def test_a_branch_that_moved_is_begun_anew(hub, files, tmp_path):
+    """What an interrupted run kept is of another commit."""
+    hub.fail("cdn", *[None] * 8, *[status(503)] * 500)
+    with pytest.raises(TransientError):
+        reshard(NAME, tmp_path / "out", WISH)
+    hub._faults.clear()
+    later = model(seed=8)
+    hub.repositories[NAME].push(later)
+    done = reshard(NAME, tmp_path / "out", WISH)
+    assert done.kept_bytes == 0
+    reshard(write(later, tmp_path / "later"), tmp_path / "right", WISH)
+    assert content(tmp_path / "out") == content(tmp_path / "right")
+
+
+@pytest.mark.parametrize(
+    "header", [{"X_Repo_Commit": "f" * 40}, {"X_Linked_Etag": '"' + "f" * 64 + '"'}, {"X_Linked_Size": "7"}], ids=str
+)
+def test_another_file_than_was_listed_is_refused(hub, files, tmp_path, header):
+    hub.fail("resolve", status(302, Location="http://127.0.0.1:1/x", **header), path=SHARD)
+    with pytest.raises(ChangedError, match="not the file that the Hub listed"):
+        reshard(NAME, tmp_path / "out", WISH)
+
+
+def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, files, right, tmp_path):
+    hub.fail("cdn", *[None] * 5, server.flipped_bit)
+    with pytest.raises(ChangedError, match="its sha256 is .* was promised"):
+        reshard(NAME, tmp_path / "out", WISH)
+    assert not (tmp_path / "out").exists()
+    done = reshard(NAME, tmp_path / "out", WISH)
+    assert done.kept_bytes == 0, "nothing of what was wrong is kept"
+    assert content(tmp_path / "out") == right
+
+
+def test_one_wrong_bit_in_a_config_is_found(hub, files, tmp_path):
+    hub.fail("resolve", server.flipped_bit, path="config.json")
+    with pytest.raises(ChangedError, match="its sha1 is"):
+        inspect(NAME)
+
+
+def test_the_hub_is_not_there(hub, files, monkeypatch):
+    hub.close()
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(TransientError, match="is no path here, and .* cannot be reached") as trouble:
+        inspect(NAME)
+    assert "HF_HUB_OFFLINE" in trouble.value.hint
+
+
+def test_a_page_that_asks_to_log_in_to_a_network_is_no_answer(hub, files):
+    hub.fail("info", *[lambda handler, *_: handler.answer(200, b"<html>Welcome to the hotel</html>")] * 3)
+    with pytest.raises(TransientError, match="not what the Hub would say"):
+        inspect(NAME)
+
+
+def test_a_signal_ends_the_waiting(hub, files, monkeypatch):
+    monkeypatch.setattr(patience, "FIRST_WAIT", 60)
+    hub.fail("cdn", *[status(503)] * 9)
+    source, stop = open_source(NAME), Stop()
+    source.heed(stop)
+    threading.Timer(0.3, lambda: setattr(stop, "signal", 2)).start()
+    with pytest.raises(Interrupted):
+        source.read_at(SHARD, 0, memoryview(bytearray(10)))
+
+
+class TestRefusals:
+    def test_what_does_not_exist(self, hub):
+        with pytest.raises(SourceError, match="neither a path here nor a model on the Hub that you may see") as refused:
+            inspect("someone/nothing")
+        assert refused.value.exit_code == 4
+        assert "hf auth login" in refused.value.hint
+
+    def test_the_same_with_a_token(self, hub, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "hf_good")
+        with pytest.raises(SourceError, match="neither a path here"):
+            inspect("someone/nothing")
+
+    def test_a_token_that_is_none(self, hub, files, monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", "hf_bad")
+        with pytest.raises(AccessError, match="401") as refused:
+            inspect(NAME)
+        assert refused.value.exit_code == 5
+
+    def test_a_gated_model(self, hub, tmp_path, monkeypatch):
+        hub.add(NAME, model(), gated=True)
+        with pytest.raises(AccessError, match="is gated") as refused:
+            inspect(NAME)
+        assert f"accept its terms at {hub.url}/{NAME}" in refused.value.hint
+        monkeypatch.setenv("HF_TOKEN", "hf_good")
+        assert inspect(NAME).parameters
+
+    def test_a_revision_that_does_not_exist(self, hub, files):
+        with pytest.raises(SourceError, match="has no revision 'v9'"):
+            inspect(f"{NAME}@v9")
+
+    def test_a_folder_that_does_not_exist(self, hub, files):
+        with pytest.raises(SourceError, match="none is missing in someone/llama"):
+            inspect(f"hf://{NAME}/none")
+
+    def test_names_that_no_repository_has(self, hub):
+        with pytest.raises(SourceError, match="neither a path here nor a name that the Hub allows"):
+            inspect("someone/a--b")
+
+
+def test_the_digest_is_right_in_spite_of_everything(hub, files, tmp_path):
+    expected = digest(write(files, tmp_path / "here")).digest
+    hub.fail("cdn", *[each for fault in PASSING.values() for each in (fault, fault, None)])
+    assert digest(NAME).digest == expected
