@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from shardctl import __version__
-from shardctl.cli import diff, digest, inspect, plan, reshard, streams, verify
+from shardctl.cli import diff, digest, finish, inspect, plan, reshard, streams, verify
 
 EXIT_CODES = """\
 Exit codes:
@@ -51,6 +51,6 @@ def shardctl(
     """Hold what stands before the command."""
 
 
-for verb in (inspect, plan, reshard, verify, diff, digest):
+for verb in (inspect, plan, reshard, finish, verify, diff, digest):
     name = verb.__name__.rpartition(".")[2]
     app.command(name, epilog=verb.EXAMPLES)(getattr(verb, name))

@@ -1,7 +1,9 @@
 """`shardctl reshard`."""
 
+import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,7 @@ from shardctl.cli import options, streams
 from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from shardctl.execute.worker import Worker
     from shardctl.verbs.drafting import Wish
     from shardctl.verbs.opening import Reading
     from shardctl.verbs.plan_file import PlanFile
@@ -22,6 +25,7 @@ Examples:
 """
 _BESIDE_A_PLAN = frozenset(
     {"src", "dst", "plan", "dry_run", "overwrite", "no_resume", "checksums", "json", "memory", "threads", "strict"}
+    | {"worker"}
 )
 """What may be given with `--plan`: places, effort, and what shapes no byte."""
 
@@ -74,6 +78,14 @@ def reshard(
     optimizer_states: options.OptimizerStates = None,
     memory: options.Memory = None,
     threads: options.Threads = None,
+    worker: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N|auto",
+            show_default=False,
+            help="Write the part of one of N machines, I from 0; then shardctl finish DST.",
+        ),
+    ] = None,
     config: options.Config = None,
     rules: options.Rules = None,
     rules_from: options.RulesFrom = None,
@@ -109,11 +121,21 @@ def reshard(
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
+    crew = _worker(worker)
     if dry_run:
         _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
     else:
+        run = _reshard if crew is None else partial(_contribute, crew)
         resume = not no_resume
-        _reshard(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
+        run(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
+
+
+def _worker(text: str | None) -> "Worker | None":
+    if text is None:
+        return None
+    from shardctl.execute.worker import Worker
+
+    return Worker.parse(text, os.environ)
 
 
 def _followed(context: typer.Context, path: Path) -> "PlanFile":
@@ -182,3 +204,43 @@ def _reshard(
         streams.record(documents.resharded(done, seconds))
     else:
         streams.show(conversion(done, seconds))
+
+
+def _contribute(
+    worker: "Worker",
+    src: str,
+    dst: str,
+    wish: "Wish",
+    reading: "Reading",
+    plan: "PlanFile | None",
+    *,
+    overwrite: bool,
+    resume: bool,
+    checksums: str | None,
+    json: bool,
+) -> None:
+    from shardctl.cli.progress import watching
+    from shardctl.report import documents
+    from shardctl.report.conversion import contribution
+    from shardctl.verbs.contribute import contribute as verb
+
+    began = time.monotonic()
+    with watching("reshard", json=json) as progress:
+        done = verb(
+            src,
+            dst,
+            wish,
+            worker=worker,
+            reading=reading,
+            overwrite=overwrite,
+            resume=resume,
+            sha256=checksums == "sha256",
+            progress=progress,
+            plan=plan,
+        )
+    seconds = time.monotonic() - began
+    streams.warn(done.warnings)
+    if json:
+        streams.record(documents.contributed(done, seconds))
+    else:
+        streams.show(contribution(done, seconds))

@@ -11,8 +11,10 @@ from shardctl.mesh import EXPERT_AXES
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.report.meter import Meter
+    from shardctl.verbs.contribute import Contributed
     from shardctl.verbs.diff import Diffed
     from shardctl.verbs.digest import Digested
+    from shardctl.verbs.finish import Finished
     from shardctl.verbs.inspect import Inspected
     from shardctl.verbs.level import Level, Verified
     from shardctl.verbs.reshard import Resharded
@@ -118,6 +120,50 @@ def resharded(done: Resharded, seconds: float) -> Document:
         "written_bytes": done.written_bytes,
         "kept_bytes": done.kept_bytes,
         "projected_memory_bytes": done.projected_memory_bytes,
+        "seconds": round(seconds, 3),
+        "digest": record.digest,
+        "source_digest": record.source_digest,
+        "notes": list(done.notes),
+        "warnings": list(done.warnings),
+    }
+
+
+def contributed(done: Contributed, seconds: float) -> Document:
+    """What one worker did."""
+    part = done.part
+    return head("reshard") | {
+        "dry_run": False,
+        "destination": str(done.destination),
+        "worker": done.worker.number,
+        "workers": done.worker.count,
+        "workers_missing": [worker.number for worker in done.missing],
+        "files": len(part.files),
+        "file_bytes": sum(part.files.values()),
+        "read_bytes": part.read_bytes,
+        "written_bytes": 0 if done.done_before else part.written_bytes,
+        "kept_bytes": part.written_bytes + part.kept_bytes if done.done_before else part.kept_bytes,
+        "projected_memory_bytes": part.projected_memory_bytes,
+        "seconds": round(seconds, 3),
+        "warnings": list(done.warnings),
+    }
+
+
+def finished(done: Finished, seconds: float) -> Document:
+    """What `finish` made of the parts of all workers."""
+    record = done.record
+    return head("finish") | {
+        "destination": str(done.destination),
+        "finished_before": not done.workers,
+        "workers": done.workers,
+        "layout": record.layout,
+        "architecture": record.architecture,
+        "mesh": mesh_fields(record.mesh),
+        "stages": list(record.stages),
+        "tensors": len(record.tensors),
+        "files": len(record.files) + 1,
+        "file_bytes": sum(record.files.values()),
+        "read_bytes": sum(part.read_bytes for part in done.parts),
+        "written_bytes": sum(part.written_bytes + part.kept_bytes for part in done.parts),
         "seconds": round(seconds, 3),
         "digest": record.digest,
         "source_digest": record.source_digest,

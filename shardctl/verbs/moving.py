@@ -76,6 +76,7 @@ def move(
     """
     work.checkpoint.source.heed(stop)
     effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
+    work.checkpoint.source.heed(stop)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
     require_agreement(tensors, work.checkpoint.source, effort)
     with _unchanged(work, versions, discard):

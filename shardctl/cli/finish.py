@@ -1,0 +1,39 @@
+"""`shardctl finish`."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from shardctl.cli import options, streams
+
+EXAMPLES = """
+Examples:
+  shardctl finish ./llama-tp8
+  shardctl finish ./llama-tp8 --json
+"""
+
+
+def finish(
+    dst: Annotated[
+        str,
+        typer.Argument(
+            metavar="DST", parser=options.place, show_default=False, help="What the workers were told to write."
+        ),
+    ],
+    *,
+    json: options.Json = False,
+) -> None:
+    """Check that all workers of reshard --worker are done, write shardctl.json, and publish."""
+    from shardctl.report import documents
+    from shardctl.report.conversion import finished
+    from shardctl.verbs.finish import finish as verb
+
+    began = time.monotonic()
+    done = verb(dst)
+    seconds = time.monotonic() - began
+    streams.warn(done.warnings)
+    if json:
+        streams.document(documents.finished(done, seconds))
+    else:
+        streams.show(finished(done, seconds))
