@@ -90,6 +90,7 @@ class HubServer:
         self.requests = []
         self.sent = Counter()
         """Bytes of bodies by route."""
+        self.connections = 0
         self.uses = None
         """How often a signed address is good, if not for ever."""
         self._signed = {}
@@ -177,6 +178,11 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     route = ""
 
+    def setup(self):
+        super().setup()
+        with self.hub._lock:
+            self.hub.connections += 1
+
     def log_message(self, *_):
         """Stay silent."""
 
@@ -239,7 +245,7 @@ class _Hub(_Handler):
         else:
             self.answer(404)
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - the name that the library calls
 
     def _known(self, name, revision, *, file=False):
         """The repository and commit, or None after an answer that refuses them."""

@@ -1,6 +1,7 @@
 """Whatever goes wrong on the way, the bytes are right or there is an error; never anything else."""
 
 import threading
+import time
 
 import hub_server as server
 import pytest
@@ -23,6 +24,9 @@ from shardctl.workers import Stop
 NAME = "someone/llama"
 WISH = Wish(mesh=Mesh.of(tp=2))
 SHARD = "model-00002-of-00003.safetensors"
+
+
+pytestmark = pytest.mark.usefixtures("files")
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_trouble_with_a_range_is_overcome(hub, files, right, tmp_path, fault):
+def test_trouble_with_a_range_is_overcome(hub, right, tmp_path, fault):
     hub.fail("cdn", *[fault, None] * 3)
     planned = plan(NAME, WISH)
     assert planned.conversion.read_bytes
@@ -69,30 +73,30 @@ def test_trouble_with_a_range_is_overcome(hub, files, right, tmp_path, fault):
 
 @pytest.mark.parametrize("fault", [status(503), status(429), server.dropped], ids=["503", "429", "no answer"])
 @pytest.mark.parametrize("route", ["info", "resolve"])
-def test_trouble_with_the_hub_itself_is_overcome(hub, files, right, tmp_path, route, fault):
+def test_trouble_with_the_hub_itself_is_overcome(hub, right, tmp_path, route, fault):
     hub.fail(route, fault, fault)
     reshard(NAME, tmp_path / "out", WISH)
     assert hub.faults_left == 0
     assert content(tmp_path / "out") == right
 
 
-def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, files, right, tmp_path):
+def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, right, tmp_path):
     hub.fail("cdn", *[server.ignored_range] * 50)
     hub.fail("resolve", *[server.ignored_range] * 3, path=".json")
     reshard(NAME, tmp_path / "out", WISH)
     assert content(tmp_path / "out") == right
 
 
-def test_large_ones_are_refused_there(hub, files, tmp_path, monkeypatch):
+def test_large_ones_are_refused_there(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_WHOLE", 1000)
     hub.fail("cdn", *[server.ignored_range] * 50)
-    with pytest.raises(SourceError, match="a part of .* was asked for, and all of it came back") as refused:
+    with pytest.raises(SourceError, match=r"a part of .* was asked for, and all of it came back") as refused:
         reshard(NAME, tmp_path / "out", WISH)
     assert "proxy" in refused.value.hint
     assert not (tmp_path / "out").exists()
 
 
-def test_bodies_that_somebody_compressed_are_refused(hub, files, tmp_path):
+def test_bodies_that_somebody_compressed_are_refused(hub, tmp_path):
     hub.fail("cdn", server.encoded)
     with pytest.raises(SourceError, match="encoded as gzip"):
         reshard(NAME, tmp_path / "out", WISH)
@@ -138,7 +142,7 @@ def test_all_addresses_are_over_at_once(hub, files):
     assert len(hub.asked("resolve")) == 2, "one thread asks for all"
 
 
-def test_what_never_works_ends_as_passing_trouble(hub, files, tmp_path):
+def test_what_never_works_ends_as_passing_trouble(hub, tmp_path):
     hub.fail("cdn", *[status(503)] * 500)
     with pytest.raises(TransientError, match=r"reading .* failed 8 times, the last time because HTTP 503") as trouble:
         reshard(NAME, tmp_path / "out", WISH)
@@ -160,16 +164,14 @@ def test_the_same_command_goes_on_after_it(hub, tmp_path):
     assert content(tmp_path / "out") == content(tmp_path / "all")
 
 
-def test_a_server_is_waited_for_as_long_as_it_asks(hub, files):
+def test_a_server_is_waited_for_as_long_as_it_asks(hub):
     hub.fail("cdn", status(429, Retry_After="1"))
-    import time
-
     began = time.monotonic()
     inspect(NAME)
     assert time.monotonic() - began >= 1
 
 
-def test_a_branch_that_moves_midway_changes_nothing(hub, files, right, tmp_path):
+def test_a_branch_that_moves_midway_changes_nothing(hub, right, tmp_path):
     def pushed(handler, *_):
         hub.repositories[NAME].push(model(seed=8))
         handler.answer(503)
@@ -180,7 +182,7 @@ def test_a_branch_that_moves_midway_changes_nothing(hub, files, right, tmp_path)
     assert hub.repositories[NAME].references["main"] not in done.record.source["address"]
 
 
-def test_a_branch_that_moved_is_begun_anew(hub, files, tmp_path):
+def test_a_branch_that_moved_is_begun_anew(hub, tmp_path):
     """What an interrupted run kept is of another commit."""
     hub.fail("cdn", *[None] * 8, *[status(503)] * 500)
     with pytest.raises(TransientError):
@@ -197,15 +199,15 @@ def test_a_branch_that_moved_is_begun_anew(hub, files, tmp_path):
 @pytest.mark.parametrize(
     "header", [{"X_Repo_Commit": "f" * 40}, {"X_Linked_Etag": '"' + "f" * 64 + '"'}, {"X_Linked_Size": "7"}], ids=str
 )
-def test_another_file_than_was_listed_is_refused(hub, files, tmp_path, header):
+def test_another_file_than_was_listed_is_refused(hub, tmp_path, header):
     hub.fail("resolve", status(302, Location="http://127.0.0.1:1/x", **header), path=SHARD)
     with pytest.raises(ChangedError, match="not the file that the Hub listed"):
         reshard(NAME, tmp_path / "out", WISH)
 
 
-def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, files, right, tmp_path):
+def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, right, tmp_path):
     hub.fail("cdn", *[None] * 5, server.flipped_bit)
-    with pytest.raises(ChangedError, match="its sha256 is .* was promised"):
+    with pytest.raises(ChangedError, match=r"its sha256 is .* was promised"):
         reshard(NAME, tmp_path / "out", WISH)
     assert not (tmp_path / "out").exists()
     done = reshard(NAME, tmp_path / "out", WISH)
@@ -213,27 +215,27 @@ def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, files, right, 
     assert content(tmp_path / "out") == right
 
 
-def test_one_wrong_bit_in_a_config_is_found(hub, files, tmp_path):
+def test_one_wrong_bit_in_a_config_is_found(hub):
     hub.fail("resolve", server.flipped_bit, path="config.json")
     with pytest.raises(ChangedError, match="its sha1 is"):
         inspect(NAME)
 
 
-def test_the_hub_is_not_there(hub, files, monkeypatch):
+def test_the_hub_is_not_there(hub, monkeypatch):
     hub.close()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(TransientError, match="is no path here, and .* cannot be reached") as trouble:
+    with pytest.raises(TransientError, match=r"is no path here, and .* cannot be reached") as trouble:
         inspect(NAME)
     assert "HF_HUB_OFFLINE" in trouble.value.hint
 
 
-def test_a_page_that_asks_to_log_in_to_a_network_is_no_answer(hub, files):
+def test_a_page_that_asks_to_log_in_to_a_network_is_no_answer(hub):
     hub.fail("info", *[lambda handler, *_: handler.answer(200, b"<html>Welcome to the hotel</html>")] * 3)
     with pytest.raises(TransientError, match="not what the Hub would say"):
         inspect(NAME)
 
 
-def test_a_signal_ends_the_waiting(hub, files, monkeypatch):
+def test_a_signal_ends_the_waiting(hub, monkeypatch):
     monkeypatch.setattr(patience, "FIRST_WAIT", 60)
     hub.fail("cdn", *[status(503)] * 9)
     source, stop = open_source(NAME), Stop()
@@ -244,24 +246,24 @@ def test_a_signal_ends_the_waiting(hub, files, monkeypatch):
 
 
 class TestRefusals:
-    def test_what_does_not_exist(self, hub):
+    def test_what_does_not_exist(self):
         with pytest.raises(SourceError, match="neither a path here nor a model on the Hub that you may see") as refused:
             inspect("someone/nothing")
         assert refused.value.exit_code == 4
         assert "hf auth login" in refused.value.hint
 
-    def test_the_same_with_a_token(self, hub, monkeypatch):
+    def test_the_same_with_a_token(self, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_good")
         with pytest.raises(SourceError, match="neither a path here"):
             inspect("someone/nothing")
 
-    def test_a_token_that_is_none(self, hub, files, monkeypatch):
+    def test_a_token_that_is_none(self, monkeypatch):
         monkeypatch.setenv("HF_TOKEN", "hf_bad")
         with pytest.raises(AccessError, match="401") as refused:
             inspect(NAME)
         assert refused.value.exit_code == 5
 
-    def test_a_gated_model(self, hub, tmp_path, monkeypatch):
+    def test_a_gated_model(self, hub, monkeypatch):
         hub.add(NAME, model(), gated=True)
         with pytest.raises(AccessError, match="is gated") as refused:
             inspect(NAME)
@@ -269,15 +271,15 @@ class TestRefusals:
         monkeypatch.setenv("HF_TOKEN", "hf_good")
         assert inspect(NAME).parameters
 
-    def test_a_revision_that_does_not_exist(self, hub, files):
+    def test_a_revision_that_does_not_exist(self):
         with pytest.raises(SourceError, match="has no revision 'v9'"):
             inspect(f"{NAME}@v9")
 
-    def test_a_folder_that_does_not_exist(self, hub, files):
+    def test_a_folder_that_does_not_exist(self):
         with pytest.raises(SourceError, match="none is missing in someone/llama"):
             inspect(f"hf://{NAME}/none")
 
-    def test_names_that_no_repository_has(self, hub):
+    def test_names_that_no_repository_has(self):
         with pytest.raises(SourceError, match="neither a path here nor a name that the Hub allows"):
             inspect("someone/a--b")
 

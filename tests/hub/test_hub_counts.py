@@ -1,0 +1,111 @@
+"""What reading from the Hub costs: requests and bytes."""
+
+import json
+
+import numpy as np
+import pytest
+from hub_models import CONFIG, model
+from hub_server import Sparse
+
+from shardctl.mesh import Mesh
+from shardctl.models import describe
+from shardctl.storage.places import open_source
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.plan import plan
+from shardctl.verbs.reshard import reshard
+
+NAME = "someone/large"
+LARGE = {
+    **CONFIG,
+    "dtype": "bfloat16",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""The shapes of Llama 3.1 405B."""
+SHARDS = 200
+
+
+def large():
+    """A repository of 812 GB in 200 shards: headers are real, elements are zeros that nobody stores."""
+    tensors = list(describe(LARGE).own())
+    shards = [tensors[i * len(tensors) // SHARDS : (i + 1) * len(tensors) // SHARDS] for i in range(SHARDS)]
+    files, weight_map = {}, {}
+    for number, shard in enumerate(shards, 1):
+        path = f"model-{number:05}-of-{SHARDS:05}.safetensors"
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        for tensor in shard:
+            size = int(np.prod(tensor.shape)) * 2
+            header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+            weight_map[tensor.name], end = path, end + size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        files[path] = Sparse(len(text).to_bytes(8, "little") + text, 8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": weight_map}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    files["config.json"] = json.dumps(LARGE).encode()
+    return files
+
+
+def test_a_plan_of_812_gb_takes_half_a_megabyte(hub):
+    files = large()
+    hub.add(NAME, files)
+    assert sum(map(len, files.values())) > 811e9
+    planned = plan(NAME, Wish(mesh=Mesh.of(tp=8, pp=4)))
+    assert planned.parameters > 405e9
+    asked = {route: len(hub.asked(route)) for route in ("info", "tree", "resolve", "cdn")}
+    assert asked == {"info": 1, "tree": 5, "resolve": SHARDS + 2, "cdn": SHARDS}, "once to the Hub, once to the store"
+    assert hub.sent["cdn"] < 600_000, "headers, and a little more"
+    assert sum(hub.sent.values()) < 1_000_000, "with the index, the config and the list of files"
+
+
+def test_without_an_index_a_header_is_guessed_to_have_64_kib(hub):
+    files = model(shards=4)
+    del files["model.safetensors.index.json"]
+    hub.add(NAME, files)
+    inspect(NAME)
+    ranges = [request.range for request in hub.asked("cdn")]
+    assert ranges == ["bytes=0-65535"] * 4
+
+
+def test_every_byte_comes_once(hub, tmp_path):
+    """What was fetched with the headers is used again when the elements are read."""
+    files = model(shards=3, hidden_size=256, vocab_size=4096)
+    hub.add(NAME, files)
+    reshard(NAME, tmp_path / "out", Wish(mesh=Mesh.of(tp=2)))
+    shards = sum(len(content) for path, content in files.items() if path.endswith(".safetensors"))
+    assert shards <= hub.sent["cdn"] < shards * 1.02 + 3 * 65536
+
+
+def test_small_tensors_come_together(hub):
+    """One request a megabyte, not one a tensor."""
+    files = model(shards=1, num_hidden_layers=40)
+    hub.add(NAME, files)
+    tensors = len(inspect(NAME).tensors)
+    hub.requests.clear()
+    digest(NAME)
+    size = len(files["model-00001-of-00001.safetensors"])
+    assert tensors > 350
+    assert len(hub.asked("cdn")) <= 4 + size // (1 << 20) * 2
+
+
+def test_the_source_counts_what_it_asks_for(hub):
+    hub.add(NAME, model())
+    source = open_source(NAME)
+    source.read_at("config.json", 0, memoryview(bytearray(10)))
+    source.read_at("tokenizer.json", 0, memoryview(bytearray(2)))
+    source.read_at("model-00001-of-00003.safetensors", 0, memoryview(bytearray(10)))
+    assert source.traffic.requests == 4 == len(hub.asked("resolve")) + len(hub.asked("cdn"))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_connections_are_used_again(hub, tmp_path, shards):
+    hub.add(NAME, model(shards=shards))
+    reshard(NAME, tmp_path / "out")
+    assert hub.connections <= 2 * 9, "of eight threads and the main one, to both servers"
+    assert len(hub.requests) > 9
