@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.formats import dcp, deepspeed, meta, pickled_ranks, safetensors, torch_save, trtllm
+from shardctl.formats import (
+    dcp,
+    deepseek_mp,
+    deepspeed,
+    meta,
+    pickled_ranks,
+    safetensors,
+    torch_dist,
+    torch_save,
+    trtllm,
+)
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -20,10 +30,12 @@ FORMATS: Final[tuple[Format, ...]] = (
     meta.FORMAT,
     pickled_ranks.FORMAT,
     torch_save.FORMAT,
+    torch_dist.FORMAT,
     trtllm.FORMAT,
+    deepseek_mp.FORMAT,
 )
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
-_ENGINES: Final = frozenset({trtllm.FORMAT})
+_ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT})
 """Those whose files are safetensors files by names of their own, where there are no others."""
 _SHOWN: Final = 5
 

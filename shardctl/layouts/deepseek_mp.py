@@ -1,0 +1,53 @@
+"""Directories that DeepSeek's inference code reads: `modelI-mpN.safetensors`, one a rank.
+
+The code takes a config of its own from elsewhere (`inference/configs`); that of transformers travels along, for without
+it nobody could read the files back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import Dialect
+from shardctl.errors import CutError
+from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.packing import FileBuilder
+from shardctl.mesh import Mesh
+from shardctl.schemas.deepseek_mp import NAME, SCHEMA, TITLE
+
+if TYPE_CHECKING:
+    from shardctl.layouts.composed import Order
+    from shardctl.manifest import Manifest
+
+
+def pack(order: Order) -> Manifest:
+    """The file of every rank.
+
+    Raises as `Layout.pack` says.
+    """
+    mesh = order.mesh
+    ranks = mesh.degree("tp")
+    if mesh.world != ranks or mesh.ep not in (1, ranks):
+        raise CutError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
+    dialect = Dialect(NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: f"rank{rank}/" for rank in range(ranks)})
+    builder = FileBuilder({"format": "pt"})
+    for rank, arrays in composed(order, SCHEMA, dialect).items():
+        builder.add(f"model{rank}-mp{ranks}.safetensors", arrays)
+    made = target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+    return replace(made, warnings=tuple(_left(order, made)))
+
+
+def _left(order: Order, made: Manifest) -> list[str]:
+    """What is said of layers that predict further tokens."""
+    left = [
+        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
+    ]
+    if not left:
+        return []
+    return [
+        f"{left[0]} and {len(left) - 1} more tensors of layers that predict further tokens have no place in {TITLE}"
+    ]
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA)
