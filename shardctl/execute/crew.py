@@ -55,7 +55,7 @@ class Crew:
 
         Raises DestinationError if it is that of another plan, or if the result is there already.
         """
-        staging, wanted = self._staging, {"schema": SCHEMA, "tree": tree, **header}
+        staging, wanted = self._staging, {"schema": SCHEMA, **header, "tree": tree}
         found = self.plan
         if staging.published:
             raise DestinationError(

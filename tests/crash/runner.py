@@ -22,9 +22,13 @@ from faults import Faults
 
 from shardctl.errors import ShardctlError
 from shardctl.execute import engine
+from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
 from shardctl.storage import descriptors, direct, local
+from shardctl.verbs import contribute as contributing
 from shardctl.verbs import drafting
+from shardctl.verbs.contribute import contribute
+from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 
 BLOCK = 8192
@@ -34,7 +38,8 @@ assert direct  # imported before a child becomes a user who may not read the int
 def make_everything_small():
     """Blocks of a few kB, a journal that grows every few of them, and direct I/O for anything that fills a page."""
     usual = drafting.budget
-    drafting.budget = lambda *args: replace(usual(*args), block=BLOCK)
+    contributing.PATIENCE = 1
+    drafting.budget = lambda *args, **options: replace(usual(*args, **options), block=BLOCK)
     engine.SYNC_BYTES = 3 * BLOCK
     local._LARGE = 4096
 
@@ -56,11 +61,28 @@ def run(job):
     faults.errors = {int(number): name for number, name in faults.errors.items()}
     tp = job.get("tp", 2)
     wish = drafting.Wish(
-        mesh=Mesh.of(tp=tp) if tp > 1 else None, threads=job.get("threads", 1), dtype=job.get("dtype", "keep")
+        mesh=Mesh.of(tp=tp) if tp > 1 else None,
+        threads=job.get("threads", 1),
+        dtype=job.get("dtype", "keep"),
+        max_shard_size=job.get("shard"),
     )
     options = {key: job[key] for key in ("overwrite", "resume", "sha256") if key in job}
     faults.install()
     try:
+        if "worker" in job:
+            worker = Worker(*job["worker"])
+            part = contribute(job["source"], job["destination"], wish, worker=worker, **options)
+            return {
+                "code": 0,
+                "kept": part.part.kept_bytes,
+                "written": part.part.written_bytes,
+                "before": part.done_before,
+                "missing": [w.number for w in part.missing],
+                "calls": faults.calls,
+            }
+        if "finish" in job:
+            whole = finish(job["destination"], patience=0)
+            return {"code": 0, "workers": whole.workers, "digest": whole.record.digest, "calls": faults.calls}
         done = reshard(job["source"], job["destination"], wish, **options)
     except ShardctlError as error:
         result = {"code": error.exit_code, "error": type(error).__name__, "message": str(error), "hint": error.hint}
