@@ -78,6 +78,12 @@ def stock(config, *, kv_heads="replicate"):
     return take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
 
 
+def even(layers, mesh):
+    """Layers of each pipeline stage, the first ones having one more where they cannot be shared out equally."""
+    pp = mesh.degree("pp")
+    return [layers // pp + (n < layers % pp) for n in range(pp)]
+
+
 @cache
 def llama_405b():
     return stock(LLAMA_3_405B)

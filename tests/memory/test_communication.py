@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from known_models import even, stock
 
-from shardctl.manifest import Tensor
 from shardctl.memory.communication import sent, traffic
 from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.models.anatomy import anatomy
 
 LLAMA = {
@@ -47,11 +45,8 @@ N, H, L = 4096, 4096, 32
 
 
 def holdings(config, mesh):
-    model = describe(config, kv_heads="replicate")
-    tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.own()]
-    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
-    pp = mesh.degree("pp")
-    return hold(inventory, mesh, tuple(model.layers // pp for _ in range(pp)))
+    inventory = stock(config)
+    return hold(inventory, mesh, even(inventory.layers, mesh))
 
 
 def sends(config, text, work=TRAIN, *, stage=0, tokens=None):

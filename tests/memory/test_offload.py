@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from known_models import stock
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
@@ -19,7 +20,6 @@ from shardctl.memory.states import states
 from shardctl.memory.term import total
 from shardctl.memory.workload import Training
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.models.anatomy import anatomy
 from shardctl.placement import Cut, Spec
 
@@ -45,9 +45,7 @@ def gpt(layers, hidden, heads):
     config = json.loads((CONFIGS / "gpt2.json").read_text()) | {
         "n_layer": layers, "n_embd": hidden, "n_head": heads, "vocab_size": 51200, "n_positions": 1024,
     }  # fmt: skip
-    model = describe(config)
-    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
-    return anatomy(config), take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, layers)
+    return anatomy(config), stock(config)
 
 
 @pytest.mark.parametrize(("size", "layers", "hidden", "heads", "kept", "checkpoints", "working"), FIGURE_2A)

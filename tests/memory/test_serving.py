@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from known_models import even, stock
 
 from shardctl.errors import UsageError
-from shardctl.manifest import Tensor
 from shardctl.memory.estimate import gather
 from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
 from shardctl.memory.kv_cache import bytes_per_token
 from shardctl.memory.runtime import communicators, runtime_terms
 from shardctl.memory.serving import MOST, largest_batch, longest_context, serve
 from shardctl.memory.term import total
 from shardctl.memory.workload import Serving
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.models.anatomy import anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -36,12 +34,8 @@ def fixture(name):
 
 def held(config, mesh):
     """The anatomy of a config, and what each distinct rank holds of its weights."""
-    model = describe(config, kv_heads="replicate")
-    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
-    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
-    pp = mesh.degree("pp")
-    stages = [model.layers // pp + (n < model.layers % pp) for n in range(pp)]
-    return anatomy(config), hold(inventory, mesh, stages)
+    inventory = stock(config)
+    return anatomy(config), hold(inventory, mesh, even(inventory.layers, mesh))
 
 
 def dense(name, vocab, hidden, ffn, layers, heads, kv, **more):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_models import even, stock
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
@@ -22,7 +23,6 @@ from shardctl.memory.states import states
 from shardctl.memory.transients import STEP
 from shardctl.memory.workload import PROFILES, Training
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.placement import Cut, Spec
 
 GB = 10**9
@@ -38,16 +38,12 @@ def one_tensor(elements, dtype="BF16"):
 
 
 def of_config(name, **changes):
-    model = describe(json.loads((CONFIGS / f"{name}.json").read_text()) | changes, kv_heads="replicate")
-    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
-    return take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    return stock(json.loads((CONFIGS / f"{name}.json").read_text()) | changes)
 
 
 def terms(inventory, mesh, rank=0, **options):
     mesh = Mesh.parse(mesh)
-    pp = mesh.degree("pp")
-    stages = [inventory.layers // pp + (n < inventory.layers % pp) for n in range(pp)]
-    found = {h.rank: h for h in hold(inventory, mesh, stages)}
+    found = {h.rank: h for h in hold(inventory, mesh, even(inventory.layers, mesh))}
     return states(found[rank], mesh, Training(128, **options))
 
 
