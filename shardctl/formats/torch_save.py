@@ -43,9 +43,10 @@ _WHOLE: Final = "pytorch_model.bin"
 _STANDARD_INDEX: Final = "pytorch_model.bin.index.json"
 _OTHERS: Final = re.compile(
     r"(optimizer|scheduler|scaler|training_args|random_states|rng_state).*|.*(model|optim)_states\.pt"
-    r"|consolidated\.[0-9]+\.pth"
+    r"|consolidated\.[0-9]+\.pth|common\.pt"
 )
-"""What Trainer and accelerate keep to resume, and the files of DeepSpeed and Meta: containers of their own."""
+"""What Trainer and accelerate keep to resume, and the files of DeepSpeed, Meta and Megatron-LM: containers of their
+own."""
 _HEAD: Final = 512
 _TAR: Final = slice(257, 262)
 _REPEATED: Final = 16

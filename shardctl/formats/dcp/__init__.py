@@ -9,6 +9,7 @@ from shardctl.errors import SourceError
 from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX, Collector
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.formats.format import Format
+from shardctl.formats.sharded_backend import sharded_backend
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -22,8 +23,11 @@ _OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
 
 
 def detect(source: Source) -> bool:
-    """Whether the directory, or that of a model in it, has the metadata or the files of such a save."""
-    return any(_is_mark(path) for path in source.files())
+    """Whether the directory, or that of a model in it, has the metadata or the files of such a save.
+
+    Megatron-LM's are such saves, too, and have a reader of their own.
+    """
+    return sharded_backend(source) is None and any(_is_mark(path) for path in source.files())
 
 
 def _is_mark(path: str) -> bool:

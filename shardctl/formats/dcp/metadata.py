@@ -6,7 +6,7 @@ It is a bare pickle of torch's own classes (torch `distributed/checkpoint/metada
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -27,7 +27,9 @@ _TREE: Final = 24
 """Bytes of tree for a byte of pickle that are allowed in a large file; real ones need up to 16."""
 _ROOT: Final = "torch.distributed.checkpoint"
 _OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_METADATA: Final = f"{_ROOT}.metadata.Metadata"
+_CORE: Final = "megatron.core.dist_checkpointing.strategies.torch"
+_METADATA: Final = (f"{_ROOT}.metadata.Metadata", f"{_CORE}.MCoreMetadata")
+"""The second is a kind of the first, with `mcore_data` (Megatron-LM core 0.15)."""
 _TENSOR: Final = f"{_ROOT}.metadata.TensorStorageMetadata"
 _BYTES: Final = f"{_ROOT}.metadata.BytesStorageMetadata"
 _INDEX: Final = f"{_ROOT}.metadata.MetadataIndex"
@@ -35,7 +37,7 @@ _INFO: Final = f"{_ROOT}.filesystem._StorageInfo"
 _PROPERTIES: Final = (f"{_ROOT}.metadata.TensorProperties", f"{_OLD}.TensorProperties")
 _ALLOWED: Final = frozenset(
     {
-        *(_METADATA, _TENSOR, _BYTES, _INDEX, _INFO, *_PROPERTIES),
+        *(*_METADATA, _TENSOR, _BYTES, _INDEX, _INFO, *_PROPERTIES),
         f"{_ROOT}.metadata.ChunkStorageMetadata",
         f"{_ROOT}.metadata.StorageMeta",
         *(
@@ -49,11 +51,17 @@ _ALLOWED: Final = frozenset(
             for sub in ("", "._local")
             for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
         ),
+        *(f"{_ROOT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *(f"{_CORE}.MCoreSavePlan", f"{_ROOT}.planner.BytesIOWriteData"),
     }
 )
-"""Every name that a `.metadata` needs, and no other; types (`torch.bfloat16`) apart."""
+"""Every name that a `.metadata` needs, and no other; types (`torch.bfloat16`) apart.
+
+Megatron-LM keeps the plans of all ranks in its own, which nobody needs for reading.
+"""
 _FIRST: Final = "torch.distributed._shard.checkpoint"
 """Where the classes were in torch 1.12 and 1.13, whose tree is another one."""
+_FLATTENED: Final = "nd_reformulated_orig_global_shape"
 _DIMS: Final = 64
 _FAR: Final = 1 << 63
 
@@ -102,6 +110,8 @@ class Metadata:
     """By key, the way to it through the dicts and lists that were saved, where the writer says one that fits."""
     items: dict[tuple[str, tuple[int, ...] | None], Item]
     """By key and, for tensors, the first index of the box."""
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
 
 
 def read_metadata(source: Source, path: str) -> Metadata:
@@ -158,7 +168,7 @@ class _Reader:
         raise SourceError(f"{self.path} is malformed: {what}")
 
     def metadata(self, node: object) -> Metadata:
-        state = self.fields(node, _METADATA, "the metadata of a checkpoint")
+        state = self.fields(node, "the metadata of a checkpoint", *_METADATA)
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict):
             self.malformed("it has no table of tensors")
@@ -180,23 +190,24 @@ class _Reader:
             objects=tuple(objects),
             places=self.places(state.get("planner_data")),
             items=self.items(stored),
+            flattened=self.flattened(state.get("mcore_data")),
         )
 
-    def fields(self, node: object, kind: str, what: str) -> dict[Any, Any]:
-        """The attributes of an object of torch's class `kind`."""
-        if not isinstance(node, Call) or str(node.function) != kind or not isinstance(node.state, dict):
+    def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
+        """The attributes of an object of a class of torch that is one of `kinds`."""
+        if not isinstance(node, Call) or str(node.function) not in kinds or not isinstance(node.state, dict):
             self.malformed(f"it holds something else in place of {what}")
         return node.state
 
     def tensor(self, key: str, node: object) -> Declared:
-        state = self.fields(node, _TENSOR, f"a description of {key!r}")
+        state = self.fields(node, f"a description of {key!r}", _TENSOR)
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
             self.malformed(f"tensor {key!r} has no list of boxes")
         whole = Box.whole(shape)
         boxes = []
         for chunk in chunks:
-            attributes = self.fields(chunk, f"{_ROOT}.metadata.ChunkStorageMetadata", f"a box of {key!r}")
+            attributes = self.fields(chunk, f"a box of {key!r}", f"{_ROOT}.metadata.ChunkStorageMetadata")
             origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
             if len(origin) != len(extents) or len(origin) != len(shape):
                 self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
@@ -237,10 +248,17 @@ class _Reader:
             and ".".join(map(str, value)) == key
         }
 
+    def flattened(self, node: object) -> dict[str, tuple[int, ...]]:
+        """What Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
+        if not isinstance(node, dict):
+            return {}
+        said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
+        return {key: self.size(value, str(key)) for key, value in said if isinstance(key, str) and value is not None}
+
     def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Item]:
         found: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         for index, info in stored.items():
-            state = self.fields(index, _INDEX, "the place of an item")
+            state = self.fields(index, "the place of an item", _INDEX)
             key, offset = state.get("fqn"), state.get("offset")
             if not isinstance(key, str):
                 self.malformed("an item has no name")
@@ -251,7 +269,7 @@ class _Reader:
         return found
 
     def item(self, key: str, node: object) -> Item:
-        state = self.fields(node, _INFO, f"where {key!r} is")
+        state = self.fields(node, f"where {key!r} is", _INFO)
         file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
         if not isinstance(file, str) or not _is_text(file):
             self.malformed(f"{key!r} is in a file without a name")

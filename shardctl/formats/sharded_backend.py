@@ -1,0 +1,79 @@
+"""Megatron-LM's `metadata.json`, which says how a folder of its distributed checkpoints is stored, and where one is.
+
+Written last, by `dist_checkpointing/core.py` of Megatron-LM core: what has it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.storage import read
+
+if TYPE_CHECKING:
+    from shardctl.storage import Source
+
+MARK: Final = "metadata.json"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""Beside the folders of iterations: the number of the last one, or `release`."""
+_FOLDERS: Final = ("weights", "model_weights")
+"""Where NeMo 2 and NeMo 1 have one, beside the model's description."""
+_LARGEST: Final = 1 << 16
+_KEY: Final = "sharded_backend"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedBackend:
+    """What the file says."""
+
+    folder: str
+    """That holds it: empty, or a path that ends in a slash."""
+    name: str
+    """Of the container of tensors, such as `torch_dist` or `zarr`."""
+    version: object
+    common: object
+    """The name of the container of everything that all ranks have alike."""
+
+
+def sharded_backend(source: Source) -> ShardedBackend | None:
+    """What the source's `metadata.json` says, or that of the iteration that is the last; None if there is none."""
+    for folder in ("", *_iteration(source), *(f"{name}/" for name in _FOLDERS)):
+        said = _read(source, folder + MARK)
+        if said is not None:
+            name = said.get(_KEY)
+            return ShardedBackend(folder, str(name), said.get(f"{_KEY}_version"), said.get("common_backend"))
+    return None
+
+
+def last_iteration(source: Source) -> int | None:
+    """The number in the tracker; None if there is none."""
+    text = _text(source, TRACKER)
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _iteration(source: Source) -> tuple[str, ...]:
+    """The folder that the tracker names (`get_checkpoint_name` in `megatron/training/checkpointing.py`)."""
+    text = _text(source, TRACKER)
+    if text == "release":
+        return ("release/",)
+    number = last_iteration(source)
+    return (f"iter_{number:07d}/",) if number is not None else ()
+
+
+def _text(source: Source, path: str) -> str | None:
+    stat = source.files().get(path)
+    if stat is None or stat.size > _LARGEST:
+        return None
+    return read(source, path).decode("ascii", "replace").strip()
+
+
+def _read(source: Source, path: str) -> dict[str, object] | None:
+    text = _text(source, path)
+    if text is None:
+        return None
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) and _KEY in said else None

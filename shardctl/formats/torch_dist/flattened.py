@@ -1,0 +1,62 @@
+"""Tensors of which each box is a run of a flattened part, as Megatron-LM core until 0.15 saved optimizer states.
+
+A tensor of shape ``[X, Y]`` cut into parts of ``[x, y]`` was saved as ``[X / x, Y / y, x * y]``, the last dim divided
+over the ranks of data parallelism (`strategies/torch.py`, `sharded_tensor_to_torch_sharded_tensor`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box, flat_boxes
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.manifest import Chunk, Region, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.manifest import Tensor
+
+
+def unflattened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that was saved so, in the `shape` that it has.
+
+    Raises SourceError if the shape does not fit, UnsupportedError for runs that are not stored one element after
+    another.
+    """
+    *grid, length = tensor.shape or (0,)
+    fits = len(grid) == len(shape) and all(n > 0 and extent % n == 0 for n, extent in zip(grid, shape, strict=True))
+    local = tuple(extent // n for n, extent in zip(grid, shape, strict=True)) if fits else ()
+    if not fits or _size(local) != length:
+        raise SourceError(
+            f"{tensor.name} {list(tensor.shape)} is said to be {list(shape)}, flattened, which does not fit"
+        )
+    chunks = tuple(part for chunk in tensor.chunks for part in _parts(chunk, local))
+    return replace(tensor, shape=shape, chunks=chunks)
+
+
+def _parts(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
+    *_, start = chunk.box.origin
+    *ones, length = chunk.box.shape
+    if not isinstance(chunk.where, Region) or set(ones) - {1}:
+        raise UnsupportedError(f"{chunk.name}: {chunk.box} is a box of several flattened parts")
+    if chunk.where.strides[-1] != chunk.dtype.unit_bytes:
+        raise UnsupportedError(f"{chunk.name}: {chunk.box} is not stored one element after another")
+    at = tuple(n * extent for n, extent in zip(chunk.box.origin[:-1], local, strict=True))
+    strides = dense_strides(chunk.dtype, local)
+    for box in _boxes(local, start, start + length):
+        offset = sum(o * s for o, s in zip(box.origin, strides, strict=True)) - start * chunk.dtype.unit_bytes
+        where = Region(chunk.where.file, chunk.where.offset + offset, strides)
+        moved = Box(tuple(a + b for a, b in zip(at, box.origin, strict=True)), box.shape)
+        yield replace(chunk, box=moved, where=where)
+
+
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    return tuple(flat_boxes(shape, start, stop))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return Box.whole(shape).size
