@@ -75,13 +75,18 @@ def anonymous(pid):
     return int(line.split()[1]) * 1024
 
 
-def run(command, src, dst):
-    """Seconds and peak bytes of one run, sync included; the output is removed."""
-    shutil.rmtree(dst, ignore_errors=True)
-    for file in sorted(src.iterdir()):  # the same page cache for everyone
+def warm(src):
+    """Read everything, so that the page cache is the same for everyone."""
+    for file in sorted(src.iterdir()):
         with file.open("rb") as data:
             while data.read(1 << 24):
                 pass
+
+
+def run(command, src, dst, warm=warm):
+    """Seconds and peak bytes of one run, sync included; the output is removed."""
+    shutil.rmtree(dst, ignore_errors=True)
+    warm(src)
     os.sync()
     began, peak = time.perf_counter(), 0
     places = {"{src}": str(src), "{dst}": str(dst)}
@@ -108,6 +113,11 @@ def compare(root, gigabytes, runs):
             found[name].append(run(command, src, root / "out"))
     shutil.rmtree(src)
     print(f"\n{nbytes / 1e9:.2f} GB, {runs} runs in turn, medians\n")
+    print_table(found, nbytes)
+
+
+def print_table(found, nbytes):
+    """A line for each contender, from the seconds and peak bytes of its runs."""
     print("| | seconds | GB/s | ratio to `cp -r` | peak anonymous memory |\n|---|---|---|---|---|")
     copy = [seconds for seconds, _ in found["`cp -r`"]]
     for name, rows in found.items():

@@ -11,15 +11,13 @@ import argparse
 import os
 import platform
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 from generate import config, generate
-from reshard import anonymous
+from reshard import print_table, run
 
 import shardctl
 from shardctl.api import Mesh, Wish, reshard
@@ -130,40 +128,15 @@ def warm(src):
     return sum(end - at for _, at, end in stretches)
 
 
-def run(command, src, dst):
-    """Seconds and peak bytes of one run, sync included; the output is removed."""
-    shutil.rmtree(dst, ignore_errors=True)
-    warm(src)
-    os.sync()
-    places = {"{src}": str(src), "{dst}": str(dst)}
-    began, peak = time.perf_counter(), 0
-    child = subprocess.Popen([places.get(part, part) for part in command], stdout=subprocess.DEVNULL)
-    while child.poll() is None:
-        peak = max(peak, anonymous(child.pid))
-        time.sleep(0.005)
-    if child.returncode:
-        raise SystemExit(f"{command} failed")
-    os.sync()
-    seconds = time.perf_counter() - began
-    shutil.rmtree(dst)
-    return seconds, peak
-
-
 def compare(title, src, contenders, runs, work):
     """All contenders in turn, `runs` times."""
     nbytes = warm(src)
     found = {name: [] for name in contenders}
     for _ in range(runs):
         for name, command in contenders.items():
-            found[name].append(run(command, src, work / "out"))
+            found[name].append(run(command, src, work / "out", warm))
     print(f"\n{title}, {nbytes / 1e9:.2f} GB\n")
-    print("| | seconds | GB/s | ratio to `cp -r` | peak anonymous memory |\n|---|---|---|---|---|")
-    copy = [seconds for seconds, _ in found["`cp -r`"]]
-    for name, rows in found.items():
-        seconds = statistics.median(s for s, _ in rows)
-        ratio = statistics.median(s / c for (s, _), c in zip(rows, copy, strict=True))
-        peak = max(peak for _, peak in rows)
-        print(f"| {name} | {seconds:.2f} | {nbytes / seconds / 1e9:.2f} | {ratio:.2f} | {peak / 2**20:,.0f} MiB |")
+    print_table(found, nbytes)
     sys.stdout.flush()
 
 

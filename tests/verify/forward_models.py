@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from shardctl.manifest import Region
+from shardctl.mesh import Mesh
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
@@ -20,7 +21,6 @@ from shardctl.verify.rank_files import rank_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.mesh import Mesh
     from shardctl.verify.forward import ForwardResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -56,6 +56,16 @@ def cut(source: Path, target: Path, mesh: Mesh, **wish: Any) -> Path:
     """Cut a checkpoint over a mesh, key/value heads replicated where there are too few."""
     reshard(source, target, Wish(mesh=mesh, **wish), reading=REPLICATE)
     return target
+
+
+def saved_and_cut(base: Path, name: str, mesh: str = "tp=2") -> tuple[Path, Path]:
+    """A fixture's model below `base`, saved as transformers does, and its shards on a mesh; each is made once."""
+    whole, shards = base / name, base / f"{name}-{mesh}"
+    if not whole.exists():
+        save(whole, config_of(name))
+    if not shards.exists():
+        cut(whole, shards, Mesh.parse(mesh))
+    return whole, shards
 
 
 def run(source: Path, shards: Path, **options: Any) -> ForwardResult:

@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from forward_models import REPLICATE, config_of, cut, run, save, values
+from forward_models import REPLICATE, config_of, cut, run, save, saved_and_cut, values
 
 from shardctl.mesh import Mesh
 from shardctl.verbs.opening import opened
@@ -21,16 +22,7 @@ from shardctl.verify.forward import Candidate, Original, forward
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    base = tmp_path_factory.mktemp("fallbacks")
-
-    def give(name):
-        whole, shards = base / name, base / f"{name}-tp2"
-        if not whole.exists():
-            save(whole, config_of(name))
-            cut(whole, shards, Mesh.of(tp=2))
-        return whole, shards
-
-    return give
+    return partial(saved_and_cut, tmp_path_factory.mktemp("fallbacks"))
 
 
 def run_as(paths, **config):

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from forward_models import config_of, cut, run, save, values
+from forward_models import cut, run, saved_and_cut, values
 
 from shardctl.mesh import Mesh
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    base = tmp_path_factory.mktemp("opinion")
-
-    def give(name, mesh="tp=2"):
-        whole, shards = base / name, base / f"{name}-{mesh}"
-        if not whole.exists():
-            save(whole, config_of(name))
-        if not shards.exists():
-            cut(whole, shards, Mesh.parse(mesh))
-        return whole, shards
-
-    return give
+    return partial(saved_and_cut, tmp_path_factory.mktemp("opinion"))
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("mixtral", "tp=2")])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
-from forward_models import config_of, cut, place, run, save, values
+from forward_models import config_of, cut, place, run, save, saved_and_cut, values
 
 from shardctl.mesh import Mesh
 from shardctl.verify.forward import by_processes
@@ -16,17 +17,7 @@ CASES = [("llama", "pp=2,tp=2"), ("t5", "tp=2"), ("mixtral", "fsdp=2,ep=2")]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    base = tmp_path_factory.mktemp("processes")
-
-    def give(name, mesh):
-        whole, shards = base / name, base / f"{name}-{mesh}"
-        if not whole.exists():
-            save(whole, config_of(name))
-        if not shards.exists():
-            cut(whole, shards, Mesh.parse(mesh))
-        return whole, shards
-
-    return give
+    return partial(saved_and_cut, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
