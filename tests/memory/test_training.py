@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from known_models import stock
 
-from shardctl.manifest import Tensor
 from shardctl.memory.activations import activations
 from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
 from shardctl.memory.states import states
 from shardctl.memory.term import CATEGORIES, total
 from shardctl.memory.training import train
 from shardctl.memory.transients import STEP
 from shardctl.memory.workload import PROFILES, Training
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.models.anatomy import anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -25,13 +23,10 @@ CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 def ranks(name, mesh, work, stages):
     config = json.loads((CONFIGS / f"{name}.json").read_text())
-    model = describe(config, kv_heads="replicate")
-    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
-    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
     described = anatomy(config)
     return [
         (h, train(described, h, mesh, work, stages=stages), activations(described, h, mesh, work, stages=stages))
-        for h in hold(inventory, mesh, stages)
+        for h in hold(stock(config), mesh, stages)
     ]
 
 
