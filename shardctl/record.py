@@ -111,7 +111,7 @@ class Record:
     @property
     def filtered(self) -> bool:
         """Whether tensors were left out, so that it lacks what its config promises."""
-        return not {"include", "exclude"}.isdisjoint(self.options)
+        return not {"include", "exclude", "left_out"}.isdisjoint(self.options)
 
 
 def dump(record: Record) -> bytes:

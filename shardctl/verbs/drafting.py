@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 _COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     if layout == ranks.NAME or (mesh.world > 1 and layout not in _COMPOSED):
         placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
     want = _packed(checkpoint, wish, layout, have, placed, arrays, dtypes)
+    have = replace(have, warnings=(*have.warnings, *want.warnings))
     plan = join(have, want)
     return Draft(
         checkpoint=checkpoint,
@@ -181,7 +183,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
             beside=checkpoint.source.held_bytes,
         ),
         carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
-        options=_inherited(checkpoint) | _options(wish),
+        options=_inherited(checkpoint) | _options(wish) | _left_out(have, want),
     )
 
 
@@ -359,7 +361,12 @@ def _mended(config: bytes, dtype: str) -> bytes:
 def _inherited(checkpoint: Checkpoint) -> dict[str, str]:
     """What an earlier conversion left out or cast is so in this one's result, too."""
     earlier = checkpoint.record.options if checkpoint.record else {}
-    return {key: earlier[key] for key in ("dtype", "keep_fp32", "include", "exclude") if key in earlier}
+    return {key: earlier[key] for key in _INHERITED if key in earlier}
+
+
+def _left_out(have: Manifest, want: Manifest) -> dict[str, str]:
+    """Whether the layout has no place for some of the tensors, and does without; its warnings name them."""
+    return {"left_out": "true"} if len(want.tensors) < len(have.tensors) else {}
 
 
 def _options(wish: Wish) -> dict[str, str]:

@@ -186,7 +186,7 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None,
     )
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
     found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
-    return replace(found, warnings=(*found.warnings, impossible)) if impossible else found
+    return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible])))
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, about: Subject) -> Planned:
