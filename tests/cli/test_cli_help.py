@@ -58,7 +58,7 @@ def test_without_a_command_there_is_help_and_the_code_for_usage(say):
 def test_every_verb_is_listed_and_none_that_does_not_exist(say):
     out = words(say("--help").out)
     assert [verb for verb in VERBS if f" {verb} " in out] == VERBS
-    assert VERBS == ["inspect", "plan", "reshard", "verify", "diff", "digest"]
+    assert VERBS == ["inspect", "plan", "reshard", "finish", "verify", "diff", "digest"]
 
 
 def test_help_names_every_layout(say):
@@ -70,7 +70,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     def options(verb):
         return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help").out.partition("Examples:")[0]))
 
-    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash"}
+    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash", "--worker"}
     own = {
         "--detail",
         "--out",
