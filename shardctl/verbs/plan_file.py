@@ -40,7 +40,7 @@ EFFORT: Final = ("memory", "threads")
 """The fields of a wish that shape no byte of the result, and may be others when the plan is done."""
 _COUNTS: Final = ("max_shard_size", *EFFORT)
 _PATHS: Final = ("config", "rules")
-_NOT_KEPT: Final = ("described",)
+_NOT_KEPT: Final = ("described", "unbound")
 _LARGEST: Final = 100_000_000
 """Bytes of a plan; one of a source with 10,000 files has about a million."""
 
@@ -298,6 +298,8 @@ class _Reader:
             return value
         if value is None and name != "kv_heads":
             return None
+        if name == "true_vocab":
+            return self.count(value, key)
         text = self.text(value, key)
         return Path(text) if name in _PATHS else text
 
