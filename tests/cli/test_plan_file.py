@@ -85,7 +85,7 @@ def test_a_plan_says_all_that_shapes_the_result(plan):
     document = json.loads(plan.read_text())
     assert document["schema"] == "shardctl.plan-file/1"
     assert document["wish"].keys() == {field.name for field in fields(Wish)}
-    assert document["reading"].keys() == {field.name for field in fields(Reading)} - {"described"}
+    assert document["reading"].keys() == {field.name for field in fields(Reading)} - {"described", "unbound"}
     assert document["wish"]["to"] == "ranks"
     assert document["wish"]["mesh"] == {"axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2}, "ep": 1, "etp": 2}
     assert document["source"]["files"].keys() == {"config.json", "model.safetensors", "tokenizer.json"}
