@@ -35,6 +35,8 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
     yield "format", f"{found.format}, {plural(len(found.files), 'file')}, {file_size(found.file_bytes)}"
     if found.layout:
         yield "layout", f"{found.layout}, written by shardctl" + (f" for {found.mesh}" if found.mesh else "")
+    elif found.mesh and found.mesh.world > 1:
+        yield "mesh", f"{found.mesh} = {plural(found.mesh.world, 'rank')}"
     if len(found.stages) > 1:
         yield "stages", f"{', '.join(map(str, found.stages))} layers"
     yield "model", _model(found)

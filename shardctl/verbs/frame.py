@@ -71,7 +71,7 @@ def framed(work: Draft, identity: str) -> Frame:
             "files": {path: file.size for path, file in sorted(work.have.files.items())},
         }
         | _address(work),
-        mesh=work.mesh if work.stages else None,
+        mesh=work.mesh if work.placed is not None or work.plan.want.dialect is not None else None,
         stages=work.stages,
         architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
         options=work.options,

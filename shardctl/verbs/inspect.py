@@ -115,6 +115,7 @@ def inspect(path: str | Path, *, reading: Reading | None = None) -> Inspected:
 
 def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
     manifest, model, record = checkpoint.manifest, checkpoint.model, checkpoint.record
+    found = record or checkpoint.stored.dialect
     return Inspected(
         path=path,
         format=manifest.format,
@@ -122,8 +123,8 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         family=model.family if model else "",
         architecture=model.architecture if model else "",
         why_no_model=_why(checkpoint),
-        mesh=record.mesh if record else None,
-        stages=record.stages if record else (),
+        mesh=found.mesh if found else None,
+        stages=found.stages if found else (),
         parameters=sum(t.size for t in manifest.tensors.values()),
         nbytes=manifest.nbytes,
         file_bytes=sum(file.size for file in manifest.files.values()),

@@ -1,0 +1,96 @@
+"""Writes the table of docs/formats.md that says which format goes to which layout: python docs/pairs.py.
+
+Every cell is a conversion that was made here and whose digest was compared, or the refusal that it met. The models are
+those of fixtures: a Llama, and a DeepSeek-V3 for the layout that holds nothing else.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from shardctl.api import Mesh, Reading, ShardctlError, Wish, digest, reshard
+from shardctl.layouts import LAYOUTS
+
+ROOT = Path(__file__).parent
+LLAMA = ROOT.parent / "fixtures/trtllm/llama_tp2_pp2/source"
+DEEPSEEK = ROOT.parent / "fixtures/deepseek_mp/bf16/source"
+PAGE = ROOT / "formats.md"
+BEGIN, END = "<!-- pairs: python docs/pairs.py -->\n", "<!-- end of pairs -->\n"
+CUT = {"ranks", "dcp", "meta", "megatron", "torch_dist", "vllm", "trtllm", "deepseek"}
+"""Layouts that have ranks: these are written for two."""
+
+
+def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
+    """An empty text if `source` became a checkpoint of the same digest, else why not."""
+    mesh = Mesh.of(tp=2) if layout in CUT else None
+    reading = Reading(config=config)
+    try:
+        reshard(source, folder, Wish(to=layout, mesh=mesh), reading=reading)
+    except ShardctlError as error:
+        return str(error.message)
+    found, expected = digest(folder, reading=reading).digest, digest(config.parent).digest
+    assert found == expected, f"{source} to {layout}: {found}, not {expected}"
+    return ""
+
+
+def torch_saved(source: Path, folder: Path) -> None:
+    """A checkpoint as `save_pretrained(safe_serialization=False)` of older versions wrote it."""
+    import torch
+    from safetensors.torch import load_file
+
+    folder.mkdir()
+    torch.save(load_file(source / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+
+
+def cells(folder: Path):
+    """By format read and layout written: an empty text, or the reason of a refusal."""
+    found = {}
+    for model in (LLAMA, DEEPSEEK):
+        config = model / "config.json"
+        sources = {"hf": model, "torch": folder / f"{model.parent.name}-torch"}
+        torch_saved(model, sources["torch"])
+        for layout in LAYOUTS:
+            made = folder / f"{model.parent.name}-{layout}"
+            if layout not in sources and not converted(model, config, layout, made):
+                sources[layout] = made
+        for name, source in sources.items():
+            for layout in LAYOUTS:
+                if found.get((name, layout)) == "":
+                    continue
+                wrong = converted(source, config, layout, folder / f"{model.parent.name}-{name}-to-{layout}")
+                if (name, layout) not in found or not wrong:
+                    found[name, layout] = wrong
+    return found
+
+
+def table(found) -> str:
+    """The table, with the reasons of refusals under it."""
+    rows = list(dict.fromkeys(name for name, _ in found))
+    reasons: dict[str, int] = {}
+    lines = [f"| read \\ written | {' | '.join(f'`{layout}`' for layout in LAYOUTS)} |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    for name in rows:
+        marks = []
+        for layout in LAYOUTS:
+            wrong = found[name, layout]
+            marks.append("yes" if not wrong else f"[{reasons.setdefault(wrong, len(reasons) + 1)}]")
+        lines.append(f"| `{name}` | {' | '.join(marks)} |")
+    notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
+    return "\n".join(lines) + "\n" + ("\n" + "  \n".join(notes) + "\n" if notes else "")
+
+
+def page() -> str:
+    """docs/formats.md, with the table as it is now."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = table(cells(Path(folder)))
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{made}\n{END}", PAGE.read_text(), flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--json"]:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({" to ".join(pair): wrong for pair, wrong in cells(Path(folder)).items()}, indent=1))
+    else:
+        PAGE.write_text(page())
