@@ -9,6 +9,7 @@ from shardctl.formats import (
     dcp,
     deepseek_mp,
     deepspeed,
+    megatron,
     meta,
     pickled_ranks,
     safetensors,
@@ -31,6 +32,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     pickled_ranks.FORMAT,
     torch_save.FORMAT,
     torch_dist.FORMAT,
+    megatron.FORMAT,
     trtllm.FORMAT,
     deepseek_mp.FORMAT,
 )

@@ -1,0 +1,218 @@
+"""Megatron-LM's checkpoint directories (`--ckpt-format torch`): each rank's `mp_rank_TT_PPP_EEE/model_optim_rng.pt`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.dialect import Dialect
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.format import Format
+from shardctl.formats.megatron.directory import directory, has_ranks, least_mesh, ranks_of
+from shardctl.formats.megatron.rank_file import read_rank
+from shardctl.formats.sharded_backend import TRACKER
+from shardctl.formats.side_files import side_files
+from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor
+from shardctl.schemas import megatron
+from shardctl.schemas.megatron.arguments import config_of
+from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE
+from shardctl.schemas.megatron.names import EXTRA_STATE
+from shardctl.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.formats.megatron.directory import Directory
+    from shardctl.formats.megatron.rank_file import RankFile
+    from shardctl.mesh import Mesh
+    from shardctl.storage import Source
+    from shardctl.training import Setting
+
+_ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
+"""How rows of queries, keys and values follow each other, by `checkpoint_version`."""
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_HEAD: Final = "output_layer.weight"
+_OF_RANKS: Final = re.compile(
+    r"(iter_[0-9]+|release)/.*|(.*/)?mp_rank_[^/]*/.*|(.*/)?train_dataloader_dprank[0-9]+\.pt"
+)
+_OPTIMIZER: Final = re.compile(r".*/(distrib_optim|layer_wise_optimizer_[0-9]+|optim)\.pt")
+_MOST: Final = 1 << 20
+
+
+def detect(source: Source) -> bool:
+    """Whether there are folders of ranks with files of their weights, of one iteration or below it."""
+    return has_ranks(source)
+
+
+def scan(source: Source) -> Manifest:
+    """Read every rank's pickle without running it.
+
+    Arrays have the names of megatron-core's local layers, whatever theirs are, behind that of their rank's folder and
+    of their chunk of a virtual pipeline; which tensors of a model lie in them, the model's config decides, which is
+    made from the args.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or the files are not those of one mesh.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: a version that is not known, or experts' parts that folders' names do not tell apart.
+    """
+    found = directory(source)
+    files = {name: read_rank(source, path) for name, path in found.files.items()}
+    first = next(iter(files.values()))
+    ranks = ranks_of(found, _mesh(first))
+    for each in files.values():
+        _check_version(each)
+        if each.version != first.version:
+            raise SourceError(
+                f"{each.path} has checkpoint_version {each.version:g}, but {first.path} {first.version:g}"
+            )
+    mesh = _mesh(first)
+    counts = _layers(files, ranks, mesh)
+    tied = _tied(first, files, ranks, mesh)
+    side, left = side_files(source, set(found.files.values()))
+    return Manifest(
+        format=FORMAT.name,
+        tensors={tensor.name: tensor for name, each in files.items() for tensor in _tensors(name, each)},
+        files={path: File(path, source.files()[path].size) for path in found.files.values()},
+        objects=(*(_sorted_out(each) for each in side), *(each for file in files.values() for each in _inside(file))),
+        warnings=(*left, *_beside(found)),
+        training=Training(
+            writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_notes(source, found, files))
+        ),
+        dialect=Dialect(
+            megatron.NAME,
+            mesh,
+            {rank: f"{name}/" for rank, name in ranks.items()},
+            tuple(sum(counts[stage :: mesh.degree("pp")]) for stage in range(mesh.degree("pp"))),
+            {megatron.LAYERS: counts, **_facts(first, files, mesh)},
+        ),
+        own_config=config_of(first.arguments, tied=tied),
+    )
+
+
+def _mesh(file: RankFile) -> Mesh:
+    """The mesh that the args describe, without replicas."""
+    said = file.arguments
+    if not said:
+        raise SourceError(f"{file.path} has no args of {TITLE}, so its mesh is not known")
+
+    def degree(*names: str) -> int | None:
+        found = next((value for name in names if (value := said.get(name)) is not None), None)
+        if found is None:
+            return None
+        if not isinstance(found, int) or not 0 < found < _MOST:
+            raise SourceError(f"{file.path} has {names[0]} {ascii(found)[:40]} among its args, which is no degree")
+        return found
+
+    tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
+    return least_mesh(
+        tp=tp,
+        pp=degree("pipeline_model_parallel_size") or 1,
+        ep=degree("expert_model_parallel_size") or 1,
+        etp=_etp(said, degree("expert_tensor_parallel_size"), tp),
+    )
+
+
+def _etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
+    """Over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
+    return tp if etp is None or not said.get("num_experts") else etp
+
+
+def _check_version(file: RankFile) -> None:
+    if file.version not in _ROWS:
+        raise UnsupportedError(
+            f"{file.path} has a checkpoint_version that is not known ({file.version:g}): how rows of queries, keys and "
+            "values follow each other is not known",
+            hint=f"known are {', '.join(f'{version:g}' for version in _ROWS)}",
+        )
+
+
+def _layers(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> tuple[int, ...]:
+    """Layers of each chunk of each stage, in the order in which data flows: every stage's first chunk, then the next.
+
+    The files do not say which layers of the model theirs are; what `get_transformer_layer_offset` computes from the
+    args is this order in any case. Raises SourceError if the ranks of a stage differ, or not all layers are there.
+    """
+    stages: dict[int, tuple[RankFile, tuple[int, ...]]] = {}
+    for rank, name in ranks.items():
+        each, stage = files[name], mesh.coordinate(rank)["pp"]
+        other, counts = stages.setdefault(stage, (each, each.layers))
+        if counts != each.layers:
+            raise SourceError(
+                f"{each.path} has {sum(each.layers)} layers, but {other.path} {sum(counts)}",
+                hint="files of two checkpoints are mixed",
+            )
+    chunks = {len(counts) for _, counts in stages.values()}
+    if len(chunks) > 1:
+        raise SourceError("stages differ in their chunks of layers", hint="files of two checkpoints are mixed")
+    found = tuple(stages[stage][1][chunk] for chunk in range(chunks.pop()) for stage in range(mesh.degree("pp")))
+    first = next(iter(files.values()))
+    said = first.arguments.get("num_layers")
+    if isinstance(said, int) and said != sum(found):
+        raise SourceError(f"the files hold {sum(found)} layers, but the args of {first.path} say {said}")
+    return found
+
+
+def _tied(first: RankFile, files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> bool:
+    """Whether the head is the embedding: as the args say, else as the files have none."""
+    untied = first.arguments.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        return not untied
+    last = next(files[name] for rank, name in ranks.items() if mesh.coordinate(rank)["pp"] == mesh.degree("pp") - 1)
+    return mesh.degree("pp") == 1 and not any(name.endswith(_HEAD) for name in last.views)
+
+
+def _facts(first: RankFile, files: Mapping[str, RankFile], mesh: Mesh) -> dict[str, str | int | bool]:
+    """What else decides how the arrays are made."""
+    rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING)), 0)
+    latents = next((v.shape[0] for n, v in first.views.items() if n.endswith("linear_kv_down_proj.weight")), None)
+    whole = [first.arguments.get(name) for name in ("kv_lora_rank", "qk_pos_emb_head_dim")]
+    cut = latents is not None and latents != sum(part for part in whole if isinstance(part, int))
+    grouped = any(name.endswith(".mlp.experts.weight1") for each in files.values() for name in each.views)
+    return {
+        megatron.VOCABULARY: rows * mesh.degree("tp"),
+        megatron.ROWS: _ROWS[first.version],
+        megatron.LATENTS_CUT: cut,
+        megatron.GROUPED: grouped,
+    }
+
+
+def _tensors(folder: str, file: RankFile) -> Iterator[Tensor]:
+    for name, view in file.views.items():
+        stored = file.stored[name]
+        chunk = Chunk(Box.whole(view.shape), view.dtype, file.saved.region(view, stored), stored)
+        yield Tensor(f"{folder}/{name}", view.dtype, view.shape, (chunk,))
+
+
+def _sorted_out(side: Opaque) -> Opaque:
+    """Files of ranks and of the training loop are left behind."""
+    loop = side.name == TRACKER or _OF_RANKS.fullmatch(side.name) is not None
+    return replace(side, policy="drop") if loop else side
+
+
+def _inside(file: RankFile) -> Iterator[Opaque]:
+    for name in file.others:
+        yield Opaque(name, "drop", file=file.path)
+
+
+def _beside(found: Directory) -> Iterator[str]:
+    if found.others:
+        others = ", ".join(each.rstrip("/") for each in found.others)
+        yield f"{found.folder.rstrip('/') or 'this iteration'} is read; {others} is left behind"
+
+
+def _notes(source: Source, found: Directory, files: Mapping[str, RankFile]) -> Iterator[str]:
+    """How the files were understood."""
+    first = next(iter(files.values()))
+    if first.before_core:
+        yield f"names from before megatron-core, checkpoint_version {first.version:g}"
+    if any(file.scales for file in files.values()):
+        yield f"{EXTRA_STATE} of Transformer Engine's layers, which is not of the weights, is left behind"
+    optimizer = sum(path.startswith(found.folder) and bool(_OPTIMIZER.fullmatch(path)) for path in source.files())
+    if optimizer or any("optimizer" in file.others for file in files.values()):
+        yield "the optimizer's states are left behind: their order is that of the run's buffers, which no file tells"
+
+
+FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect, scan)

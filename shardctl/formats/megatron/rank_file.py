@@ -1,0 +1,132 @@
+"""What one rank's `model_optim_rng.pt` holds: the args, the version, and its arrays by megatron-core's local names.
+
+The dictionary is that of `generate_state_dict` in `megatron/training/checkpointing.py`: ``model``, or ``model0``,
+``model1``, ... for the chunks of a virtual pipeline, flat since megatron-core and nested before it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.formats.links import check_link
+from shardctl.formats.pickle_tree import Call, Global, mapping
+from shardctl.formats.torch_save import check_total, read_saved
+from shardctl.formats.torch_tensors import as_tensor
+from shardctl.schemas.megatron import chunk_prefix
+from shardctl.schemas.megatron.names import EXTRA_STATE, is_before_core, local_name
+from shardctl.training import as_setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.storage import Source
+    from shardctl.training import Setting
+
+_MODEL: Final = re.compile(r"model([0-9]{1,4})?")
+_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\..*")
+_COMPUTED: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq|.*\.rotary_pos_emb\.inv_freq")
+_DEPTH: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file."""
+
+    path: str
+    saved: Saved
+    arguments: Mapping[str, Setting]
+    """The `args` that are numbers, texts or lists of those; types by their names."""
+    version: float
+    """`checkpoint_version`; 0 where there is none."""
+    iteration: int | None
+    views: Mapping[str, View]
+    """Arrays by local name, with the chunk's before it."""
+    stored: Mapping[str, str]
+    """For each of them, what the file calls it."""
+    layers: tuple[int, ...]
+    """How many each chunk has."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """What is no weight, by its key or by how its keys end, and how often it is there."""
+    scales: bool = False
+    """Whether layers keep more than nothing in their extra states."""
+    before_core: bool = False
+
+
+def read_rank(source: Source, path: str) -> RankFile:
+    """One rank's file.
+
+    Raises SourceError if it is not of this kind or damaged, HostileError if it tries to run code, UnsupportedError for
+    a tensor that cannot be read as it is.
+    """
+    check_link(source, path)
+    saved = read_saved(source, path)
+    top = mapping(saved.tree)
+    chunks = sorted((int(m[1] or 0), key) for key in top or {} if isinstance(key, str) and (m := _MODEL.fullmatch(key)))
+    if top is None or not chunks:
+        raise SourceError(f"{path} holds no model of Megatron-LM", hint="its dictionary has no key 'model' or 'model0'")
+    views: dict[str, View] = {}
+    stored: dict[str, str] = {}
+    others = {str(key): 1 for key in top if not isinstance(key, str) or not _MODEL.fullmatch(key)}
+    layers, scales, old = [], False, False
+    for number, key in chunks:
+        count = 0
+        for own, node in _leaves(top[key], _DEPTH):
+            if own.endswith(EXTRA_STATE):
+                others[EXTRA_STATE] = others.get(EXTRA_STATE, 0) + 1
+                scales = scales or node is not None
+                continue
+            name, old = local_name(own), old or is_before_core(own)
+            view = None if _COMPUTED.fullmatch(name) else as_tensor(node, f"{path}: tensor {own!r}")
+            if view is None:
+                others[own] = others.get(own, 0) + 1
+                continue
+            full = chunk_prefix(number, len(chunks)) + name
+            if full in views:
+                raise SourceError(f"{path} has {stored[full]} and {own}, which are the same array")
+            views[full], stored[full] = view, own
+            layer = _LAYER.fullmatch(name)
+            count = max(count, int(layer[1]) + 1) if layer else count
+        layers.append(count)
+    check_total(source, path, views.values())
+    version, iteration = top.get("checkpoint_version", 0), top.get("iteration")
+    return RankFile(
+        path,
+        saved,
+        _arguments(top.get("args")),
+        float(version) if isinstance(version, int | float) else -1.0,
+        iteration if type(iteration) is int else None,
+        views,
+        stored,
+        tuple(layers),
+        others,
+        scales,
+        old,
+    )
+
+
+def _leaves(node: object, depth: int) -> Iterator[tuple[str, Any]]:
+    """What a model's dictionaries hold, their keys joined by dots; a wrapper's ``module.`` is left out."""
+    for key, value in (mapping(node) or {}).items():
+        name = str(key).removeprefix("module.")
+        inner = mapping(value) if depth else None
+        if inner is None:
+            yield name, value
+        else:
+            for rest, leaf in _leaves(value, depth - 1):
+                yield (f"{name}.{rest}" if name != "module" else rest), leaf
+
+
+def _arguments(node: object) -> dict[str, Setting]:
+    """The fields of a `Namespace` that say something without its library."""
+    fields = node.state if isinstance(node, Call) else node
+    found: dict[str, Setting] = {}
+    for key, value in (mapping(fields) or {}).items():
+        if isinstance(value, Global):
+            found[str(key)] = value.name if value.module == "torch" else str(value)
+        elif (setting := as_setting(value)) is not None:
+            found[str(key)] = setting[0]
+    return found

@@ -1,0 +1,176 @@
+"""The arrays of Megatron-LM's checkpoint directories: what each `mp_rank_TT_PPP_EEE` holds of a model.
+
+Every rank has its part of its stage's layers, which are counted anew on each stage and in each chunk of a virtual
+pipeline (`get_transformer_layer_offset` of `megatron/core/transformer/transformer_layer.py`); the embedding is padded
+along the vocabulary (`_vocab_size_with_padding` of `megatron/training/tokenizer`), and a tied one stands on the last
+stage a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError
+from shardctl.schemas.composite import Composite, Entry, join, stack
+from shardctl.schemas.megatron import layers
+from shardctl.schemas.megatron.layers import BY_GROUP, TITLE, Variant, Whole
+from shardctl.schemas.schema import Parts, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.dialect import Dialect
+    from shardctl.mesh import Mesh
+    from shardctl.models import Model
+
+NAME: Final = "megatron"
+LAYERS: Final = "layers"
+"""The fact that says how many layers each chunk of each stage has, in the order in which they follow each other."""
+VOCABULARY: Final = "vocabulary"
+"""The fact that says to how many rows the vocabulary is padded."""
+LAST_ROW: Final = "last_row"
+"""The fact that says whether the padding repeats the last token's row (`tools/checkpoint`); else it is zeros."""
+ROWS: Final = "rows"
+"""The fact that says how rows of queries, keys and values follow each other, as `Variant.rows`."""
+LATENTS_CUT: Final = "latents_cut"
+"""The fact that `Variant.latents_cut` is."""
+GROUPED: Final = "grouped"
+"""The fact that says whether all of a rank's experts are in two arrays (`GroupedMLP` of core up to 0.16)."""
+DTYPE: Final = "dtype"
+"""The fact that says what the vocabulary's padding is written in, where a rank has nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which part of an array a rank has."""
+
+    index: int
+    count: int
+
+
+def chunks_of(dialect: Dialect) -> int:
+    """Chunks of layers on each stage: more than one in a virtual pipeline."""
+    return len(dialect.numbers(LAYERS)) // dialect.mesh.degree("pp")
+
+
+def chunk_prefix(chunk: int, chunks: int) -> str:
+    """What stands before the names of a chunk's arrays, where there are several chunks."""
+    return f"model{chunk}/" if chunks > 1 else ""
+
+
+def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+    layers.check_model(model)
+    counts, stages = dialect.numbers(LAYERS), dialect.mesh.degree("pp")
+    if sum(counts) != model.layers:
+        raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
+    parts, chunks = Parts(model, TITLE), chunks_of(dialect)
+    if rank == next(iter(dialect.ranks)):
+        parts.refuse_others(_placed(parts))
+    stage = dialect.mesh.coordinate(rank)["pp"]
+    for chunk in range(chunks):
+        turn = chunk * stages + stage
+        prefix, first = chunk_prefix(chunk, chunks), sum(counts[:turn])
+        for entry in _chunk(parts, dialect, rank, range(first, first + counts[turn])):
+            yield replace(entry, name=prefix + entry.name)
+
+
+def _chunk(parts: Parts, dialect: Dialect, rank: int, numbers: range) -> Iterator[Entry]:
+    """The arrays of the layers of some numbers, and of what is before and behind them."""
+    at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
+    shared = _Share(at["tp"], mesh.degree("tp"))
+    variant = Variant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
+    if numbers.start == 0:
+        (name, tokens), *others = layers.embeddings(parts)
+        yield _vocabulary(name, tokens, dialect, shared)
+        for name, content in others:
+            yield Entry(name, content)
+    held = _held(parts.model, mesh, at["ep"])
+    for number in numbers:
+        arrays = layers.layer(parts, number, variant, held)
+        for entry in _layer(arrays, dialect, shared, _Share(at["etp"], mesh.etp)):
+            yield replace(entry, name=f"decoder.layers.{number - numbers.start}.{entry.name}")
+    if numbers.stop == parts.model.layers:
+        for whole in layers.last_norm(parts):
+            yield Entry(whole.name, whole.content)
+        if not layers.is_tied(parts.model) or mesh.degree("pp") > 1:
+            yield _vocabulary("output_layer.weight", layers.head(parts), dialect, shared)
+
+
+def _held(model: Model, mesh: Mesh, group: int) -> range | None:
+    """The experts of a place on the ep axis; None for a model without any."""
+    count = layers.experts(model)
+    if count % mesh.ep:
+        raise CutError(f"{count} experts cannot be divided over ep={mesh.ep}")
+    return range(group * count // mesh.ep, (group + 1) * count // mesh.ep) if count else None
+
+
+def _layer(arrays: Iterator[Whole], dialect: Dialect, shared: _Share, within: _Share) -> Iterator[Entry]:
+    """A rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
+    grouped: dict[str, list[Composite]] = {}
+    first = None
+    for whole in arrays:
+        if whole.expert is None:
+            yield Entry(whole.name, whole.share(shared.index, shared.count), dtype=whole.dtype)
+            continue
+        first = whole.expert if first is None else first
+        content = whole.share(within.index, within.count)
+        if dialect.switch(GROUPED):
+            grouped.setdefault(whole.name, []).append(content)
+        else:
+            local = f"experts.local_experts.{whole.expert - first}."
+            yield Entry(whole.name.replace("experts.", local, 1), content)
+    yield from _grouped(grouped)
+
+
+def _grouped(mine: dict[str, list[Composite]]) -> Iterator[Entry]:
+    """The two arrays of `GroupedMLP`: transposed experts one behind another, in two dims by declaration alone.
+
+    Core's own `sharded_state_dict` views `weight1` as ``[experts, hidden, gate and up]``, though it is declared
+    ``[hidden, experts * (gate and up)]``.
+    """
+    for name, experts in mine.items():
+        content = stack([expert.transposed for expert in experts])
+        count, rows, columns = content.shape
+        first = name.endswith("linear_fc1.weight")
+        declared = (rows, count * columns) if first else (count * rows, columns)
+        yield Entry(f"mlp.experts.weight{1 if first else 2}", content, shape=declared)
+
+
+def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) -> Entry:
+    """A rank's rows of the vocabulary."""
+    rows = dialect.number(VOCABULARY) or tokens.shape[0]
+    if rows % shared.count:
+        raise CutError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
+    start, stop = shared.index * rows // shared.count, (shared.index + 1) * rows // shared.count
+    if dialect.switch(LAST_ROW):
+        last = tokens.part(0, tokens.shape[0] - 1, tokens.shape[0])
+        own = [tokens.part(0, start, min(stop, tokens.shape[0]))] if start < tokens.shape[0] else []
+        return Entry(name, join([*own, *[last] * (stop - max(start, tokens.shape[0]))]))
+    content = tokens.padded(rows).part(0, start, stop)
+    known = BY_NAME.get(dialect.text(DTYPE))
+    return Entry(name, content, dtype=None if content.pieces else known)
+
+
+def _placed(parts: Parts) -> set[str]:
+    """The tensors that have a place somewhere."""
+    found = [composite for _, composite in layers.embeddings(parts)]
+    found += [whole.content for whole in layers.last_norm(parts)]
+    for number in range(parts.model.layers):
+        found += [piece for whole in layers.layer(parts, number, Variant()) for piece in whole.pieces]
+    placed = {piece.tensor for composite in found for piece in composite.pieces}
+    return placed | {"lm_head.weight"}
+
+
+def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
+    """Buffers that are computed from the config, and layers that predict further tokens."""
+    del dialect
+    return frozenset(
+        tensor.name
+        for tensor in model.tensors.values()
+        if tensor.row.buffer or (tensor.optional and tensor.name.startswith("model.layers."))
+    )
+
+
+SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)

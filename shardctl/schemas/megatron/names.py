@@ -1,0 +1,81 @@
+"""The names that Megatron-LM's arrays have beside those of megatron-core's local layers, and what they mean.
+
+Transformer Engine's layers keep a norm inside of the projection that follows it, and its grouped experts have a weight
+each in one module (`megatron/core/extensions/transformer_engine.py`). Before megatron-core, models were nested
+dictionaries (`megatron/legacy/model/language_model.py` and `transformer.py`), whose names its loaders still translate.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+EXTRA_STATE: Final = "_extra_state"
+"""How the names end under which layers keep what is no weight: nothing, or Transformer Engine's scales of 8 bits."""
+_FUSED: Final = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
+_GROUPED: Final = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_BEFORE_CORE: Final = (
+    ("language_model.embedding.", "embedding."),
+    ("language_model.encoder.", "decoder."),
+    ("language_model.transformer.", "decoder."),
+    ("language_model.output_layer.", "output_layer."),
+    ("word_embeddings_for_head.", "output_layer."),
+    (".attention.", ".self_attention."),
+    (".query_key_value.", ".linear_qkv."),
+    (".self_attention.dense.", ".self_attention.linear_proj."),
+    (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
+    (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
+    (".input_norm.", ".input_layernorm."),
+    (".post_attention_norm.", ".pre_mlp_layernorm."),
+    (".post_attention_layernorm.", ".pre_mlp_layernorm."),
+    ("decoder.final_norm.", "decoder.final_layernorm."),
+)
+
+
+def is_before_core(name: str) -> bool:
+    """Whether a name, its dictionaries joined by dots, is of a model from before megatron-core."""
+    return name.startswith(("language_model.", "word_embeddings_for_head."))
+
+
+def local_name(name: str) -> str:
+    """The name that local layers have for an array, whatever it is called.
+
+    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    'decoder.layers.0.pre_mlp_layernorm.weight'
+    >>> local_name("decoder.layers.1.mlp.experts.linear_fc2.weight3")
+    'decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight'
+    >>> local_name("language_model.encoder.layers.0.attention.dense.bias")
+    'decoder.layers.0.self_attention.linear_proj.bias'
+    """
+    if is_before_core(name):
+        for old, new in _BEFORE_CORE:
+            name = name.replace(old, new)
+        return name
+    for fused, alone in _FUSED:
+        if fused in name:
+            return name.replace(fused, alone)
+    grouped = _GROUPED.fullmatch(name)
+    return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
+
+
+def engine_name(name: str, *, experts: bool, latent: bool) -> str:
+    """The name that Transformer Engine's layers have for an array of local ones.
+
+    `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether
+    its attention has latents, before whose projections so does the first norm, and behind which norms do not.
+
+    >>> engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
+    'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
+    """
+    for fused, alone in _FUSED:
+        of_latents = "_up_proj" in fused
+        first = alone == "input_layernorm."
+        kept = latent if first else of_latents is not latent if of_latents else experts
+        if f".{alone}" in name and not kept:
+            return name.replace(alone, fused)
+    return name
