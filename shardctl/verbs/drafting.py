@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 _COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
-_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out")
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
             beside=checkpoint.source.held_bytes,
         ),
         carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
-        options=_inherited(checkpoint) | _options(wish) | _left_out(have, want),
+        options=_inherited(checkpoint) | _options(wish) | _of_the_layout(have, want, dtypes),
     )
 
 
@@ -364,9 +364,11 @@ def _inherited(checkpoint: Checkpoint) -> dict[str, str]:
     return {key: earlier[key] for key in _INHERITED if key in earlier}
 
 
-def _left_out(have: Manifest, want: Manifest) -> dict[str, str]:
-    """Whether the layout has no place for some of the tensors, and does without; its warnings name them."""
-    return {"left_out": "true"} if len(want.tensors) < len(have.tensors) else {}
+def _of_the_layout(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
+    """What the layout itself changes: tensors that it does without, which its warnings name, and types of its own."""
+    left_out = len(want.tensors) < len(have.tensors)
+    retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
+    return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 
 def _options(wish: Wish) -> dict[str, str]:

@@ -241,7 +241,7 @@ def _pair(name: str, mine: Tensor | None, theirs: Tensor | None, *, filtered: bo
 
 
 def _was_cast(checkpoint: Checkpoint) -> bool:
-    return bool(checkpoint.record and "dtype" in checkpoint.record.options)
+    return bool(checkpoint.record and not {"dtype", "retyped"}.isdisjoint(checkpoint.record.options))
 
 
 def _ended(stop: Stop) -> None:

@@ -84,26 +84,34 @@ def _holes(tensor: Tensor) -> Iterator[Finding]:
 
 
 def overlaps(tensor: Tensor) -> Iterator[Finding]:
-    """The first place where two chunks overlap without being copies of each other, if there is one."""
-    boxes = list(dict.fromkeys(chunk.box for chunk in tensor.chunks))
-    if sum(box.size for box in boxes) == sum(part.size for _, part in disjoint(boxes)):
-        return
-    index = BoxIndex(boxes)
-    for position, box in enumerate(boxes):
-        for other, common in index.overlapping(box):
-            if other > position:
-                both = [c for c in tensor.chunks if c.box in {box, boxes[other]}]
-                files = sorted({c.where.file for c in both if not isinstance(c.where, Fill)})
-                message = f"chunks {box} and {boxes[other]} overlap in {common} ({_few(files)})"
-                yield Finding(
-                    "error",
-                    "overlap",
-                    f"{tensor.name} {list(tensor.shape)}: {message}",
-                    tensor=tensor.name,
-                    file=files[0] if files else "",
-                    box=str(common),
-                )
-                return  # one place a tensor is enough to look at
+    """The first place where two chunks overlap without being copies of each other, if there is one.
+
+    Only chunks of one array in several files may not: an embedding that is whole in one array, and cut in that of a
+    head that is tied to it, is stored twice on purpose, and so is a row that pads its own array.
+    """
+    arrays: dict[str, dict[Box, set[str]]] = {}
+    for chunk in tensor.chunks:
+        file = chunk.where.file if not isinstance(chunk.where, Fill) else ""
+        arrays.setdefault(chunk.name, {}).setdefault(chunk.box, set()).add(file)
+    for places in arrays.values():
+        boxes = list(places)
+        if sum(box.size for box in boxes) == sum(part.size for _, part in disjoint(boxes)):
+            continue
+        index = BoxIndex(boxes)
+        for position, box in enumerate(boxes):
+            for other, common in index.overlapping(box):
+                files = sorted(places[box] | places[boxes[other]])
+                if other > position and len(files) > 1:
+                    message = f"chunks {box} and {boxes[other]} overlap in {common} ({_few(files)})"
+                    yield Finding(
+                        "error",
+                        "overlap",
+                        f"{tensor.name} {list(tensor.shape)}: {message}",
+                        tensor=tensor.name,
+                        file=files[0],
+                        box=str(common),
+                    )
+                    return  # one place a tensor is enough to look at
 
 
 def check_record(record: Record, manifest: Manifest) -> Iterator[Finding]:

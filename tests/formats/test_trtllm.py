@@ -1,0 +1,400 @@
+"""TensorRT-LLM's checkpoints: as NVIDIA's exporter writes them, read and written to the bit, and refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
+from shardctl.formats import detect, scan
+from shardctl.formats.trtllm.config import describe
+from shardctl.layouts.composed import Order
+from shardctl.layouts.trtllm import pack
+from shardctl.mesh import Mesh
+from shardctl.models.config import Config
+from shardctl.schemas.trtllm import even_stages
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "trtllm"
+MESHES = {
+    "llama_tp8": Mesh.of(tp=8),
+    "llama_tp2_pp2": Mesh.of(tp=2, pp=2),
+    "llama_pp3": Mesh.of(pp=3),
+    "llama_tied_tp2": Mesh.of(tp=2),
+    "qwen2_tp4": Mesh.of(tp=4),
+    "mixtral_tp2": Mesh.of(tp=2),
+}
+CASES = tuple(MESHES)
+NEEDED = (
+    *("architecture", "dtype", "logits_dtype", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_size", "intermediate_size", "hidden_act", "norm_epsilon", "rotary_base"),
+    *("position_embedding_type", "max_position_embeddings", "embedding_sharding_dim", "quantization"),
+)
+"""What TensorRT-LLM's `PretrainedConfig` and `LLaMAConfig` are made of."""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A copy of an exported checkpoint, to be damaged."""
+
+    def copied(name: str) -> Path:
+        return Path(shutil.copytree(FIXTURES / name / "exported", tmp_path / name))
+
+    return copied
+
+
+def reading(name: str) -> Reading:
+    """How a case is read: the exporter says the padded vocabulary, so of a padded one the true size is given."""
+    return Reading(true_vocab=63) if name == "llama_tied_tp2" else Reading()
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def say(place: Path, **changed: object) -> None:
+    """Change the config."""
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, **changed}))
+
+
+class TestReading:
+    @pytest.mark.parametrize("name", CASES)
+    def test_what_nvidia_exports_is_the_model_bit_for_bit(self, name, tmp_path):
+        reshard(FIXTURES / name / "exported", tmp_path / "hf", Wish(to="hf"), reading=reading(name))
+        ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", FIXTURES / name / "source"))
+        ours.pop("lm_head.weight", None) if "lm_head.weight" not in theirs else None
+        assert ours.keys() == theirs.keys()
+        assert [key for key in theirs if not same(ours[key], theirs[key])] == []
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_the_config_is_that_of_the_model(self, name):
+        made = scan(LocalSource(FIXTURES / name / "exported")).own_config.values
+        config = json.loads((FIXTURES / name / "source" / "config.json").read_text())
+        config |= {"rope_theta": config["rope_parameters"]["rope_theta"]}
+        unlike = {key for key in made.keys() & config.keys() if made[key] != config[key] is not None}
+        assert unlike == ({"vocab_size"} if name == "llama_tied_tp2" else set())
+        assert made["model_type"] == config["model_type"]
+
+    def test_it_is_recognised_and_its_mesh_is_known(self):
+        source = LocalSource(FIXTURES / "llama_tp2_pp2" / "exported")
+        assert detect(source).name == "trtllm"
+        dialect = scan(source).dialect
+        assert (str(dialect.mesh), dialect.stages, dict(dialect.ranks)) == (
+            "pp2 x tp2",
+            (1, 1),
+            {0: "rank0/", 1: "rank1/", 2: "rank2/", 3: "rank3/"},
+        )
+        found = inspect(FIXTURES / "llama_tp2_pp2" / "exported")
+        assert found.architecture == "LlamaForCausalLM"
+
+    def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
+        at = place("llama_tp8")
+        shutil.copy(FIXTURES / "llama_tp8" / "source" / "model.safetensors", at)
+        assert detect(LocalSource(at)).name == "safetensors"
+
+
+class TestWriting:
+    @pytest.mark.parametrize("name", CASES)
+    def test_every_array_is_nvidias(self, name, tmp_path):
+        """But two, where TensorRT-LLM's own converters are followed: a router in float32, and the head of a tie."""
+        out = written(name, tmp_path / "out")
+        for path in sorted((FIXTURES / name / "exported").glob("rank*.safetensors")):
+            theirs, ours = load_file(path), load_file(out / path.name)
+            extra = {"lm_head.weight"} if name == "llama_tied_tp2" else set()
+            assert ours.keys() - theirs.keys() == extra
+            routers = [key for key in theirs if key.endswith("router.weight")]
+            assert all(same(ours[key], theirs[key].float()) for key in routers)
+            rest = theirs.keys() - set(routers)
+            assert [key for key in rest if not same(ours[key], theirs[key])] == []
+        assert len(list(out.glob("rank*"))) == MESHES[name].world
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_the_config_says_what_nvidias_says(self, name, tmp_path):
+        ours = json.loads((written(name, tmp_path / "out") / "config.json").read_text())
+        theirs = json.loads((FIXTURES / name / "exported" / "config.json").read_text())
+        classes = {"mixtral_tp2": "MixtralForCausalLM", "qwen2_tp4": "Qwen2ForCausalLM"}
+        theirs["architecture"] = classes.get(name, theirs["architecture"])  # the exporter knows Llama only
+        if name == "llama_tied_tp2":
+            theirs["vocab_size"] = 63
+        assert {key: ours[key] for key in NEEDED} == {key: theirs[key] for key in NEEDED}
+        assert ours["use_parallel_embedding"] == theirs["use_parallel_embedding"]
+        assert ours["mapping"].items() >= theirs["mapping"].items()
+        if name == "mixtral_tp2":
+            assert ours["moe"] == {"num_experts": 4, "top_k": 2, "normalization_mode": 1}
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_there_and_back_is_the_same(self, name, tmp_path):
+        source = FIXTURES / name / "source"
+        made = reshard(source, tmp_path / "trt", wish(name), reading=Reading(kv_heads="replicate"))
+        assert verify(tmp_path / "trt", against=str(source)).ok
+        back = reshard(tmp_path / "trt", tmp_path / "hf", Wish(to="hf"))
+        again = reshard(tmp_path / "hf", tmp_path / "again", wish(name), reading=Reading(kv_heads="replicate"))
+        assert made.record.digest == back.record.digest == again.record.digest
+        for path in (tmp_path / "trt").glob("rank*"):
+            assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+        assert json.loads((tmp_path / "trt" / "config.json").read_text()) == json.loads(
+            (tmp_path / "again" / "config.json").read_text()
+        )
+        if "mixtral" not in name:  # whose router is float32 there
+            assert made.record.digest == digest(source).digest
+            assert diff(source, tmp_path / "trt").equal
+
+    def test_experts_divided_over_ranks(self, tmp_path):
+        """moe_ep innermost, moe_tp outermost (`tensorrt_llm/mapping.py`); experts whole or cut, up before gate."""
+        source = FIXTURES / "mixtral_tp2" / "source"
+        whole = load_file(source / "model.safetensors")
+        for ep, etp in ((2, 2), (4, 1), (1, 4)):
+            out = tmp_path / f"ep{ep}"
+            mesh = Mesh.of(tp=4, ep=ep, etp=etp)
+            reshard(source, out, Wish(to="trtllm", mesh=mesh), reading=Reading(kv_heads="replicate"))
+            mapping = json.loads((out / "config.json").read_text())["mapping"]
+            assert (mapping["moe_ep_size"], mapping["moe_tp_size"]) == (ep, etp)
+            for rank in range(4):
+                held = range(rank % ep * 4 // ep, (rank % ep + 1) * 4 // ep)
+                at = load_file(out / f"rank{rank}.safetensors")
+                names = [f"model.layers.1.block_sparse_moe.experts.{e}" for e in held]
+                part = rank // ep
+                over = [torch.cat([whole[f"{n}.{w}.weight"].chunk(etp)[part] for w in ("w3", "w1")]) for n in names]
+                down = [whole[f"{n}.w2.weight"].chunk(etp, dim=1)[part] for n in names]
+                assert same(at["transformer.layers.1.mlp.fc.weight"], torch.stack(over))
+                assert same(at["transformer.layers.1.mlp.proj.weight"], torch.stack(down))
+            back = reshard(out, tmp_path / f"back{ep}", Wish(to="hf", dtype="bf16"))
+            assert back.record.digest == digest(source).digest
+
+    def test_ranks_of_cp_share_files(self, tmp_path):
+        source = FIXTURES / "llama_tp2_pp2" / "source"
+        reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(pp=2, cp=2, tp=2)))
+        assert len(list((tmp_path / "out").glob("rank*"))) == 4
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["mapping"]["world_size"] == 8
+        assert diff(source, tmp_path / "out").equal
+
+    def test_layers_that_are_left_over_go_to_the_first_stages(self):
+        for layers in range(1, 20):
+            for count in range(1, layers + 1):
+                parts = torch.tensor_split(torch.arange(layers), count)
+                assert even_stages(layers, count) == tuple(len(part) for part in parts)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("mesh", "message"),
+        [
+            (Mesh.of(tp=8), "q_proj.weight: 4 heads cannot be divided over tp=8"),
+            (Mesh.of(pp=3), "pp=3 needs at least 3 layers, but the model has 2"),
+            (Mesh.of(tp=2, fsdp=2), "ranks of tp, pp and cp, but the mesh is fsdp2 x tp2"),
+            (Mesh.parse("tp=2,pp=2"), "numbers the ranks of tp innermost"),
+            (Mesh.of(tp=4, ep=2), "ep=2 x etp=1 is not tp=4"),
+        ],
+    )
+    def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
+        with pytest.raises(CutError, match=message):
+            reshard(FIXTURES / "mixtral_tp2" / "source", tmp_path / "out", Wish(to="trtllm", mesh=mesh))
+
+    def test_stages_of_other_sizes(self, tmp_path):
+        with pytest.raises(UsageError, match="divides layers over stages by itself, as 2,1,1"):
+            reshard(
+                FIXTURES / "llama_pp3" / "source",
+                tmp_path / "out",
+                Wish(to="trtllm", mesh=Mesh.of(pp=3), stages="1,2,1"),
+            )
+
+    def test_a_file_that_is_missing(self, place):
+        at = place("llama_tp8")
+        (at / "rank3.safetensors").unlink()
+        with pytest.raises(SourceError, match=r"rank3\.safetensors is missing: rank7\.safetensors is there"):
+            scan(LocalSource(at))
+        (at / "rank7.safetensors").rename(at / "rank3.safetensors")
+        with pytest.raises(SourceError, match=r"rank7\.safetensors is missing: config\.json says tp8, which has 8"):
+            scan(LocalSource(at))
+
+    def test_a_mapping_that_contradicts_the_files(self, place):
+        at = place("llama_tp8")
+        say(at, mapping={"world_size": 4, "tp_size": 4, "pp_size": 1})
+        with pytest.raises(SourceError, match=r"rank4\.safetensors is there, but config\.json says tp4"):
+            scan(LocalSource(at))
+        say(at, mapping={"world_size": 8, "tp_size": 4, "pp_size": 1})
+        with pytest.raises(SourceError, match="mapping of 8 ranks, but tp=4 x pp=1 x cp=1"):
+            scan(LocalSource(at))
+        say(at, mapping={"world_size": 8, "tp_size": 8, "moe_tp_size": 4, "moe_ep_size": 4})
+        with pytest.raises(SourceError, match="moe_tp=4 x moe_ep=4 ranks, but tp=8"):
+            scan(LocalSource(at))
+
+    def test_a_mapping_of_as_many_ranks_and_other_shapes(self, place):
+        at = place("llama_tp2_pp2")
+        say(at, mapping={"world_size": 4, "tp_size": 4, "pp_size": 1})
+        with pytest.raises(ShardctlError, match=r"rank0/transformer\.vocab_embedding\.weight has shape"):
+            diff(at, at)
+
+    @pytest.mark.parametrize("key", ["quant_algo", "kv_cache_quant_algo"])
+    def test_quantised_by_its_config(self, place, key):
+        at = place("llama_tp8")
+        say(at, quantization={key: "FP8"})
+        with pytest.raises(UnsupportedError, match=f"quantised \\({key} is 'FP8'\\)"):
+            scan(LocalSource(at))
+
+    @pytest.mark.parametrize("name", ["mlp.fc.weights_scaling_factor", "mlp.fc.per_channel_scale", "mlp.fc.weight"])
+    def test_quantised_by_its_arrays(self, place, name):
+        at = place("llama_tp8")
+        arrays = load_file(at / "rank2.safetensors")
+        value = torch.zeros(6, 64, dtype=torch.int8) if name == "mlp.fc.weight" else torch.ones(1)
+        save_file({**arrays, f"transformer.layers.0.{name}": value}, at / "rank2.safetensors")
+        with pytest.raises(UnsupportedError, match=r"rank2\.safetensors .*quantised checkpoints .* are not read"):
+            scan(LocalSource(at))
+
+    def test_a_quantised_model(self, tmp_path):
+        source = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
+        with pytest.raises(UnsupportedError, match="forms of its own for quantised weights"):
+            reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(tp=2)))
+
+    def test_a_model_of_another_family(self, tmp_path):
+        source = FIXTURES.parent / "deepseek_mp" / "bf16" / "source"
+        with pytest.raises(UnsupportedError, match="arrays of DeepseekV3ForCausalLM are not known"):
+            reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(tp=2)))
+
+    def test_an_architecture_that_is_not_known(self, place):
+        at = place("llama_tp8")
+        say(at, architecture="GPTForCausalLM")
+        with pytest.raises(UnsupportedError, match="describes 'GPTForCausalLM', whose arrays are not known"):
+            scan(LocalSource(at))
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"position_embedding_type": "learned_absolute"}, "positions of another kind"),
+            ({"rotary_pct": 0.5}, "positions of another kind"),
+            ({"embedding_multiplier": 12.0}, "embedding_multiplier, which Llama and Qwen have not"),
+            ({"is_pruned": True}, "pruned: its weights are left out"),
+            ({"mapping": {"tp_size": 8, "world_size": 8, "enable_attention_dp": True}}, "enable_attention_dp"),
+            ({"mapping": {"tp_size": 8, "world_size": 8, "moe_cluster_size": 2}}, "clusters of experts"),
+            ({"mapping": [8]}, "where an object is expected"),
+            ({"num_hidden_layers": "1"}, "where a positive whole number is expected"),
+        ],
+    )
+    def test_a_config_of_another_kind(self, place, changed, message):
+        at = place("llama_tp8")
+        say(at, **changed)
+        with pytest.raises(SourceError, match=message):
+            scan(LocalSource(at))
+
+    def test_a_config_that_is_none(self, place):
+        at = place("llama_tp8")
+        (at / "config.json").write_text("[" * 100_000)
+        with pytest.raises(SourceError, match="is not JSON"):
+            scan(LocalSource(at))
+        (at / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(SourceError, match="names no architecture"):
+            scan(LocalSource(at))
+        (at / "config.json").unlink()
+        with pytest.raises(SourceError, match=r"no config\.json beside rank0\.safetensors"):
+            scan(LocalSource(at))
+
+    def test_an_array_too_many_and_one_too_few(self, place):
+        at = place("llama_tp8")
+        arrays = load_file(at / "rank5.safetensors")
+        save_file({**arrays, "transformer.layers.0.extra.weight": torch.ones(2)}, at / "rank5.safetensors")
+        with pytest.raises(UnsupportedError, match=r"has no rank5/transformer\.layers\.0\.extra\.weight"):
+            diff(at, at)
+        arrays.pop("transformer.layers.0.mlp.gate.weight")
+        save_file(arrays, at / "rank5.safetensors")
+        with pytest.raises(SourceError, match=r"lacks rank5/transformer\.layers\.0\.mlp\.gate\.weight"):
+            diff(at, at)
+
+    def test_copies_of_a_head_that_differ_are_found(self, place):
+        at = place("llama_tp8")
+        arrays = load_file(at / "rank1.safetensors")
+        arrays["transformer.layers.0.attention.qkv.weight"][-1] += 1
+        save_file(arrays, at / "rank1.safetensors")
+        with pytest.raises(SourceError, match=r"self_attn\.v_proj\.weight: copies differ in 64 elements"):
+            digest(at)
+
+
+class TestConfigs:
+    @pytest.mark.parametrize(
+        ("arrays", "said", "kind"),
+        [
+            ((), {}, "llama"),
+            ((), {"architecture": "MistralForCausalLM"}, "mistral"),
+            (("attention.qkv.bias",), {}, "qwen2"),
+            (("attention.qkv.bias", "attention.dense.bias"), {}, "llama"),
+            (("attention.q_layernorm.weight",), {"architecture": "Qwen3ForCausalLM"}, "qwen3"),
+            (
+                ("attention.q_layernorm.weight", "mlp.router.weight"),
+                {"moe_intermediate_size": 8, "moe": {"num_experts": 4, "top_k": 2, "normalization_mode": 1}},
+                "qwen3_moe",
+            ),
+            (("mlp.router.weight",), {"moe_num_experts": 4, "moe_top_k": 2}, "mixtral"),
+        ],
+    )
+    def test_which_model_it_is_follows_from_the_arrays(self, arrays, said, kind):
+        config = {
+            "architecture": "LlamaForCausalLM",
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "hidden_size": 32,
+            "vocab_size": 64,
+            "rotary_scaling": {"type": "llama3", "factor": 8.0},
+            **said,
+        }
+        found = describe(Config(config), {f"transformer.layers.0.{name}" for name in arrays}).config.values
+        assert found["model_type"] == kind
+        assert found["rope_scaling"]["rope_type"] == "llama3"
+        assert found.get("num_experts", found.get("num_local_experts")) == (4 if "router" in str(arrays) else None)
+
+
+def wish(name: str) -> Wish:
+    return Wish(to="trtllm", mesh=MESHES[name])
+
+
+def written(name: str, out: Path) -> Path:
+    """A case's model as the layout writes it, its embedding cut where the exporter cut it."""
+    from shardctl.copyplan import join
+
+    source = FIXTURES / name / "source"
+    parallel = json.loads((FIXTURES / name / "exported" / "config.json").read_text())["use_parallel_embedding"]
+    if not parallel:
+        reshard(source, out, wish(name), reading=Reading(kv_heads="replicate"))
+        return out
+    with opened(source, Reading(kv_heads="replicate")) as checkpoint:
+        have = checkpoint.manifest
+        dtypes = {key: tensor.dtype for key, tensor in have.tensors.items()}
+        options = {"parallel_embedding": "true"}
+        order = Order(have, checkpoint.model, MESHES[name], dtypes, checkpoint.config, options=options)
+        want = pack(order)
+        join(have, want)
+        _fill(source, have, want, out)
+    return out
+
+
+def _fill(source: Path, have, want, out: Path) -> None:
+    """Write a plan's files one element at a time: another way than the engine's."""
+    import numpy as np
+
+    from shardctl.copyplan import join
+
+    out.mkdir()
+    made = {path: bytearray(file.size) for path, file in want.files.items()}
+    for path, file in want.files.items():
+        for offset, data in file.literals:
+            made[path][offset : offset + len(data)] = data
+    for copy in join(have, want).copies:
+        for read, write in copy.strided_copies():
+            data = (source / read.where.file).read_bytes()
+            unit = f"V{read.dtype.unit_bytes}"
+            taken = np.ndarray(read.box.shape, unit, data, read.where.offset, read.where.strides)
+            given = np.ndarray(write.box.shape, unit, made[write.where.file], write.where.offset, write.where.strides)
+            given[...] = taken
+    for path, data in made.items():
+        (out / path).write_bytes(data)
