@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
-from shardctl.schemas.megatron_arguments import config_of, mesh_of
+from shardctl.schemas.megatron.arguments import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.formats.torch_dist.common import Common
     from shardctl.manifest import OwnConfig
+
+_MOST: Final = 1 << 20
 
 
 def own_config(common: Common | None, names: Collection[str]) -> OwnConfig | None:
@@ -22,5 +25,23 @@ def own_config(common: Common | None, names: Collection[str]) -> OwnConfig | Non
 
 
 def written_for(common: Common | None) -> Mesh:
-    """The mesh; one device if nothing says it."""
-    return mesh_of(common.arguments) if common is not None else Mesh.of()
+    """The mesh; one device if nothing says what it was."""
+    arguments = common.arguments if common is not None else {}
+
+    def degree(name: str, default: int = 1) -> int:
+        value = arguments.get(name)
+        return value if type(value) is int and 0 < value < _MOST else default
+
+    tp, pp = degree("tensor_model_parallel_size"), degree("pipeline_model_parallel_size")
+    routed = bool(arguments.get("num_experts"))
+    try:
+        return Mesh.of(
+            pp=pp,
+            dp=degree("data_parallel_size"),
+            cp=degree("context_parallel_size"),
+            tp=tp,
+            ep=degree("expert_model_parallel_size") if routed else 1,
+            etp=degree("expert_tensor_parallel_size", tp) if routed else tp,
+        )
+    except UsageError:
+        return Mesh.of(pp=pp, tp=tp)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect
-from shardctl.schemas.torch_dist import EXPERTS, HALVES, LAYERS, NAME, SEPARATE_NORMS, VOCABULARY
+from shardctl.schemas.torch_dist import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -28,9 +28,6 @@ _EMBEDDING: Final = "embedding.word_embeddings.weight"
 _OF_LAYER: Final = re.compile(r"decoder\.layers\.[0-9]+\..+")
 _OF_EXPERT: Final = re.compile(r".+\.mlp\.experts\.experts\.[0-9]+\..+")
 _HALF: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
-_BEFORE: Final = ".input_layernorm.weight"
-_BEHIND: Final = ".pre_mlp_layernorm.weight"
-"""What norms are called where they are modules of their own; else by the projection that follows them."""
 
 
 @dataclass(slots=True)
@@ -72,18 +69,10 @@ def dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Dialect:
         EXPERTS: _any(_OF_EXPERT, shapes),
         HALVES: _any(_HALF, shapes),
     }
-    facts[SEPARATE_NORMS] = _separate_norms(shapes)
     embedding = shapes.get(_EMBEDDING)
     if embedding:
         facts[VOCABULARY] = embedding[0]
     return Dialect(NAME, mesh, facts=facts)
-
-
-def _separate_norms(names: Collection[str]) -> tuple[int, ...]:
-    """Whether the norm before attention, that before an MLP, and that before experts are modules of their own."""
-    before = any(name.endswith(_BEFORE) for name in names)
-    behind = {f"{name.removesuffix(_BEHIND)}.mlp.router.weight" in names for name in names if name.endswith(_BEHIND)}
-    return int(before), int(False in behind), int(True in behind)
 
 
 def _any(pattern: re.Pattern[str], names: Iterable[str]) -> bool:

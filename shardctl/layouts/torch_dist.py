@@ -1,0 +1,283 @@
+"""Megatron-LM's distributed checkpoints, as its `--load` reads them into any mesh: `release/`, and the tracker.
+
+What is there, and under which names, is what `dist_checkpointing.save` of Megatron-LM core 0.16 writes of a GPT model
+on such a mesh: the same boxes of the same arrays, `common.pt`, and `metadata.json`. Its loader asks for an object under
+the name of every module that keeps an extra state, and takes None for it; those of Transformer Engine's modules are
+there, too, because layers of either kind may read the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.dialect import Dialect
+from shardctl.errors import CutError, UnsupportedError
+from shardctl.layouts.composed import Layout, target
+from shardctl.layouts.dcp_files import DcpFiles
+from shardctl.layouts.hf import USUAL_SHARD
+from shardctl.layouts.pickle_writer import Name, Object, Value
+from shardctl.layouts.torch_item import object_item
+from shardctl.manifest import Chunk, File, dense_strides
+from shardctl.schemas.megatron.arguments import arguments_of
+from shardctl.schemas.megatron.layers import TITLE, experts
+from shardctl.schemas.torch_dist import (
+    EXPERTS,
+    HALVES,
+    LAYERS,
+    NAME,
+    SCHEMA,
+    SPELT,
+    VOCABULARY,
+    Cell,
+    cells,
+    check_stack,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.layouts.composed import Order
+    from shardctl.manifest import Manifest
+    from shardctl.schemas.composite import Composite
+    from shardctl.training import Setting
+
+FOLDER: Final = "release/"
+_TRACKER: Final = ("latest_checkpointed_iteration.txt", b"release")
+_BACKEND: Final = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
+_EXTRA: Final = "_extra_state"
+_VERSION: Final = 3.0
+_DIVISIBLE: Final = 128
+"""Megatron-LM's own `--make-vocab-size-divisible-by`."""
+_NOTHING: Final = object_item([None])
+_WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
+_BEHIND_ATTENTION: Final = ".linear_proj"
+_STATELESS: Final = ("router", "embeddings", "output_layer")
+"""Modules that keep no extra state, whatever layers are used."""
+
+
+def pack(order: Order) -> Manifest:
+    """The files of every rank that holds weights no earlier replica holds.
+
+    Raises as `Layout.pack` says.
+    """
+    mesh = order.mesh
+    vocabulary = padded_vocabulary(_vocabulary(order), mesh.degree("tp"))
+    facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: vocabulary, SPELT: True}
+    dialect = Dialect(NAME, mesh, stages=_stages(order), facts=facts)
+    writer = _Writer(order, dialect)
+    writer.write()
+    files = writer.files.finished(None)
+    for path, content in (
+        (f"{FOLDER}common.pt", _common(order, vocabulary, writer.dtypes)),
+        (_TRACKER[0], _TRACKER[1]),
+        (f"{FOLDER}metadata.json", json.dumps(_BACKEND).encode()),
+    ):
+        files[path] = File(path, len(content), ((0, content),))
+    return target(NAME, order, SCHEMA, dialect, files, writer.stored)
+
+
+def padded_vocabulary(tokens: int, tp: int) -> int:
+    """Rows of a vocabulary as Megatron-LM pads it (`_vocab_size_with_padding`).
+
+    >>> padded_vocabulary(32_001, 2)
+    32256
+    """
+    unit = _DIVISIBLE * tp
+    return -(-tokens // unit) * unit
+
+
+def _vocabulary(order: Order) -> int:
+    """Tokens: the rows of the embedding."""
+    name = "transformer.wte.weight" if order.model.family == "gpt2" else "model.embed_tokens.weight"
+    return order.model.tensors[name].shape[0]
+
+
+def _unlike(order: Order) -> bool:
+    """Whether layers are of several kinds, so that Megatron-LM gives each arrays of its own (`moe_layer_freq`)."""
+    dialect = Dialect(NAME, facts={LAYERS: True})
+    kinds: dict[int, set[str]] = {}
+    for cell in cells(order.model, dialect):
+        if cell.layer is not None and cell.expert in {None, 0}:
+            kinds.setdefault(cell.layer, set()).add(cell.name.removeprefix(f"decoder.layers.{cell.layer}."))
+    return len({frozenset(names) for names in kinds.values()}) > 1
+
+
+def _stages(order: Order) -> tuple[int, ...]:
+    count, layers = order.mesh.degree("pp"), order.model.layers
+    if order.stages is not None:
+        return order.stages
+    if count > layers:
+        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
+    return tuple(layers // count + (stage < layers % count) for stage in range(count))
+
+
+class _Writer:
+    """Puts every part of every cell where a rank writes it."""
+
+    def __init__(self, order: Order, dialect: Dialect) -> None:
+        self.order = order
+        self.mesh = dialect.mesh
+        self.files = DcpFiles(order.max_shard_size or USUAL_SHARD, FOLDER)
+        self.stored: list[tuple[str, Chunk]] = []
+        self.experts = experts(order.model)
+        self.stage_of = [stage for stage, count in enumerate(dialect.stages) for _ in range(count)]
+        arrays: dict[str, list[Cell]] = {}
+        for cell in cells(order.model, dialect):
+            arrays.setdefault(cell.name, []).append(cell)
+        for same in arrays.values():
+            check_stack(same)
+        self.cells = [cell for same in arrays.values() for cell in same]
+        self.dtypes = {name: self._dtype(same) for name, same in arrays.items()}
+        self.ranks: dict[tuple[str, int, int, int], int] = {}
+        for rank in range(self.mesh.world):
+            at = self.mesh.coordinate(rank)
+            self.ranks.setdefault(("tp", at["pp"], 0, at["tp"]), rank)
+            self.ranks.setdefault(("etp", at["pp"], at["ep"], at["etp"]), rank)
+
+    def write(self) -> None:
+        """Rank by rank, each in the order of the arrays, objects behind the weights of their module."""
+        by_rank: dict[int, list[tuple[Cell, int, int]]] = {}
+        for cell in self.cells:
+            for rank, index, count in self._shares(cell):
+                by_rank.setdefault(rank, []).append((cell, index, count))
+        for rank in sorted(by_rank):
+            self.files.rank(rank)
+            written: set[str] = set()
+            for cell, index, count in by_rank[rank]:
+                self._part(cell, index, count)
+                for key in _objects(cell) if not index else ():
+                    if key not in written:
+                        written.add(key)
+                        self.files.object(key, _NOTHING)
+
+    def _shares(self, cell: Cell) -> Iterator[tuple[int, int, int]]:
+        """The ranks that write a part of a cell, each with the part's index among how many."""
+        first = cell.name.startswith("embedding.")
+        stage = self.stage_of[cell.layer if cell.layer is not None else 0 if first else -1]
+        axis, group = "tp", 0
+        if cell.expert is not None:
+            if self.experts % self.mesh.ep:
+                raise CutError(f"{self.experts} experts cannot be divided over ep={self.mesh.ep}")
+            axis, group = "etp", cell.expert * self.mesh.ep // self.experts
+        count = self.mesh.degree(axis) if cell.dim is not None else 1
+        for index in range(count):
+            yield self.ranks[axis, stage, group, index], index, count
+
+    def _part(self, cell: Cell, index: int, count: int) -> None:
+        """What a rank writes of a cell: a box of each piece, because gate and up are apart in the whole array."""
+        dtype = self.dtypes[cell.name]
+        start = 0
+        for piece in cell.pieces:
+            part, origin = piece, [0] * len(piece.shape)
+            if cell.dim is not None:
+                part = piece.share(cell.dim, index, count)
+                origin[cell.dim] = index * part.shape[cell.dim]
+            origin[0] += start
+            start += piece.shape[0]
+            box = Box((*cell.place, *origin), (*(1,) * len(cell.place), *part.shape))
+            region = self.files.tensor(cell.name, cell.shape, dtype, box, part.padding * dtype.unit_bytes)
+            if region is not None:
+                where = replace(region, strides=dense_strides(dtype, part.shape))
+                self._store(part, Chunk(Box.whole(part.shape), dtype, where, cell.name))
+
+    def _store(self, part: Composite, stored: Chunk) -> None:
+        for piece in part.pieces:
+            chunk = piece.view.pull(stored, piece.box)
+            if chunk is not None:
+                self.stored.append((piece.tensor, replace(chunk, affine=piece.affine) if piece.affine else chunk))
+
+    def _dtype(self, same: list[Cell]) -> DType:
+        """The one type of an array."""
+        kinds: dict[DType, str] = {}
+        for cell in same:
+            for piece in (each for composite in cell.pieces for each in composite.pieces):
+                if piece.tensor not in self.order.have.tensors:
+                    raise UnsupportedError(f"{TITLE} needs every tensor, and {piece.tensor} is not there")
+                kinds.setdefault(cell.dtype or self.order.dtypes[piece.tensor], piece.tensor)
+        if len(kinds) > 1:
+            (one, first), (two, second), *_ = kinds.items()
+            raise UnsupportedError(
+                f"{same[0].name} of {TITLE} cannot hold both {first}, which is {one}, and {second}, which is {two}",
+                hint="cast to one type with --dtype",
+            )
+        dtype = next(iter(kinds))
+        if dtype.unit_elements > 1 or not dtype.torch:
+            raise UnsupportedError(f"{same[0].name}: {TITLE} is not written with weights of {dtype}")
+        return dtype
+
+
+def _objects(cell: Cell) -> Iterator[str]:
+    """The keys of the extra states of a cell's module, and of attention's own, which has no weights.
+
+    Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
+    """
+    module = re.sub(_WEIGHT, "", cell.name)
+    if module == cell.name or any(word in module for word in _STATELESS):
+        return
+    place = ".".join(map(str, cell.place or (0,))) + "_" + ".".join(map(str, cell.counts or (1,)))
+    yield f"{module}.{_EXTRA}/shard_{place}"
+    if module.endswith(_BEHIND_ATTENTION):
+        yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{_EXTRA}/shard_{place}"
+
+
+def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes:
+    """The content of `common.pt`."""
+    mesh, dtype = order.mesh, dtypes["embedding.word_embeddings.weight"]
+    known: dict[str, Value] = {
+        **{name: _writable(value) for name, value in arguments_of(order.config, order.model).items()},
+        "seq_length": _context(order.config),
+        "vocab_size": _vocabulary(order),
+        "padded_vocab_size": vocabulary,
+        "make_vocab_size_divisible_by": _DIVISIBLE,
+        "tensor_model_parallel_size": mesh.degree("tp"),
+        "pipeline_model_parallel_size": mesh.degree("pp"),
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": mesh.degree("cp"),
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "data_parallel_size": mesh.degree("dp") * mesh.degree("fsdp"),
+        "world_size": mesh.world,
+        "rank": 0,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": False,
+        "params_dtype": Name("torch", dtype.torch),
+        "bf16": dtype.name == "BF16",
+        "fp16": dtype.name == "F16",
+    }
+    return object_item(
+        {
+            "args": Object(Name("argparse", "Namespace"), known),
+            "checkpoint_version": _VERSION,
+            "iteration": 0,
+            "num_floating_point_operations_so_far": 0,
+            "content_metadata": dict(_CONTENT),
+        }
+    )
+
+
+def _writable(value: Setting) -> Value:
+    """Megatron-LM has lists where settings are tuples."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _context(config: Mapping[str, object]) -> int:
+    value = config.get("max_position_embeddings", config.get("n_positions"))
+    return value if isinstance(value, int) else 4_096
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, max_shard_size=True)
