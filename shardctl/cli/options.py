@@ -96,7 +96,7 @@ To = Annotated[
     typer.Option(
         metavar="LAYOUT",
         rich_help_panel=_WRITING,
-        help="hf, ranks, dcp, universal or meta. Default: ranks if there is a mesh.",
+        help="hf, ranks, dcp, universal, meta, trtllm, deepseek, torch_dist or vllm. Default: ranks if there is a mesh.",
     ),
 ]
 Names = Annotated[
@@ -112,6 +112,10 @@ MaxShardSize = Annotated[
     typer.Option(
         metavar="SIZE", parser=parse_size, rich_help_panel=_WRITING, help="Tensor bytes per file. Default: 5GB for hf."
     ),
+]
+VllmProfile = Annotated[
+    Literal["0.25", "0.11"] | None,
+    typer.Option(show_default=False, rich_help_panel=_WRITING, help="Whose names --to vllm writes. Default: 0.25."),
 ]
 Dtype = Annotated[
     Literal["keep", "bf16", "fp16", "fp32"],

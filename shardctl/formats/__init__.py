@@ -16,6 +16,7 @@ from shardctl.formats import (
     torch_dist,
     torch_save,
     trtllm,
+    vllm,
 )
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
@@ -35,9 +36,10 @@ FORMATS: Final[tuple[Format, ...]] = (
     megatron.FORMAT,
     trtllm.FORMAT,
     deepseek_mp.FORMAT,
+    vllm.FORMAT,
 )
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
-_ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT})
+_ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT, vllm.FORMAT})
 """Those whose files are safetensors files by names of their own, where there are no others."""
 _SHOWN: Final = 5
 

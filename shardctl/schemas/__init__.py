@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.schemas import binding, deepseek_mp, megatron, torch_dist, trtllm
+from shardctl.schemas import binding, deepseek_mp, megatron, torch_dist, trtllm, vllm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.schemas.schema import Schema
 
-SCHEMAS: Final[tuple[Schema, ...]] = (trtllm.SCHEMA, deepseek_mp.SCHEMA, megatron.SCHEMA, torch_dist.SCHEMA)
+SCHEMAS: Final[tuple[Schema, ...]] = (
+    trtllm.SCHEMA,
+    deepseek_mp.SCHEMA,
+    megatron.SCHEMA,
+    torch_dist.SCHEMA,
+    vllm.SCHEMA,
+)
 """Every naming scheme but that of transformers, which `models` has."""
 
 

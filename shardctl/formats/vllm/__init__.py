@@ -1,0 +1,112 @@
+"""vLLM's sharded state: `model-rank-R-part-P.safetensors`, several a rank if they are large, and the model's config.
+
+The names are those of `ShardedStateLoader.DEFAULT_PATTERN` (vLLM 0.25.1, `model_executor/model_loader/
+sharded_state_loader.py`). R counts tensor-parallel ranks only, so that a directory holds one pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.format import Format, given_file
+from shardctl.formats.impostors import refuse_unfinished
+from shardctl.formats.links import check_link
+from shardctl.formats.safetensors_header import read_header
+from shardctl.formats.side_files import side_files
+from shardctl.formats.vllm.profile import recognised
+from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+
+if TYPE_CHECKING:
+    from shardctl.formats.safetensors_header import Array
+    from shardctl.storage import Source
+
+_FILE: Final = re.compile(r"model-rank-(0|[1-9][0-9]{0,4})-part-(0|[1-9][0-9]{0,5})\.safetensors")
+_QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
+"""What vLLM's quantised layers have besides weights, or in their place."""
+_PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
+_FETCH: Final = "every rank's files are needed; fetch the rest"
+
+
+def detect(source: Source) -> bool:
+    """Whether the directory holds such files and no other safetensors files; one given alone is one of those."""
+    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
+    return given_file(source) is None and bool(weights) and all(map(_FILE.fullmatch, weights))
+
+
+def scan(source: Source) -> Manifest:
+    """Read the header of every file; arrays are those of the files, ``rankR/`` before each name.
+
+    Which tensors of a model lie in them, the model's config decides.
+
+    Raises:
+        SourceError: a file is missing or malformed, or two have an array of the same name for one rank.
+        HostileError: a link leaves the directory.
+        UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
+    """
+    files = _files(source)
+    arrays: dict[str, Tensor] = {}
+    sizes: dict[str, File] = {}
+    for rank, paths in enumerate(files):
+        for path in paths:
+            refuse_unfinished(source, path)
+            check_link(source, path)
+            header = read_header(source, path)
+            sizes[path] = File(path, header.size)
+            for array in header.arrays:
+                _refuse_quantised(path, array)
+                name = f"rank{rank}/{array.name}"
+                if name in arrays:
+                    raise SourceError(
+                        f"{array.name} is in {path} and in {arrays[name].files[0]}",
+                        hint="files of two saves may have been mixed",
+                    )
+                where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
+                chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
+                arrays[name] = Tensor(name, array.dtype, array.shape, (chunk,))
+    side, left = side_files(source, set(sizes))
+    return Manifest(
+        format=FORMAT.name,
+        tensors=arrays,
+        files=sizes,
+        objects=side,
+        warnings=left,
+        dialect=recognised(arrays, len(files)),
+    )
+
+
+def _files(source: Source) -> list[list[str]]:
+    """For each rank its files, in the order of parts; raises SourceError for a gap."""
+    found: dict[int, dict[int, str]] = {}
+    for path in source.files():
+        match = _FILE.fullmatch(path)
+        if match is not None:
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    gaps = [rank for rank in range(max(found)) if rank not in found]
+    if gaps:
+        more = f", nor of {len(gaps) - 1} more ranks" if len(gaps) > 1 else ""
+        raise SourceError(
+            f"there is no file of rank {gaps[0]}{more}, but {next(iter(found[max(found)].values()))} is there",
+            hint=_FETCH,
+        )
+    for rank, parts in found.items():
+        gap = next((part for part in range(max(parts)) if part not in parts), None)
+        if gap is not None:
+            raise SourceError(
+                f"model-rank-{rank}-part-{gap}.safetensors is missing, but {parts[max(parts)]} is there", hint=_FETCH
+            )
+    return [[found[rank][part] for part in range(len(found[rank]))] for rank in range(len(found))]
+
+
+def _refuse_quantised(path: str, array: Array) -> None:
+    if array.dtype.name not in _PLAIN or _QUANTISED.fullmatch(array.name):
+        what = f"is {array.dtype}" if array.dtype.name not in _PLAIN else "belongs to quantised weights"
+        raise UnsupportedError(
+            f"{array.name} in {path} {what}: quantised models in vLLM's order are not read",
+            hint="convert the model that vLLM was given",
+        )
+
+
+FORMAT: Final = Format("vllm", "vLLM's model-rank-R-part-P.safetensors", detect, scan)

@@ -1,0 +1,101 @@
+"""Directories that vLLM loads with ``--load-format sharded_state``: `model-rank-R-part-P.safetensors` of every rank.
+
+Files are cut as `ShardedStateLoader.save_model` cuts them, by default at the 5 GiB of vLLM's example
+(`examples/features/sharded_state/save_sharded_state_offline.py`), which also carries along whatever is no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import Dialect
+from shardctl.errors import CutError, UsageError
+from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.packing import FileBuilder
+from shardctl.schemas.vllm import BIAS_TYPE, LATENT, NAME, PROFILE, PROFILES, SCHEMA, VOCABULARY_TYPE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.dialect import Fact
+    from shardctl.layouts.composed import Composed, Order
+    from shardctl.manifest import Manifest
+    from shardctl.mesh import Mesh
+
+OPTION: Final = "vllm_profile"
+_USUAL_PART: Final = 5 << 30
+_BIAS: Final = ".down_proj_bias"
+_VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
+
+
+def pack(order: Order) -> Manifest:
+    """The files of every tp rank.
+
+    Raises as `Layout.pack` says.
+    """
+    mesh = _mesh(order)
+    profile = order.options.get(OPTION, PROFILES[0])
+    if profile not in PROFILES:
+        raise UsageError(f"unknown --vllm-profile {profile!r}", hint=f"known are {' and '.join(PROFILES)}")
+    facts: dict[str, Fact] = {PROFILE: profile, LATENT: True}
+    for fact, names in ((BIAS_TYPE, _BIAS), (VOCABULARY_TYPE, _VOCABULARY)):
+        known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
+        if known is not None:
+            facts[fact] = known.name
+    dialect = Dialect(NAME, mesh, {rank: f"rank{rank}/" for rank in range(mesh.world)}, facts=facts)
+    builder = FileBuilder({"format": "pt"})
+    for rank, arrays in composed(order, SCHEMA, dialect).items():
+        for part, some in enumerate(_parts(arrays, order.max_shard_size or _USUAL_PART)):
+            builder.add(f"model-rank-{rank}-part-{part}.safetensors", some)
+    made = target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+    return replace(made, warnings=tuple(_left(order, made)))
+
+
+def _mesh(order: Order) -> Mesh:
+    """The mesh of a directory, which has ranks of tp and nothing else."""
+    mesh, tp = order.mesh, order.mesh.degree("tp")
+    if mesh.world != tp:
+        axis = next(axis for axis, degree in mesh.axes if degree > 1 and axis != "tp")
+        why = (
+            "every stage would write the same names"
+            if axis == "pp"
+            else "every replica loads the same directory"
+            if axis == "dp"
+            else "vLLM does not cut weights so"
+        )
+        raise CutError(
+            f"the names of vLLM's files have a tp rank and no other, so there is no {axis}={mesh.degree(axis)}: {why}",
+            hint="use --tp, with or without --ep; vLLM itself divides layers over stages when it reads --to hf"
+            if axis == "pp"
+            else f"leave {axis} out",
+        )
+    return mesh
+
+
+def _parts(arrays: Sequence[Composed], most: int) -> Iterator[list[Composed]]:
+    """Arrays in runs of at most `most` bytes; a larger one is alone."""
+    run: list[Composed] = []
+    size = 0
+    for array in arrays:
+        if run and size + array.nbytes > most:
+            yield run
+            run, size = [], 0
+        run.append(array)
+        size += array.nbytes
+    if run:
+        yield run
+
+
+def _left(order: Order, made: Manifest) -> list[str]:
+    """What is said of layers that predict further tokens."""
+    left = [
+        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
+    ]
+    if not left:
+        return []
+    more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
+    return [f"{left[0]}{more} of layers that predict further tokens have no place in the model's class in vLLM"]
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({OPTION}), max_shard_size=True)

@@ -1,0 +1,101 @@
+"""The arrays of vLLM's sharded state: what `ShardedStateLoader` reads into each tensor-parallel rank's model.
+
+They are those of the model's class before any kernel's own order, which vLLM makes after it has read them. Which ones
+there are differs between its versions; a *profile* is one such set, named after the version whose set it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError
+from shardctl.schemas.schema import Parts, Schema
+from shardctl.schemas.vllm.decoders import decoder
+from shardctl.schemas.vllm.elders import bloom, gpt2, gpt_neox
+from shardctl.schemas.vllm.rank import Rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from shardctl.dialect import Dialect
+    from shardctl.models import Model
+    from shardctl.schemas.composite import Entry
+
+NAME: Final = "vllm"
+TITLE: Final = "vLLM's sharded state"
+PROFILE: Final = "profile"
+"""The fact that says whose arrays these are, one of `PROFILES`."""
+PROFILES: Final = ("0.25", "0.11")
+"""Each checked with that version of vLLM (0.25.1, 0.11.2); the first is written if nothing else is asked for."""
+LATENT: Final = "latent"
+"""The fact that says whether latent attention is done as such; vLLM does so unless ``VLLM_MLA_DISABLE=1``."""
+VOCABULARY_TYPE: Final = "vocabulary_type"
+"""The fact that names the type of the embedding, for ranks that only have zeros of it."""
+BIAS_TYPE: Final = "bias_type"
+"""The fact that names the type of biases that are zeros on all ranks but the first."""
+LATENT_FAMILIES: Final = frozenset({"deepseek_v3"})
+FAMILIES: Final[Mapping[str, Callable[[Rank, Model], Iterator[Entry]]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe"), decoder),
+    **dict.fromkeys(("gpt_oss", "deepseek_v3"), decoder),
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "bloom": bloom,
+    "falcon": bloom,
+}
+"""Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
+_HEADS: Final = ("ForCausalLM", "LMHeadModel")
+_CHECKED: Final = frozenset({"0.25"})
+"""Profiles whose latent attention is known."""
+
+
+def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+    """The arrays of one rank; see `Schema.entries`."""
+    _check_model(model, dialect)
+    tp = dialect.mesh.degree("tp")
+    if dialect.mesh.ep not in (1, tp):
+        raise CutError(
+            f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
+            hint=f"use --ep {tp}, or leave --ep out",
+        )
+    here = Rank(
+        parts=Parts(model, TITLE),
+        tp=tp,
+        index=dialect.mesh.coordinate(rank)["tp"],
+        whole_experts=dialect.mesh.ep > 1,
+        modern=dialect.text(PROFILE, PROFILES[0]) != "0.11",
+        latent=dialect.switch(LATENT),
+        vocabulary_dtype=BY_NAME[dialect.text(VOCABULARY_TYPE, "BF16")],
+        bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
+    )
+    yield from FAMILIES[model.family](here, model)
+    if not here.whole_experts:  # else it has some of the experts only
+        here.parts.refuse_others(here.seen)
+
+
+def _check_model(model: Model, dialect: Dialect) -> None:
+    """Raise UnsupportedError for a model whose arrays are not known."""
+    if model.unquantised:
+        raise UnsupportedError(
+            "vLLM gives quantised weights an order of their own, by the kernel that it chooses",
+            hint="serve the original files, which vLLM quantises or reads quantised by itself",
+        )
+    if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
+        raise UnsupportedError(
+            f"{TITLE} of {model.architecture or 'this model'} is not known here",
+            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+        )
+    if model.family in LATENT_FAMILIES and dialect.switch(LATENT) and dialect.text(PROFILE) not in _CHECKED:
+        raise UnsupportedError(
+            f"{model.architecture} with latent attention is known of vLLM 0.25, not of {dialect.text(PROFILE)}",
+            hint="use --vllm-profile 0.25",
+        )
+
+
+def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
+    """Buffers that are computed from the config, and layers that predict further tokens, which vLLM's class has not."""
+    del dialect
+    return frozenset(tensor.name for tensor in model.tensors.values() if tensor.row.buffer or tensor.optional)
+
+
+SCHEMA: Final = Schema(NAME, TITLE, entries, _left_out)

@@ -1,0 +1,172 @@
+"""vLLM's arrays of Llama and of those who took over its names, with one MLP a layer or with experts.
+
+Names and orders are those of vLLM 0.25.1, `model_executor/models/` (`llama.py`, `phi3.py`, `gemma2.py`, `mixtral.py`,
+`qwen3_moe.py`, `gpt_oss.py`, `deepseek_v2.py`); what 0.11.2 calls otherwise stands beside it. Of two names for one
+array, `ShardedStateLoader` keeps the one that sorts first: a tied head, but not the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.schemas.composite import Composite, Entry, join
+from shardctl.schemas.vllm.rank import Heads, in_heads, zeros
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.models import Model
+    from shardctl.schemas.vllm.rank import Rank
+
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL: Final = ("w1", "w3", "w2")
+_NORMS: Final = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
+_HEADLESS: Final = frozenset({"gemma2"})
+"""Families whose class has no head at all, but asks the embedding."""
+
+
+def decoder(here: Rank, model: Model) -> Iterator[Entry]:
+    """The arrays of a rank."""
+    embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
+    if _HEAD not in model.aliases or model.family in _HEADLESS:
+        yield here.vocabulary(_EMBEDDING, embedding)
+    if model.family not in _HEADLESS:
+        yield here.vocabulary(_HEAD)
+    yield from here.same("model.norm.weight")
+    for number in range(model.layers):
+        layer = f"model.layers.{number}"
+        yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
+        if model.family == "gpt_oss":
+            yield from _open_layer(here, layer)
+        elif f"{layer}.self_attn.kv_b_proj.weight" in here:
+            yield from (_latent if here.latent else _expanded)(here, f"{layer}.self_attn")
+            yield from _mlp(here, f"{layer}.mlp")
+        else:
+            yield from _attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
+            yield from _mlp(here, f"{layer}.mlp")
+            yield from _mixtral(here, f"{layer}.block_sparse_moe")
+
+
+def _attention(here: Rank, have: str, new: str) -> Iterator[Entry]:
+    for kind in ("weight", "bias"):
+        if f"{have}.q_proj.{kind}" in here:
+            parts = (
+                in_heads(here.take(f"{have}.{part}_proj.{kind}"), here.parts.unit(f"{have}.{part}_proj.weight"))
+                for part in "qkv"
+            )
+            yield here.attention(f"{new}.qkv_proj.{kind}", Heads(*parts))
+        elif f"{have}.qkv_proj.{kind}" in here:
+            yield here.attention(f"{new}.qkv_proj.{kind}", _sections(here, f"{have}.qkv_proj.{kind}"))
+    yield from here.row_layer(f"{have}.o_proj", f"{new}.o_proj")
+    yield from here.same(f"{have}.q_norm.weight", f"{have}.k_norm.weight")
+    yield from here.scales(f"{new}.attn")
+
+
+def _sections(here: Rank, name: str) -> Heads:
+    """The heads of an array that has all queries, then all keys, then all values."""
+    return Heads(*(in_heads(part, unit) for part, unit in sections(here, name)))
+
+
+def sections(here: Rank, name: str, dim: int = 0) -> Iterator[tuple[Composite, int]]:
+    """The sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
+    whole, start = here.take(name), 0
+    for section in here.parts.model.tensors[name].spec.cuts[dim][0].sections:
+        yield whole.part(dim, start, start + section.size), section.unit
+        start += section.size
+
+
+def _mlp(here: Rank, have: str) -> Iterator[Entry]:
+    """An MLP of a layer, or its experts; nothing if it has neither under this name."""
+    if f"{have}.gate_proj.weight" in here:
+        yield from _gated(here, have, have)
+    elif f"{have}.gate_up_proj.weight" in here:
+        halves = (part.share(0, here.index, here.tp) for part, _ in sections(here, f"{have}.gate_up_proj.weight"))
+        yield Entry(f"{have}.gate_up_proj.weight", join(list(halves)))
+        yield from here.row_layer(f"{have}.down_proj")
+    elif f"{have}.shared_experts.down_proj.weight" in here:
+        yield from _experts(here, have, _USUAL)
+        gate = f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
+        for name in ("weight", "e_score_correction_bias"):
+            if f"{have}.gate.{name}" in here:
+                yield Entry(f"{gate}.{name}", here.take(f"{have}.gate.{name}"))
+        shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
+        yield from _gated(here, f"{have}.shared_experts", shared)
+    elif f"{have}.gate.weight" in here:
+        yield from _experts(here, have, _USUAL)
+        gate = f"{have}.experts.gate.weight" if here.modern else f"{have}.gate.weight"
+        yield Entry(gate, here.take(f"{have}.gate.weight"))
+
+
+def _gated(here: Rank, have: str, new: str) -> Iterator[Entry]:
+    yield from here.merged(f"{new}.gate_up_proj", [f"{have}.gate_proj", f"{have}.up_proj"])
+    yield from here.row_layer(f"{have}.down_proj", f"{new}.down_proj")
+
+
+def _mixtral(here: Rank, have: str) -> Iterator[Entry]:
+    if f"{have}.gate.weight" in here:
+        yield from _experts(here, have, _MIXTRAL)
+        yield from here.same(f"{have}.gate.weight")
+
+
+def _experts(here: Rank, have: str, parts: tuple[str, str, str]) -> Iterator[Entry]:
+    count = here.take(f"{have}.gate.weight").shape[0]
+    yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
+
+
+def _expanded(here: Rank, have: str) -> Iterator[Entry]:
+    """Latent attention done with whole heads, as under ``VLLM_MLA_DISABLE=1``."""
+    names = (f"{part}.weight" for part in ("q_a_layernorm", "kv_a_layernorm", *_LATENT_DOWN))
+    yield from here.same(*(f"{have}.{name}" for name in names))
+    for part in ("q_proj", "q_b_proj", "kv_b_proj"):
+        yield from here.column_layer(f"{have}.{part}")
+    yield from here.row_layer(f"{have}.o_proj")
+    yield from here.scales(f"{have}.attn")
+
+
+def _latent(here: Rank, have: str) -> Iterator[Entry]:
+    """Latent attention: its inner module has the same layers under names of its own, some of which sort first."""
+    inner = f"{have}.mla_attn"
+    yield from here.same(f"{have}.kv_a_layernorm.weight")
+    yield from here.column_layer(f"{have}.kv_b_proj")
+    if f"{have}.q_a_proj.weight" in here:
+        down = [here.take(f"{have}.{part}.weight") for part in _LATENT_DOWN]
+        yield Entry(f"{have}.fused_qkv_a_proj.weight", join(down))
+        yield Entry(f"{inner}.q_a_layernorm.weight", here.take(f"{have}.q_a_layernorm.weight"))
+        yield Entry(f"{inner}.q_b_proj.weight", here.rows(f"{have}.q_b_proj.weight"))
+    else:
+        yield from here.same(f"{have}.kv_a_proj_with_mqa.weight")
+        yield Entry(f"{inner}.q_proj.weight", here.rows(f"{have}.q_proj.weight"))
+    yield from here.row_layer(f"{have}.o_proj", f"{inner}.o_proj")
+    yield from here.scales(f"{inner}.mla_attn")
+
+
+def _open_layer(here: Rank, layer: str) -> Iterator[Entry]:
+    """A layer of gpt-oss, whose gate and up rows take turns in the file and in the array."""
+    have, new = f"{layer}.self_attn", f"{layer}.attn"
+    yield from _attention(here, have, new)
+    yield Entry(f"{new}.sinks", here.rows(f"{have}.sinks"))
+    yield from here.same(f"{layer}.mlp.router.weight", f"{layer}.mlp.router.bias")
+    experts, module = f"{layer}.mlp.experts", here.routed(f"{layer}.mlp.experts")
+    count = here.take(f"{layer}.mlp.router.weight").shape[0]
+    held = here.held(count)
+
+    def mine(name: str) -> Composite:
+        return here.take(f"{experts}.{name}").part(0, held.start, held.stop)
+
+    yield Entry(f"{module}.w13_weight", here.inside(mine("gate_up_proj").transposed, 1))
+    yield Entry(f"{module}.w13_bias", here.inside(mine("gate_up_proj_bias"), 1))
+    yield Entry(f"{module}.w2_weight", here.inside(mine("down_proj").transposed, 2))
+    bias = mine("down_proj_bias")
+    if here.index and not here.whole_experts:  # the first rank adds it
+        yield zeros(f"{module}.w2_bias", bias.shape, here.bias_dtype)
+    else:
+        yield Entry(f"{module}.w2_bias", bias)
+    yield from here.expert_map(experts, count)
