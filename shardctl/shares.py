@@ -78,6 +78,32 @@ def divide(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
     return (*map(tuple, groups), *(() for _ in range(count - len(groups))))
 
 
+def gathered(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
+    """The files that hold tensors, in groups to be written one after another.
+
+    Files that share tensors are in one group, because what they share is then read once, unless it would have more than
+    `most` bytes.
+    """
+    names: dict[str, set[str]] = {path: set() for path in plan.want.files}
+    for copy in plan.copies:
+        for path in copy.target.files:
+            names[path].add(copy.source.name)
+    groups: list[list[str]] = []
+    shared: set[str] = set()
+    weight = 0
+    for path in _neighbours(plan):
+        size = plan.want.files[path].size
+        if not names[path]:
+            continue
+        if not groups or shared.isdisjoint(names[path]) or weight + size > most:
+            groups.append([])
+            shared, weight = set(), 0
+        groups[-1].append(path)
+        shared |= names[path]
+        weight += size
+    return tuple(map(tuple, groups))
+
+
 def _neighbours(plan: CopyPlan) -> list[str]:
     """The files in the order in which the source holds their first tensor."""
     first = dict.fromkeys(plan.want.files, len(plan.copies))

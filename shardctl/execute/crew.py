@@ -88,8 +88,9 @@ class Crew:
 
     def part(self, worker: Worker, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
         """What a worker has finished, if all of it is still there; and the frame of the record, if it has that."""
-        with told(self._path(worker, "part"), "reading"):
-            found = load(self._path(worker, "part"), header)
+        path = self._path(worker, "part")
+        with told(path, "reading"):
+            found = load(path.read_bytes(), header) if path.exists() else None
             if found is None:
                 return None
             data = self._staging.root / str(header["tree"])

@@ -12,7 +12,6 @@ from shardctl.record import Hashed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 SCHEMA: Final = "shardctl.part/1"
 
@@ -66,12 +65,8 @@ def dump(part: Part, header: Mapping[str, Any], frame: Mapping[str, Any] | None 
     return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
-def load(path: Path, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
-    """The part in a file, and its frame; None if there is none, if it is damaged, or if it is one of another plan."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
+def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
+    """A part that `dump` wrote, and its frame; None if it is damaged, or if it is one of another plan."""
     body, seal = data[:-65], data[-65:]
     if seal != hashlib.sha256(body).hexdigest().encode() + b"\n":
         return None

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
+from shardctl.storage.cloud import SCHEMES
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _SCHEME: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
-_ADDRESSES: Final = ("a path", "owner/name[@revision]", "hf://owner/name[@revision][/folder]")
+_ADDRESSES: Final = ("a path", "owner/name[@revision]", "hf://owner/name[@revision][/folder]", "s3://, gs:// or az://")
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@.+)?")
 """What a model of the Hub is called; a path of two parts looks the same, and wins where it exists."""
 
@@ -39,5 +40,9 @@ def open_source(text: str | Path) -> Source:
             from shardctl.storage.hub import open_hub
 
             return open_hub(text)
+        case scheme if scheme in SCHEMES:
+            from shardctl.storage.cloud import open_cloud
+
+            return open_cloud(text)
         case other:
             raise UsageError(f"{other}:// is not a place that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}")

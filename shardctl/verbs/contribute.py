@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import __version__
+from shardctl.errors import UsageError
 from shardctl.execute.crew import Crew
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
@@ -15,6 +16,7 @@ from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.shares import divide, share
+from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import heed, move, versions_of
@@ -64,6 +66,10 @@ def contribute(
     All workers are given the same arguments but for `worker`, memory and threads. Each output file has one writer. On
     return every byte of this part is right and on stable storage; on any error, the same call finishes it.
     """
+    if is_bucket(destination):
+        raise UsageError(
+            "--worker writes to a directory that all workers see", hint="give one as DST, and copy it then"
+        )
     with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
         destination = Path(destination)
         check_apart(checkpoint, destination)

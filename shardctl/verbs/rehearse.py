@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import AccessError, DestinationError
 from shardctl.execute.staging import Staging
+from shardctl.storage.cloud import is_bucket
 from shardctl.storage.room import existing, free_space
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
@@ -31,9 +32,14 @@ def rehearse(
 ) -> Planned:
     """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
     with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        destination = Path(destination)
         check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
+        if isinstance(destination, str) and is_bucket(destination):
+            from shardctl.verbs.into_bucket import check_bucket
+
+            scratch = check_bucket(work, destination, overwrite=overwrite)
+            return describe(str(path), work, scratch)
+        destination = Path(destination)
         staging = Staging(destination, overwrite=overwrite)
         planned = describe(str(path), work, destination)
         _check_room(staging, work)

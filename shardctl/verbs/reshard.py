@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardctl.errors import DestinationError
@@ -15,6 +15,7 @@ from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.record import RECORD, Record, dump, hash_spans, load
 from shardctl.shares import whole
+from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.drafting import Draft, Wish, draft
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class Resharded:
     """What `reshard` did."""
 
-    destination: Path
+    destination: Path | str
+    """A directory, or the address of a place in a bucket."""
     record: Record
     warnings: tuple[str, ...]
     read_bytes: int
@@ -68,11 +70,18 @@ def reshard(
     untouched, and the same call finishes the job.
     """
     with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        destination = Path(destination)
+        progress = progress or Silent()
         check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
-        with Staging(destination, overwrite=overwrite) as staging:
-            return _run(work, staging, resume=resume, sha256=sha256, progress=progress or Silent())
+        if isinstance(destination, str) and is_bucket(destination):
+            from shardctl.verbs.into_bucket import into_bucket
+
+            record, parts, warnings = into_bucket(
+                work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
+            )
+            return _result(work, destination, record, parts, warnings)
+        with Staging(Path(destination), overwrite=overwrite) as staging:
+            return _run(work, staging, resume=resume, sha256=sha256, progress=progress)
 
 
 def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress: Progress) -> Resharded:
@@ -84,7 +93,7 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
     same = isinstance(block, int) and block > 0 and earlier == {**header, "block": block, "schema": Journal.SCHEMA}
     if same and staging.published:
         record = load((staging.destination / RECORD).read_bytes())
-        return _result(work, staging, record, None, staging.forget())
+        return _result(work, staging.destination, record, None, staging.forget())
     if same:
         header["block"] = block  # so that the bands are the same ones
         work = replace(work, budget=work.budget.with_block(int(block or 0)))
@@ -106,7 +115,7 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         )
         frame = framed(work, identity)
         record, warnings = assembled(frame, [part], staging, stop, sha256=sha256)
-    return _result(work, staging, record, part, (*overflow_warnings(frame, [part]), *warnings))
+    return _result(work, staging.destination, record, [part], (*overflow_warnings(frame, [part]), *warnings))
 
 
 def result_name(*result: object) -> str:
@@ -130,28 +139,36 @@ def assembled(
     return record, staging.publish({**record.files, RECORD: len(content)})
 
 
-def check_apart(checkpoint: Checkpoint, destination: Path) -> None:
+def check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
-    if not isinstance(checkpoint.source, LocalSource):
+    source: PurePath
+    wanted: PurePath
+    if isinstance(destination, str) and is_bucket(destination):
+        source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
+        same = source == wanted
+    elif isinstance(checkpoint.source, LocalSource):
+        source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
+        same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
+    else:
         return
-    source, wanted = checkpoint.source.path.resolve(), destination.resolve()
-    same = wanted.exists() and wanted.samefile(source)  # under another name, as bind mounts give
     if same or wanted.is_relative_to(source):
         raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
     if source.is_relative_to(wanted):
         raise DestinationError(f"{destination} contains the source", hint="write to another directory")
 
 
-def _result(work: Draft, staging: Staging, record: Record, part: Part | None, warnings: tuple[str, ...]) -> Resharded:
-    """What was done; without a part, an earlier run had done all of it."""
+def _result(
+    work: Draft, destination: Path | str, record: Record, parts: Sequence[Part] | None, warnings: tuple[str, ...]
+) -> Resharded:
+    """What was done; without parts, an earlier run had done all of it."""
     training = work.checkpoint.stored.training
     return Resharded(
-        destination=staging.destination,
+        destination=destination,
         record=record,
         warnings=(*work.have.warnings, *warnings),
-        read_bytes=work.plan.read_bytes,
-        written_bytes=part.written_bytes if part is not None else 0,
-        kept_bytes=part.kept_bytes if part is not None else work.write_bytes,
+        read_bytes=work.plan.read_bytes if parts is None else sum(part.read_bytes for part in parts),
+        written_bytes=sum(part.written_bytes for part in parts or ()),
+        kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else work.write_bytes,
         projected_memory_bytes=work.budget.projected,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

@@ -1,0 +1,124 @@
+"""What an interrupted conversion into a bucket had finished: its plan, and a note for every group of objects.
+
+Objects have no names to exchange, so they get their final ones at once, and what makes a checkpoint of them comes last:
+
+1. The plan is noted before the first object, below `.shardctl/`, where no loader looks.
+2. An object is complete or absent: its parts become an object when the last one is there.
+3. A group is noted after its objects, with their ETags: a rerun keeps those that still have them.
+4. Objects with tensors come first, then index and side files, `config.json` next to last, `shardctl.json` last; before
+   that all are listed once more, so that what somebody else wrote meanwhile is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import DestinationError, SourceError
+from shardctl.execute.part import dump, load
+from shardctl.record import RECORD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from shardctl.execute.part import Part
+    from shardctl.storage.cloud.bucket import Bucket
+
+_STATE: Final = ".shardctl/"
+_PLAN: Final = f"{_STATE}plan.json"
+_SCHEMA: Final = "shardctl.uploads/1"
+
+
+class Uploads:
+    """The state of one destination in a bucket."""
+
+    def __init__(self, bucket: Bucket, header: Mapping[str, Any], files: Sequence[str], *, resume: bool) -> None:
+        """Begin to write `files` there, or go on; what another plan had left is removed.
+
+        Raises DestinationError if there is a finished checkpoint, or anything that is not ours.
+        """
+        self._bucket = bucket
+        self._plan = {"schema": _SCHEMA, **header, "files": sorted(files)}
+        require_free(bucket)
+        earlier = _read(bucket)
+        if earlier is not None and (earlier != self._plan or not resume):
+            _forget(bucket, earlier)
+            earlier = None
+        if earlier is None:
+            bucket.write(_PLAN, json.dumps(self._plan).encode())
+
+    def group(self, number: int) -> Part | None:
+        """A group that an earlier run finished, if its objects are still the ones that it wrote."""
+        content = self._bucket.read(_note(number))
+        part, etags = (load(content, self._plan) if content is not None else None) or (None, None)
+        if part is None or etags is None:
+            return None
+        objects = {path: self._bucket.head(path) for path in part.files}
+        return part if all(there and there.etag == etags[path] for path, there in objects.items()) else None
+
+    def upload(self, number: int, part: Part, tree: Path) -> Part:
+        """Write the objects of a group, and note it."""
+        etags = {path: self._bucket.upload(path, tree / path, size).etag for path, size in part.files.items()}
+        self._bucket.write(_note(number), dump(part, self._plan, etags))
+        return part
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        _forget(self._bucket, self._plan)
+
+    def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
+        """Write the record, if everything it speaks of is there, and remove the notes."""
+        there = self._bucket.objects()
+        for path, size in sizes.items():
+            if path not in there or there[path].size != size:
+                raise DestinationError(
+                    f"{self._bucket.name}/{path} was changed by another program",
+                    hint="run the same command again; only one run may write to a destination",
+                )
+        self._bucket.write(RECORD, record)
+        self._bucket.delete([path for path in there if path.startswith(_STATE)])
+
+
+def require_free(bucket: Bucket) -> None:
+    """Raise DestinationError if there is a finished checkpoint, or anything that is not ours."""
+    try:
+        objects = bucket.objects()
+    except SourceError as error:
+        raise DestinationError(
+            f"{bucket.name} cannot be written: {error.message}", hint="make the bucket first"
+        ) from error
+    if RECORD in objects:
+        raise DestinationError(
+            f"{bucket.name} already holds a finished checkpoint",
+            hint="objects cannot be exchanged in one step: write to another prefix, or remove them first",
+        )
+    others = sorted(path for path in objects if not path.startswith(_STATE))
+    if others and _PLAN not in objects:
+        raise DestinationError(
+            f"{bucket.name} is not empty and was not written by shardctl: it holds {', '.join(others[:3])}",
+            hint="choose another prefix",
+        )
+
+
+def _read(bucket: Bucket) -> dict[str, Any] | None:
+    content = bucket.read(_PLAN)
+    if content is None:
+        return None
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise SourceError(f"{bucket.name}/{_PLAN} is damaged", hint="remove what is there") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _forget(bucket: Bucket, plan: Mapping[str, Any]) -> None:
+    """Remove what an earlier run wrote, and nothing else."""
+    objects = bucket.objects()
+    bucket.delete([path for path in plan.get("files", ()) if path in objects])
+    bucket.delete([path for path in objects if path.startswith(_STATE) and path != _PLAN])
+    bucket.delete([_PLAN])
+
+
+def _note(number: int) -> str:
+    return f"{_STATE}group-{number:05d}"

@@ -1,0 +1,101 @@
+"""A checkpoint in a bucket as a source: listed once, read by ranges of the objects that were listed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.storage import Stat
+from shardctl.storage.windows import KEPT, Windows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardctl.storage import Span
+    from shardctl.storage.cloud.bucket import Bucket, Object
+    from shardctl.workers import Stop
+
+_LIBRARY: Final = 100 << 20
+"""Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""
+_STATE: Final = ".shardctl/"
+
+
+class CloudSource:
+    """The objects below a prefix, or one object.
+
+    Small reads fetch what follows as well (`shardctl.storage.windows`); of what is read on purpose nothing is fetched
+    twice.
+    """
+
+    held_bytes = KEPT + _LIBRARY
+    folder = None
+
+    def __init__(self, bucket: Bucket) -> None:
+        """Raises SourceError if there is nothing."""
+        self._bucket = bucket
+        objects = bucket.objects()
+        self._single = ""
+        if not objects and "/" in bucket.name.partition("://")[2]:
+            head, _, last = bucket.name.rpartition("/")
+            parent = type(bucket)(head)
+            found = parent.head(last)
+            if found is not None:
+                self._bucket, self._single, objects = parent, last, {last: found}
+        self._objects: dict[str, Object] = {k: o for k, o in objects.items() if not k.startswith(_STATE)}
+        if not self._objects:
+            raise SourceError(f"{bucket.name} does not exist", hint="check the bucket and the path")
+        self._name = bucket.name
+        self._windows = Windows(self._fetch, lambda path: self._objects[path].size)
+
+    @property
+    def name(self) -> str:
+        """The address as it was given."""
+        return self._name
+
+    @property
+    def location(self) -> str:
+        """The same: it means the same everywhere."""
+        return self._name
+
+    def notes(self) -> tuple[str, ...]:
+        """Nothing: a store promises no hashes of what it holds."""
+        return ()
+
+    def files(self) -> Mapping[str, Stat]:
+        """Every object, by key relative to the prefix; a version is its ETag."""
+        return {path: Stat(found.size, found.etag) for path, found in self._objects.items()}
+
+    def restat(self, path: str) -> Stat | None:
+        """The object's state now; None if it is gone."""
+        found = self._bucket.head(path)
+        return Stat(found.size, found.etag) if found is not None else None
+
+    def beside(self, name: str) -> bytes | None:
+        """A small object beside the one that the address names."""
+        return self._bucket.read(name) if self._single else None
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """Fetch what will be read, several stretches at once."""
+        self._windows.expect(spans)
+
+    def heed(self, stop: Stop) -> None:
+        """Raise Interrupted from reads that wait, once `stop` is set."""
+        self._bucket.stop = stop
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from byte `offset` of `path`."""
+        found = self._objects.get(path)
+        if found is None:
+            raise SourceError(f"{path} is missing in {self.name}")
+        if offset + len(into) > found.size:
+            raise SourceError(
+                f"{path} ends at byte {found.size}, but bytes up to {offset + len(into)} are needed",
+                hint="the file was truncated before it was uploaded",
+            )
+        self._windows.read(path, offset, into)
+
+    def _fetch(self, path: str, offset: int, into: memoryview) -> None:
+        self._bucket.fetch(path, offset, into, self._objects[path].etag)
+
+    def close(self) -> None:
+        """Nothing to close: connections are obstore's."""

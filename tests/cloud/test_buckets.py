@@ -1,0 +1,281 @@
+"""Buckets as source, as destination and as both: the bytes that a directory has, or nothing that looks finished."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cloud_models import held, llama, on_disk, put, unfinished
+
+from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
+from shardctl.mesh import Mesh
+from shardctl.storage import patience
+from shardctl.storage.cloud.bucket import PIECE, Bucket
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.rehearse import rehearse
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+TP2 = Wish(mesh=Mesh.of(tp=2), threads=2)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return llama(tmp_path / "source")
+
+
+@pytest.fixture
+def heavy(tmp_path):
+    """One whose files are sent in several parts."""
+    return llama(tmp_path / "heavy", vocab_size=200_000)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        TP2,
+        Wish(to="hf", max_shard_size=30_000),
+        Wish(to="hf", dtype="bf16"),
+        Wish(to="dcp"),
+        Wish(mesh=Mesh.of(fsdp=3)),
+    ],
+    ids=["tp2", "hf in files", "cast", "dcp", "fsdp3"],
+)
+def test_a_bucket_gets_the_bytes_that_a_directory_gets(s3, bucket, source, tmp_path, wish):
+    wanted = reshard(source, tmp_path / "out", wish, sha256=True)
+    done = reshard(source, f"s3://{bucket}/a/out", wish, sha256=True)
+    assert held(s3, bucket, "a/out/") == on_disk(tmp_path / "out")
+    assert done.record == wanted.record
+    assert unfinished(s3, bucket) == []
+
+
+def test_a_bucket_is_read_like_a_directory(s3, bucket, source, tmp_path):
+    put(s3, bucket, "models/llama/", source)
+    address = f"s3://{bucket}/models/llama"
+    assert digest(address).digest == digest(source).digest
+    assert inspect(address).carried == inspect(source).carried
+    assert diff(address, source).changes == ()
+    there, here = reshard(address, tmp_path / "there", TP2), reshard(source, tmp_path / "here", TP2)
+    assert on_disk(tmp_path / "there").keys() == on_disk(tmp_path / "here").keys()
+    assert there.record.digest == here.record.digest
+    assert verify(address, against=source).ok
+    assert digest(f"{address}/model.safetensors").digest == digest(source).digest
+
+
+def test_from_a_bucket_into_a_bucket(s3, bucket, source, tmp_path):
+    reshard(source, f"s3://{bucket}/cut", TP2)
+    back = reshard(f"s3://{bucket}/cut", f"s3://{bucket}/back", Wish(to="hf"))
+    assert back.record.digest == digest(source).digest
+    wanted = reshard(source, tmp_path / "cut", TP2)
+    reshard(tmp_path / "cut", tmp_path / "back", Wish(to="hf"))
+    assert held(s3, bucket, "back/").keys() == on_disk(tmp_path / "back").keys()
+    assert held(s3, bucket, "back/")["model.safetensors"] == on_disk(tmp_path / "back")["model.safetensors"]
+    assert wanted.record.digest == back.record.digest
+
+
+def order(monkeypatch):
+    """The keys in the order in which objects were put."""
+    written = []
+    upload, write = Bucket.upload, Bucket.write
+    monkeypatch.setattr(
+        Bucket, "upload", lambda self, path, *rest: (written.append(path), upload(self, path, *rest))[1]
+    )
+    monkeypatch.setattr(Bucket, "write", lambda self, path, *rest: (written.append(path), write(self, path, *rest))[1])
+    return written
+
+
+def test_what_makes_a_checkpoint_comes_last(s3, bucket, source, monkeypatch):
+    written = order(monkeypatch)
+    reshard(source, f"s3://{bucket}/out", Wish(to="hf", max_shard_size=30_000))
+    plain = [path for path in written if not path.startswith(".shardctl/")]
+    assert plain[-2:] == ["config.json", "shardctl.json"]
+    weights = [n for n, path in enumerate(plain) if path.endswith(".safetensors")]
+    assert max(weights) < plain.index("model.safetensors.index.json")
+    assert not any(path.startswith(".shardctl/") for path in held(s3, bucket, "out/"))
+
+
+def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goes_on(
+    s3, bucket, heavy, tmp_path, monkeypatch
+):
+    wanted = reshard(heavy, tmp_path / "out", TP2)
+    pieces, sent = Bucket._pieces, []
+
+    def interrupted(self, file, piece):
+        for part in pieces(self, file, piece):
+            sent.append(len(part))
+            if len(sent) == 3:
+                self.stop.signal = signal.SIGTERM
+            yield part
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "_pieces", interrupted)
+        with pytest.raises(Interrupted) as raised:
+            reshard(heavy, f"s3://{bucket}/out", TP2)
+    assert raised.value.exit_code == 143
+    assert sum(sent) > PIECE
+    assert [path for path in held(s3, bucket, "out/") if not path.startswith(".shardctl/")] == []
+    assert unfinished(s3, bucket) == [], "the parts that were sent are given up"
+    done = reshard(heavy, f"s3://{bucket}/out", TP2)
+    assert done.record == wanted.record
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_path, monkeypatch):
+    wish = Wish(to="hf", max_shard_size=30_000, threads=1)
+    wanted = reshard(source, tmp_path / "out", wish)
+    upload, sent = Bucket.upload, []
+
+    def failing(self, path, *rest):
+        if len(sent) == 3:
+            raise DestinationError("the network is gone")
+        sent.append(path)
+        return upload(self, path, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "upload", failing)
+        with pytest.raises(DestinationError, match="network"):
+            reshard(source, f"s3://{bucket}/out", wish)
+    assert "shardctl.json" not in held(s3, bucket, "out/")
+    s3.put_object(Bucket=bucket, Key=f"out/{sent[0]}", Body=b"tampered with")
+    written = order(monkeypatch)
+    done = reshard(source, f"s3://{bucket}/out", wish)
+    assert sent[0] in written
+    assert not {sent[1], sent[2]} & set(written)
+    assert 0 < done.kept_bytes < wanted.written_bytes
+    assert done.record == wanted.record
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "shardctl.execute.uploads.Uploads.publish", lambda *_: (_ for _ in ()).throw(DestinationError("x"))
+        )
+        with pytest.raises(DestinationError):
+            reshard(source, f"s3://{bucket}/out", Wish(to="hf", max_shard_size=30_000))
+    reshard(source, f"s3://{bucket}/out", TP2)
+    reshard(source, tmp_path / "out", TP2)
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_a_process_that_is_killed_in_the_middle_leaves_nothing_that_looks_finished(s3, bucket, heavy, tmp_path):
+    wanted = reshard(heavy, tmp_path / "out", TP2)
+    command = [sys.executable, "-m", "shardctl", "reshard", str(heavy), f"s3://{bucket}/out", "--tp", "2"]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ.copy())
+    deadline = time.monotonic() + 90
+    while not unfinished(s3, bucket) and run.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    run.kill()
+    run.communicate()
+    found = held(s3, bucket, "out/")
+    assert "shardctl.json" not in found
+    assert "config.json" not in found
+    assert all(on_disk(tmp_path / "out")[path] == content for path, content in found.items() if path[0] != "."), "torn"
+    assert reshard(heavy, f"s3://{bucket}/out", TP2).record == wanted.record
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_a_destination_that_is_not_ours_is_refused(s3, bucket, source):
+    s3.put_object(Bucket=bucket, Key="mine/thesis.txt", Body=b"")
+    for verb in (reshard, rehearse):
+        with pytest.raises(DestinationError, match=r"not empty and was not written by shardctl: it holds thesis.txt"):
+            verb(source, f"s3://{bucket}/mine", TP2)
+    reshard(source, f"s3://{bucket}/out", TP2)
+    with pytest.raises(DestinationError, match="already holds a finished checkpoint"):
+        reshard(source, f"s3://{bucket}/out", TP2)
+    with pytest.raises(UsageError, match="--overwrite is for directories"):
+        reshard(source, f"s3://{bucket}/out", TP2, overwrite=True)
+    with pytest.raises(DestinationError, match="is the source itself or inside it"):
+        reshard(f"s3://{bucket}/out", f"s3://{bucket}/out/in", TP2)
+    with pytest.raises(DestinationError, match="contains the source"):
+        reshard(f"s3://{bucket}/out", f"s3://{bucket}", TP2)
+
+
+def test_a_rehearsal_writes_nothing(s3, bucket, source):
+    rehearse(source, f"s3://{bucket}/out", TP2)
+    assert held(s3, bucket) == {}
+
+
+@pytest.mark.usefixtures("s3")
+def test_what_is_not_there_is_said(bucket, source):
+    with pytest.raises(SourceError, match="does not exist"):
+        digest(f"s3://{bucket}/nothing")
+    with pytest.raises(SourceError, match="there is nothing"):
+        digest("s3://no-such-bucket/model")
+    with pytest.raises(DestinationError, match="no-such-bucket"):
+        reshard(source, "s3://no-such-bucket/model", TP2)
+    for wrong in ("s3://", "s3:///x", f"s3://{bucket}/../x"):
+        with pytest.raises(UsageError, match="is no address in a bucket"):
+            digest(wrong)
+
+
+def test_an_object_that_changes_under_the_reader_is_an_error(s3, bucket, heavy):
+    put(s3, bucket, "m/", heavy)
+    place = Bucket(f"s3://{bucket}/m")
+    etag = place.objects()["model.safetensors"].etag
+    content = bytearray((heavy / "model.safetensors").read_bytes())
+    into = bytearray(100)
+    place.fetch("model.safetensors", 8, memoryview(into), etag)
+    assert into == content[8:108]
+    content[-1] ^= 1
+    s3.put_object(Bucket=bucket, Key="m/model.safetensors", Body=bytes(content))
+    with pytest.raises(ChangedError, match="the object has changed"):
+        place.fetch("model.safetensors", 8, memoryview(into), etag)
+
+
+def test_trouble_that_passes_is_tried_again_and_answers_are_measured(s3, bucket, source, monkeypatch):
+    put(s3, bucket, "m/", source)
+    monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
+    place = Bucket(f"s3://{bucket}/m")
+    library, calls = place._obstore, []
+    get = library.get
+
+    class Short:
+        def __init__(self, answer, cut):
+            self.range, self._data = answer.range, bytes(answer.bytes())[: -cut or None]
+
+        def bytes(self):
+            return self._data
+
+    def flaky(store, key, options):
+        calls.append(options["range"])
+        if len(calls) == 1:
+            raise library.exceptions.GenericError("the connection was reset")
+        return Short(get(store, key, options=options), cut=1 if len(calls) == 2 else 0)
+
+    monkeypatch.setattr(library, "get", flaky)
+    into = bytearray(50)
+    place.fetch("model.safetensors", 4, memoryview(into), "")
+    assert into == (source / "model.safetensors").read_bytes()[4:54]
+    assert calls == [(4, 54)] * 3
+
+
+def test_small_reads_are_merged(s3, bucket, tmp_path, monkeypatch):
+    source = llama(tmp_path / "source", num_hidden_layers=12)
+    put(s3, bucket, "m/", source)
+    fetched = []
+    fetch = Bucket.fetch
+    monkeypatch.setattr(
+        Bucket,
+        "fetch",
+        lambda self, path, offset, into, etag: (fetched.append(len(into)), fetch(self, path, offset, into, etag))[1],
+    )
+    digest(f"s3://{bucket}/m")
+    size = (source / "model.safetensors").stat().st_size
+    tensors = len(inspect(source).tensors)
+    assert len(fetched) < tensors / 4
+    assert sum(fetched) < 1.5 * size + 200_000
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
+    with pytest.raises(UsageError) as raised:
+        Bucket("s3://x/y")
+    assert raised.value.hint == "pip install 'shardctl[cloud]'"
