@@ -29,15 +29,21 @@ class Heaviest:
     """One tensor of each way to be cut; a model has few."""
     group_of: list[int] = field(init=False)
     """For each kind of the inventory its group."""
+    layer_of: list[int | None] = field(init=False)
+    """For each kind its only layer; None for what is outside of layers, or in several."""
     known: dict[object, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
     """What was worked out, by what decides it."""
-    uncut: dict[object, tuple[tuple[Kind, Part], ...]] = field(default_factory=dict)
-    """The parts of all stages together, by what decides those."""
+    uncut: dict[object, tuple[tuple[int | None, Part], ...]] = field(default_factory=dict)
+    """The parts of all stages together with their only layers, by what decides those."""
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    """By the degree of ep: how many tensors of each kind a rank has."""
 
     def __post_init__(self) -> None:
         numbers: dict[object, int] = {}
-        self.groups, self.group_of = [], []
+        self.groups, self.group_of, self.layer_of = [], [], []
         for kind in self.inventory.kinds:
+            where = kind.spec.where
+            self.layer_of.append(where[0][1] if len(where) == 1 and where[0][0] == "layer" else None)
             member = kind.spec.member
             key = (kind.shape, kind.spec.cuts, member and (member.axis, member.count))
             number = numbers.setdefault(key, len(numbers))
@@ -80,29 +86,29 @@ class Heaviest:
         stage_of = [stage for stage, span in enumerate(spans) for _ in span]
         held: list[list[Part]] = [[] for _ in spans]
         last = len(spans) - 1
-        for kind, part in self._all(mesh, sizes, first):
-            where = kind.spec.where
-            if len(where) == 1 and where[0][0] == "layer":
-                held[stage_of[where[0][1]]].append(part)
+        for layer, part in self._all(mesh, sizes, first):
+            if layer is not None:
+                held[stage_of[layer]].append(part)
                 continue
-            for stage in _stages(kind, stage_of, last):
+            for stage in _stages(part.kind, stage_of, last):
                 held[stage].append(part)
         self.known[key] = tuple(map(tuple, held))
         return self.known[key]
 
     def _all(
         self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int]
-    ) -> tuple[tuple[Kind, Part], ...]:
+    ) -> tuple[tuple[int | None, Part], ...]:
         """The parts of all kinds of which there is anything, in whatever stage."""
         key = (mesh.ep, sizes)
         if key not in self.uncut:
-            found = []
-            for number, kind in enumerate(self.inventory.kinds):
-                gathered, elements = sizes[self.group_of[number]]
-                count = members(kind, mesh, first)
-                if count and (gathered or not all(kind.shape)):
-                    found.append((kind, Part(kind, count, gathered, elements)))
-            self.uncut[key] = tuple(found)
+            if mesh.ep not in self.counts:
+                self.counts[mesh.ep] = [members(kind, mesh, first) for kind in self.inventory.kinds]
+            kinds = zip(self.inventory.kinds, self.layer_of, self.group_of, self.counts[mesh.ep], strict=True)
+            self.uncut[key] = tuple(
+                (layer, Part(kind, count, *sizes[group]))
+                for kind, layer, group, count in kinds
+                if count and (sizes[group][0] or not all(kind.shape))
+            )
         return self.uncut[key]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.mesh import EXPERT_FSDP, HOLDING
 from shardctl.placement import check, intervals
+from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ SHARDING: Final = ("fsdp", EXPERT_FSDP)
 """The axes that share what each rank computes with: before use, its parts are gathered from them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Part:
     """What one rank holds of one kind of tensor."""
 

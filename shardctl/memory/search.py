@@ -95,6 +95,27 @@ class Found:
     """How many were estimated; the others were ruled out before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Quick:
+    """What rules meshes out before all of their ranks are estimated."""
+
+    glance: Estimator | None = None
+    """Estimates some ranks only: if one of those does not fit, the others need not be asked."""
+    floor: Callable[[Mesh], int] | None = None
+    """Bytes of states that some rank of a mesh must have."""
+
+    def least(self, mesh: Mesh) -> int:
+        """Bytes that some rank must have; 0 if nothing is known."""
+        return self.floor(mesh) if self.floor is not None else 0
+
+    def too_large(self, mesh: Mesh, stages: tuple[int, ...], budget: int | None) -> Estimate | None:
+        """The estimate of some ranks, if they do not fit; None if they do, or if nothing is known."""
+        if self.glance is None or budget is None or len(stages) == 1:
+            return None
+        seen = self.glance(mesh, stages).within(budget)
+        return seen if seen.fits is False else None
+
+
 def search(
     devices: int,
     law: Law,
@@ -103,26 +124,30 @@ def search(
     *,
     space: Space,
     budget: int | None = None,
+    quick: Quick | None = None,
 ) -> Found:
     """All meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
 
     `estimate` says what a mesh with some stages needs; where it raises UsageError, its words are the reason why that
-    mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest.
+    mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest. What `quick`
+    rules out is not estimated in full; its rejections say what is known.
     """
+    quick = quick or Quick()
     ranked: list[Candidate] = []
     impossible = list(_refused(devices, law, space))
     tight: list[Rejection] = []
     estimated = 0
     bulk = Bulk(law.inventory)
     for mesh in meshes(devices, law, space):
-        least = bulk.least(mesh) if space.stored else 0
+        least = bulk.least(mesh) if space.stored else quick.least(mesh)
         if budget is not None and least > budget:
-            reason = f"its weights alone take at least {_gib(least)} of {_gib(budget)} on some rank"
+            what = "weights" if space.stored else "states"
+            reason = f"its {what} alone take at least {_gib(least)} of {_gib(budget)} on some rank"
             tight.append(Rejection(str(mesh), "memory", reason, least - budget))
             continue
         try:
             stages = bulk.stages(mesh)
-            needs = estimate(mesh, stages).within(budget)
+            needs = quick.too_large(mesh, stages, budget) or estimate(mesh, stages).within(budget)
         except UsageError as error:
             impossible.append(Rejection(str(mesh), "illegal", error.message))
             continue
@@ -143,14 +168,14 @@ def smallest(
     space: Space,
     budget: int,
     most: int = MOST_DEVICES,
-    glance: Estimator | None = None,
+    quick: Quick | None = None,
     together: int = 0,
 ) -> tuple[int, Candidate] | None:
     """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
 
-    `glance` estimates some ranks of a mesh only, which is quicker, and enough to rule it out; `together` are bytes that
-    all devices must hold together in any mesh. Tried are powers of two within a node and, beyond, numbers of nodes:
-    doubled until one fits, then halved between that and the last that did not, for more devices hold no less.
+    `quick` rules out meshes as in `search`; `together` are bytes that all devices must hold together in any mesh.
+    Tried are powers of two within a node and, beyond, numbers of nodes: doubled until one fits, then halved between
+    that and the last that did not, for more devices hold no less.
     """
     low, high, best = 0, 0, None
     for power in count():
@@ -162,7 +187,7 @@ def smallest(
         if together > high * budget:
             low = high
             continue
-        best = first_fit(high, law, estimate, space=space, budget=budget, glance=glance)
+        best = first_fit(high, law, estimate, space=space, budget=budget, quick=quick)
         if best is not None:
             break
         low = high
@@ -170,7 +195,7 @@ def smallest(
         middle = (low // space.per_node + high // space.per_node) // 2 * space.per_node
         if middle <= low:
             break
-        fitting = first_fit(middle, law, estimate, space=space, budget=budget, glance=glance)
+        fitting = first_fit(middle, law, estimate, space=space, budget=budget, quick=quick)
         if fitting is None:
             low = middle
         else:
@@ -179,16 +204,24 @@ def smallest(
 
 
 def first_fit(
-    devices: int, law: Law, estimate: Estimator, *, space: Space, budget: int, glance: Estimator | None = None
+    devices: int,
+    law: Law,
+    estimate: Estimator,
+    *,
+    space: Space,
+    budget: int,
+    quick: Quick | None = None,
 ) -> Candidate | None:
     """A mesh of `devices` that fits, or None; tried first where weights are divided most, and by tp, which is quick."""
-    bulk = Bulk(law.inventory)
+    bulk, quick = Bulk(law.inventory), quick or Quick()
     for mesh in sorted(meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
             break
+        if quick.least(mesh) > budget:
+            continue
         try:
             stages = bulk.stages(mesh)
-            if glance is not None and len(stages) > 1 and not glance(mesh, stages).within(budget).fits:
+            if quick.too_large(mesh, stages, budget) is not None:
                 continue
             needs = estimate(mesh, stages).within(budget)
         except UsageError:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import UsageError
 from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
-from shardctl.memory.search import SERVING, TRAINING, Candidate, Found, Space, at_equal_tokens, search, smallest
+from shardctl.memory.search import (
+    SERVING,
+    TRAINING,
+    Candidate,
+    Found,
+    Quick,
+    Space,
+    at_equal_tokens,
+    search,
+    smallest,
+)
 from shardctl.memory.workload import Serving, Training
-from shardctl.mesh import Mesh
+from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.verbs.forecasting import needs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardctl.memory.estimate import Estimate
     from shardctl.verbs.purpose import Purpose
     from shardctl.verbs.subject import Subject
@@ -44,6 +58,8 @@ class Explorer:
     work: Serving | Training | None
     device: Device
     heaviest: Heaviest
+    known: dict[tuple[Mesh, bool], Estimate] = field(default_factory=dict)
+    """What was estimated: by mesh, and whether of its first stage only."""
 
     def law(self) -> Law:
         """Which degrees the model allows."""
@@ -62,19 +78,42 @@ class Explorer:
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
         """What the heaviest rank of each stage needs."""
-        return needs(self.about, self.heaviest.hold(mesh, stages), mesh, stages, self.work_on(mesh))
+        return self._needed(mesh, stages, first=False)
 
     def glance(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
         """What the heaviest rank of the first stage needs, which holds the most microbatches in flight."""
-        return needs(self.about, self.heaviest.hold(mesh, stages)[:1], mesh, stages, self.work_on(mesh))
+        return self._needed(mesh, stages, first=True)
 
-    def together(self) -> int:
-        """Bytes of states that training has once at least, on one device or shared by many; 0 if they are not there."""
-        if not isinstance(self.work, Training) or self.work.offload != "none":
+    def _needed(self, mesh: Mesh, stages: tuple[int, ...], *, first: bool) -> Estimate:
+        if (mesh, first) not in self.known:
+            held = self.heaviest.hold(mesh, stages)
+            some = held[:1] if first else held
+            self.known[mesh, first] = needs(self.about, some, mesh, stages, self.work_on(mesh))
+        return self.known[mesh, first]
+
+    def once(self, *, expert: bool) -> int:
+        """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
+        kinds = tuple(kind for kind in self.about.inventory.kinds if kind.spec.of_expert == expert)
+        if not isinstance(self.work, Training) or self.work.offload != "none" or not kinds:
             return 0
         alone, layers = Mesh.of(), (self.about.inventory.layers,)
-        estimate = needs(self.about, self.heaviest.hold(alone, layers), alone, layers, self.work, passes=False)
-        return sum(t.nbytes for t in estimate.binding.terms if t.exact and t.category in _STATES and t.tier == "device")
+        held = Heaviest(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
+        try:
+            terms = needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
+        except UsageError:  # nothing of them can be trained
+            return 0
+        return sum(t.nbytes for t in terms if t.exact and t.category in _STATES and t.tier == "device")
+
+    def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
+        """Of a mesh, the states that some rank must have: the mean over all, of `dense` and `expert` bytes once."""
+        shared = isinstance(self.work, Training) and self.work.zero > 0
+
+        def floor(mesh: Mesh) -> int:
+            apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)
+            alike = prod(mesh.degree(axis) for axis in ("pp", "fsdp", "tp"))
+            return dense // (mesh.world if shared else alike) + expert // (mesh.world if shared else apart)
+
+        return floor
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
         """What a mesh costs, for a model whose layers are described."""
@@ -95,14 +134,14 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
     law, space = explorer.law(), explorer.space()
     budget = purpose.device.usable_bytes if purpose.device is not None else None
-    fewest = None
+    fewest, quick = None, Quick()
     if budget is not None:
-        fewest = smallest(
-            law, explorer.estimate, space=space, budget=budget, glance=explorer.glance, together=explorer.together()
-        )
+        dense, expert = explorer.once(expert=False), explorer.once(expert=True)
+        quick = Quick(explorer.glance, explorer.floor(dense, expert))
+        fewest = smallest(law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert)
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
-    found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget)
+    found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=quick)
     step = sequences(work, devices) if isinstance(work, Training) else None
     return Explored(found, fewest[1] if fewest else None, step)
 

@@ -107,6 +107,8 @@ class _Quantiser:
     """What is stored, by canonical name."""
     kinds: dict[tuple[object, ...], tuple[Part, ...]] = field(default_factory=dict)
     """The arrays of each kind of weight, of which a model has few."""
+    specs: dict[tuple[int, int], Spec] = field(default_factory=dict)
+    """By the ids of an array's cuts and of the weight's spec."""
     contrary: list[str] = field(default_factory=list)
     """Modules that are quantised though the config says that they are not."""
 
@@ -186,16 +188,12 @@ class _Quantiser:
         """What is stored instead of the weight."""
         tensor, spec = weight.tensor, weight.tensor.spec
         for part in self.parts(weight):
-            yield ModelTensor(
-                name=f"{weight.module}.{part.suffix}",
-                shape=part.shape,
-                dtype=part.dtype,
-                spec=Spec(part.cuts, spec.where, spec.member),
-                row=part.row,
-                optional=tensor.optional or part.optional,
-                spare=tensor.spare,
-                free=part.free,
-            )
+            # Tensors that are cut alike share their specs in the table, and keep them meanwhile.
+            own = self.specs.get((id(part.cuts), id(spec)))
+            if own is None:
+                own = self.specs[id(part.cuts), id(spec)] = Spec(part.cuts, spec.where, spec.member)
+            name, optional = f"{weight.module}.{part.suffix}", tensor.optional or part.optional
+            yield ModelTensor(name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free)
 
     def parts(self, weight: _Weight) -> tuple[Part, ...]:
         """The arrays of the weight, worked out once for all that are alike."""
