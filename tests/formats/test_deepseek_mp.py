@@ -1,0 +1,177 @@
+"""DeepSeek's `modelI-mpN.safetensors`: read and written to the bit as its converter does, and refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
+from shardctl.formats import detect, scan
+from shardctl.mesh import Mesh
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepseek_mp"
+CASES = (("bf16", 1), ("bf16", 2), ("bf16", 4), ("fp8", 1), ("fp8", 2), ("predicting", 2))
+PREDICTING = "model.layers.61."
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A copy of what DeepSeek's converter made, to be damaged."""
+    return Path(shutil.copytree(FIXTURES / "bf16" / "mp4", tmp_path / "mp4"))
+
+
+def said(name: str) -> Reading:
+    """How a directory without a config is read."""
+    return Reading(config=FIXTURES / name / "source" / "config.json")
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def wish(ranks: int) -> Wish:
+    return Wish(to="deepseek", mesh=Mesh.of(tp=ranks))
+
+
+class TestReading:
+    @pytest.mark.parametrize(("name", "ranks"), CASES)
+    def test_what_deepseek_converts_is_the_model_bit_for_bit(self, name, ranks, tmp_path):
+        reshard(FIXTURES / name / f"mp{ranks}", tmp_path / "hf", Wish(to="hf"), reading=said(name))
+        ours = load_file(tmp_path / "hf" / "model.safetensors")
+        theirs = load_file(FIXTURES / name / "source" / "model.safetensors")
+        theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith(PREDICTING)}
+        assert ours.keys() == theirs.keys()
+        assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+
+    def test_it_is_recognised_and_its_mesh_is_known(self, place):
+        assert detect(LocalSource(place)).name == "deepseek"
+        dialect = scan(LocalSource(place)).dialect
+        assert (str(dialect.mesh), len(dialect.ranks)) == ("tp4 x ep4", 4)
+
+    def test_without_a_config_one_is_asked_for(self, place):
+        with pytest.raises(SourceError, match="only a config says which model's tensors") as caught:
+            digest(place)
+        assert "--config" in caught.value.hint
+
+    def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
+        shutil.copy(FIXTURES / "bf16" / "source" / "model.safetensors", place)
+        assert detect(LocalSource(place)).name == "safetensors"
+
+
+class TestWriting:
+    @pytest.mark.parametrize(("name", "ranks"), CASES)
+    def test_every_array_is_deepseeks(self, name, ranks, tmp_path):
+        made = reshard(FIXTURES / name / "source", tmp_path / "out", wish(ranks))
+        for path in (FIXTURES / name / f"mp{ranks}").glob("model*"):
+            theirs, ours = load_file(path), load_file(tmp_path / "out" / path.name)
+            assert ours.keys() == theirs.keys()
+            assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+        assert len(list((tmp_path / "out").glob("model*"))) == ranks
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
+        assert verify(tmp_path / "out", against=str(FIXTURES / name / "source")).ok
+        again = reshard(tmp_path / "out", tmp_path / "again", wish(ranks))
+        assert made.record.digest == again.record.digest
+        for path in (tmp_path / "out").glob("model*"):
+            assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+    def test_layers_that_predict_are_left_behind_and_that_is_said(self, tmp_path):
+        made = reshard(FIXTURES / "predicting" / "source", tmp_path / "out", wish(2))
+        assert any("23 more tensors of layers that predict further tokens have no place" in w for w in made.warnings)
+        assert not any(name.startswith(PREDICTING) for name in made.record.tensors)
+        kept = reshard(FIXTURES / "bf16" / "source", tmp_path / "all", wish(2))
+        assert kept.warnings == ()
+        assert kept.record.digest == digest(FIXTURES / "bf16" / "source").digest
+
+    def test_from_one_number_of_ranks_to_another(self, tmp_path):
+        reshard(FIXTURES / "bf16" / "mp2", tmp_path / "mp4", wish(4), reading=said("bf16"))
+        for path in (FIXTURES / "bf16" / "mp4").glob("model*"):
+            theirs, ours = load_file(path), load_file(tmp_path / "mp4" / path.name)
+            assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+
+
+class TestRefusals:
+    def test_a_cut_through_blocks_that_share_a_scale(self, tmp_path):
+        with pytest.raises(CutError, match=r"o_proj\.weight \[64, 256\] over tp=4: .*256 columns, of which 128 share"):
+            reshard(FIXTURES / "fp8" / "source", tmp_path / "out", wish(4))
+
+    @pytest.mark.parametrize(
+        ("mesh", "message"),
+        [
+            (Mesh.of(tp=3), "4 experts cannot be divided over tp=3"),
+            (Mesh.of(tp=8), "4 experts cannot be divided over tp=8"),
+            (Mesh.of(tp=2, pp=2), "those of tp ranks, but the mesh is pp2 x tp2"),
+        ],
+    )
+    def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
+        with pytest.raises(CutError, match=message):
+            reshard(FIXTURES / "bf16" / "source", tmp_path / "out", Wish(to="deepseek", mesh=mesh))
+
+    def test_heads_and_vocabulary_that_do_not_divide(self, tmp_path):
+        source = shutil.copytree(FIXTURES / "predicting" / "source", tmp_path / "source")
+        config = json.loads((source / "config.json").read_text())
+        tensors = load_file(source / "model.safetensors")
+        tensors |= {name: tensors[name][:7].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        for name in [name for name in tensors if name.startswith(PREDICTING)]:
+            del tensors[name]
+        save_file(tensors, source / "model.safetensors")
+        (source / "config.json").write_text(json.dumps({**config, "vocab_size": 7, "num_nextn_predict_layers": 0}))
+        with pytest.raises(CutError, match=r"model\.embed_tokens\.weight \[7, 8\] over tp=2: it has 7 rows"):
+            reshard(source, tmp_path / "out", wish(2))
+
+    def test_a_model_of_another_family(self, tmp_path):
+        source = FIXTURES.parent / "trtllm" / "llama_pp3" / "source"
+        with pytest.raises(UnsupportedError, match="is for DeepSeek-V2 and V3, not for LlamaForCausalLM"):
+            reshard(source, tmp_path / "out", wish(2))
+
+    def test_a_file_that_is_missing(self, place):
+        (place / "model1-mp4.safetensors").unlink()
+        with pytest.raises(SourceError, match=r"model1-mp4\.safetensors is missing: 3 of 4 files"):
+            scan(LocalSource(place))
+        (place / "model2-mp4.safetensors").unlink()
+        with pytest.raises(SourceError, match=r"model1-mp4\.safetensors and 1 more files are missing"):
+            scan(LocalSource(place))
+
+    def test_files_of_two_conversions(self, place):
+        shutil.copy(FIXTURES / "bf16" / "mp1" / "model0-mp1.safetensors", place)
+        with pytest.raises(SourceError, match="several conversions: mp1 and mp4"):
+            scan(LocalSource(place))
+
+    def test_a_rank_too_many(self, place):
+        shutil.copy(place / "model0-mp4.safetensors", place / "model4-mp4.safetensors")
+        with pytest.raises(SourceError, match=r"model4-mp4\.safetensors is none of 4 files"):
+            scan(LocalSource(place))
+
+    def test_files_of_two_models(self, place):
+        arrays = load_file(place / "model2-mp4.safetensors")
+        arrays["layers.1.ffn.experts.0.w1.weight"] = arrays.pop("layers.1.ffn.experts.2.w1.weight")
+        save_file(arrays, place / "model2-mp4.safetensors")
+        with pytest.raises(UnsupportedError, match=r"has no rank2/layers\.1\.ffn\.experts\.0\.w1\.weight"):
+            digest(place, reading=said("bf16"))
+
+    def test_another_models_config(self, place):
+        with pytest.raises(SourceError, match="shape"):
+            digest(place, reading=said("fp8"))
+
+    def test_replicas_that_differ(self, place):
+        arrays = load_file(place / "model3-mp4.safetensors")
+        arrays["layers.1.ffn.gate.weight"] += 1
+        save_file(arrays, place / "model3-mp4.safetensors")
+        with pytest.raises(SourceError, match=r"mlp\.gate\.weight: copies differ"):
+            digest(place, reading=said("bf16"))
+
+    def test_a_link_that_leaves_the_directory_is_hostile(self, place, tmp_path):
+        (place / "model1-mp4.safetensors").rename(tmp_path / "elsewhere")
+        (place / "model1-mp4.safetensors").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
+            scan(LocalSource(place))
