@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+from hub_server import Sparse
 from safetensors.numpy import save
 
 from shardctl.models import describe
@@ -19,6 +20,42 @@ CONFIG = {
     "tie_word_embeddings": False,
     "vocab_size": 512,
 }
+
+
+LARGE = {
+    **CONFIG,
+    "dtype": "bfloat16",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""The shapes of Llama 3.1 405B."""
+SHARDS = 200
+
+
+def large(shards=SHARDS, **changes):
+    """A repository of 812 GB in 200 shards: headers are real, elements are zeros that nobody stores."""
+    config = {**LARGE, **changes}
+    tensors = list(describe(config).own())
+    parts = [tensors[i * len(tensors) // shards : (i + 1) * len(tensors) // shards] for i in range(shards)]
+    files, weight_map = {}, {}
+    for number, shard in enumerate(parts, 1):
+        path = f"model-{number:05}-of-{shards:05}.safetensors"
+        header, end = {"__metadata__": {"format": "pt"}}, 0
+        for tensor in shard:
+            size = int(np.prod(tensor.shape)) * 2
+            header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+            weight_map[tensor.name], end = path, end + size
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        files[path] = Sparse(len(text).to_bytes(8, "little") + text, 8 + len(text) + end)
+    index = {"metadata": {}, "weight_map": weight_map}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    files["config.json"] = json.dumps(config).encode()
+    return files
 
 
 def model(shards=3, seed=7, **changes):

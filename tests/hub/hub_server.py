@@ -13,6 +13,7 @@ import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -45,8 +46,20 @@ def git_name(content):
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+_HASHED = 2_000_000_000
+"""Bytes; of larger files only the beginning is hashed, because nobody will read the rest."""
+
+
+@cache
+def _sha256(content):
+    state, size = hashlib.sha256(content.head), len(content) if len(content) < _HASHED else 0
+    for start in range(len(content.head), size, 1 << 20):
+        state.update(content[start : start + (1 << 20)])
+    return state.hexdigest()
+
+
 def sha256(content):
-    return hashlib.sha256(content.head if isinstance(content, Sparse) else content).hexdigest()
+    return _sha256(content) if isinstance(content, Sparse) else hashlib.sha256(content).hexdigest()
 
 
 @dataclass

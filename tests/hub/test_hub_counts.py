@@ -1,14 +1,9 @@
 """What reading from the Hub costs: requests and bytes."""
 
-import json
-
-import numpy as np
 import pytest
-from hub_models import CONFIG, model
-from hub_server import Sparse
+from hub_models import SHARDS, large, model
 
 from shardctl.mesh import Mesh
-from shardctl.models import describe
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
@@ -17,39 +12,6 @@ from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/large"
-LARGE = {
-    **CONFIG,
-    "dtype": "bfloat16",
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 126,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-"""The shapes of Llama 3.1 405B."""
-SHARDS = 200
-
-
-def large():
-    """A repository of 812 GB in 200 shards: headers are real, elements are zeros that nobody stores."""
-    tensors = list(describe(LARGE).own())
-    shards = [tensors[i * len(tensors) // SHARDS : (i + 1) * len(tensors) // SHARDS] for i in range(SHARDS)]
-    files, weight_map = {}, {}
-    for number, shard in enumerate(shards, 1):
-        path = f"model-{number:05}-of-{SHARDS:05}.safetensors"
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for tensor in shard:
-            size = int(np.prod(tensor.shape)) * 2
-            header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-            weight_map[tensor.name], end = path, end + size
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        files[path] = Sparse(len(text).to_bytes(8, "little") + text, 8 + len(text) + end)
-    index = {"metadata": {}, "weight_map": weight_map}
-    files["model.safetensors.index.json"] = json.dumps(index).encode()
-    files["config.json"] = json.dumps(LARGE).encode()
-    return files
 
 
 def test_a_plan_of_812_gb_takes_half_a_megabyte(hub):
