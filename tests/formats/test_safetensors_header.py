@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import safetensors
@@ -262,10 +261,13 @@ except SourceError as error:
 def test_a_hostile_header_gets_its_verdict_in_bounded_time_and_memory(bomb, tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(build(eval(BOMBS[bomb])))  # noqa: S307 - the literal above
-    started = time.monotonic()
-    child = subprocess.run([sys.executable, "-c", CHILD, path], capture_output=True, text=True, check=False, timeout=60)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, path], capture_output=True, text=True, check=False, timeout=300
+    )
     assert child.returncode == 0, child.stderr
-    assert time.monotonic() - started < 20
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
     assert int(child.stdout) < 1 << 30
 
 

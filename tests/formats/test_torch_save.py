@@ -342,10 +342,10 @@ def sandbox(tmp_path, monkeypatch):
 def test_malformed_and_hostile_files_have_a_verdict(sandbox, bad):
     path = sandbox / "m.bin"
     path.write_bytes(bad.content)
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(bad.error) as caught:
         scan(path)
-    assert time.perf_counter() - begun < 20
+    assert time.process_time() - begun < 20
     assert type(caught.value).__mro__.index(bad.error) <= 1
     assert bad.message in caught.value.message
     assert "m.bin" in caught.value.message

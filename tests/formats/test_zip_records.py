@@ -206,10 +206,10 @@ def test_malformed_and_hostile_archives_have_a_verdict(file, content, error, fra
 def test_a_zip_bomb_is_refused_by_its_compression_alone(file):
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as z:
         z.writestr("m/data.pkl", bytes(100_000_000))
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(UnsupportedError, match="compressed"):
         archive(file, file.read_bytes())
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 SEED = build(*(Entry(n, d, extra=b"FB\4\0ZZZZ") for n, d in DATA.items()), zip64=True)

@@ -257,13 +257,13 @@ def test_a_large_model_takes_milliseconds():
     mesh = Mesh.of(tp=8, pp=16)
     config = {**LLAMA_70B, "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128}
     shape, ranks = held(config, mesh)
-    start = time.perf_counter()
+    start = time.process_time()
     terms = [serve(shape, rank, mesh, Serving(131072, 8), dtype="BF16") for rank in ranks]
     assert len(gather(ranks, terms).ranks) == 128
-    assert time.perf_counter() - start < 0.5
-    start = time.perf_counter()
+    assert time.process_time() - start < 0.5
+    start = time.process_time()
     assert longest_context(shape, ranks, mesh, Serving(1, 8), dtype="BF16", budget=80 * GIB)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert bytes_per_token(shape, dtype="BF16", tp=8) == 516_096 // 8
 
 

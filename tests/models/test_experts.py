@@ -244,7 +244,7 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
         spent[len(model.tensors)] = described + time.process_time() - began
     (few, fast), (many, slow) = spent.items()
     assert (few, many) == (46_186, 93_888)
-    assert slow < 6  # about half of that where nothing else runs
+    assert slow < 10  # a quarter of that where nothing else runs
     assert slow / many < 3 * fast / few
 
 

