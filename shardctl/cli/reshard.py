@@ -25,7 +25,7 @@ Examples:
 """
 _BESIDE_A_PLAN = frozenset(
     {"src", "dst", "plan", "dry_run", "overwrite", "no_resume", "checksums", "json", "memory", "threads", "strict"}
-    | {"worker"}
+    | {"worker", "engine"}
 )
 """What may be given with `--plan`: places, effort, and what shapes no byte."""
 
@@ -79,6 +79,9 @@ def reshard(
     optimizer_states: options.OptimizerStates = None,
     memory: options.Memory = None,
     threads: options.Threads = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Threads of this machine, or tasks of a Ray cluster.")
+    ] = "local",
     worker: Annotated[
         str | None,
         typer.Option(
@@ -124,10 +127,14 @@ def reshard(
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
     crew = _worker(worker)
+    if crew is not None and engine == "ray":
+        raise UsageError(
+            "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
+        )
     if dry_run:
         _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
     else:
-        run = _reshard if crew is None else partial(_contribute, crew)
+        run = _on_ray if engine == "ray" else _reshard if crew is None else partial(_contribute, crew)
         resume = not no_resume
         run(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
 
@@ -246,3 +253,41 @@ def _contribute(
         streams.record(documents.contributed(done, seconds))
     else:
         streams.show(contribution(done, seconds))
+
+
+def _on_ray(
+    src: str,
+    dst: str,
+    wish: "Wish",
+    reading: "Reading",
+    plan: "PlanFile | None",
+    *,
+    overwrite: bool,
+    resume: bool,
+    checksums: str | None,
+    json: bool,
+) -> None:
+    from shardctl.cli.progress import watching
+    from shardctl.report import documents
+    from shardctl.report.conversion import finished
+    from shardctl.verbs.on_ray import reshard_on_ray as verb
+
+    began = time.monotonic()
+    with watching("reshard", json=json) as progress:
+        done = verb(
+            src,
+            dst,
+            wish,
+            reading=reading,
+            overwrite=overwrite,
+            resume=resume,
+            sha256=checksums == "sha256",
+            progress=progress,
+            plan=plan,
+        )
+    seconds = time.monotonic() - began
+    streams.warn(done.warnings)
+    if json:
+        streams.record(documents.finished(done, seconds, verb="reshard"))
+    else:
+        streams.show(finished(done, seconds))

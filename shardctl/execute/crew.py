@@ -78,9 +78,9 @@ class Crew:
         else:
             staging.proceed(tree)
 
-    def lock(self, worker: Worker) -> Lock:
+    def lock(self, worker: Worker, run: str = "") -> Lock:
         """The lock of a worker, held for as long as it works."""
-        return Lock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}")
+        return Lock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}", run)
 
     def journal(self, worker: Worker) -> Path:
         """Where a worker notes what it has done so far."""

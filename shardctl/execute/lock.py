@@ -31,8 +31,10 @@ class Lock:
     believed to live. A lock that was broken all the same may cost work, never bytes.
     """
 
-    def __init__(self, path: Path, purpose: str) -> None:
+    def __init__(self, path: Path, purpose: str, run: str = "") -> None:
+        """`run` names what starts owners one after another: the dead predecessor of one is known to be dead."""
         self._path = path
+        self._run = run
         self._purpose = purpose
         """What the owner is doing, for the message to everyone else."""
         self._descriptor: int | None = None
@@ -83,10 +85,11 @@ class Lock:
         if (named.st_dev, named.st_ino) != (found.st_dev, found.st_ino):
             return False
         owner = _parse(os.pread(descriptor, 4096, 0))
-        if owner and not _dead(owner, alone=alone):
+        replaced = self._run and owner.get("run") == self._run
+        if owner and not replaced and not _dead(owner, alone=alone):
             raise self._taken(owner)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_me()).encode(), 0)
+        os.pwrite(descriptor, json.dumps({**_me(), "run": self._run}).encode(), 0)
         os.fsync(descriptor)
         return True
 

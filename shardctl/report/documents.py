@@ -148,10 +148,10 @@ def contributed(done: Contributed, seconds: float) -> Document:
     }
 
 
-def finished(done: Finished, seconds: float) -> Document:
-    """What `finish` made of the parts of all workers."""
+def finished(done: Finished, seconds: float, *, verb: str = "finish") -> Document:
+    """What was made of the parts of all workers."""
     record = done.record
-    return head("finish") | {
+    return head(verb) | {
         "destination": str(done.destination),
         "finished_before": not done.workers,
         "workers": done.workers,

@@ -60,11 +60,13 @@ def contribute(
     sha256: bool = False,
     progress: Progress | None = None,
     plan: PlanFile | None = None,
+    run: str = "",
 ) -> Contributed:
     """Write the files of one worker of a conversion into the staging area of `destination`, which all workers see.
 
     All workers are given the same arguments but for `worker`, memory and threads. Each output file has one writer. On
-    return every byte of this part is right and on stable storage; on any error, the same call finishes it.
+    return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
+    what starts workers anew after it has seen them die.
     """
     if is_bucket(destination):
         raise UsageError(
@@ -87,8 +89,8 @@ def contribute(
         with Staging(destination, overwrite=overwrite, patience=PATIENCE) as staging:
             crew = Crew(staging)
             crew.join(tree, header)
-            lock = crew.lock(worker)
-            lock.acquire()
+            lock = crew.lock(worker, run)
+            lock.acquire(PATIENCE if run else 0)
         try:
             desk = _Desk(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
             return desk.run(versions, resume=resume, progress=progress or Silent())
