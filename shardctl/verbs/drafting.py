@@ -72,6 +72,8 @@ class Wish:
     exclude: str | None = None
     vllm_profile: str | None = None
     """Which version of vLLM the files are for."""
+    megatron: str | None = None
+    """Which of Megatron-LM's layers the files are for, and how it runs them, as `layouts.megatron.Wanted` reads it."""
     optimizer_states: States = None
     """Whether the optimizer's states travel along; by default they do into layouts that trainers read."""
     memory: int = 1 << 30
@@ -222,7 +224,7 @@ def _order(checkpoint: Checkpoint, wish: Wish, layout: str, have: Manifest, dtyp
 
 def _special(wish: Wish) -> dict[str, str | None]:
     """The options that only some layouts have."""
-    return {"vllm_profile": wish.vllm_profile}
+    return {"vllm_profile": wish.vllm_profile, "megatron": wish.megatron}
 
 
 def _check_meaningful(wish: Wish, layout: str, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from shardctl.box import Box
 from shardctl.dialect import Dialect
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.format import Format
-from shardctl.formats.megatron.directory import directory, has_ranks, least_mesh, ranks_of
+from shardctl.formats.megatron.directory import directory, has_ranks, ranks_of
 from shardctl.formats.megatron.rank_file import read_rank
 from shardctl.formats.sharded_backend import TRACKER
 from shardctl.formats.side_files import side_files
@@ -19,6 +19,7 @@ from shardctl.schemas import megatron
 from shardctl.schemas.megatron.arguments import config_of
 from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE
 from shardctl.schemas.megatron.names import EXTRA_STATE
+from shardctl.schemas.megatron.ranks import least_mesh
 from shardctl.training import Training
 
 if TYPE_CHECKING:

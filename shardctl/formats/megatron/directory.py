@@ -1,28 +1,24 @@
-"""Which folders of a source are the ranks of one of Megatron-LM's checkpoints, and which ranks they are.
-
-`get_checkpoint_name` of `megatron/training/checkpointing.py` gives them their names: ``mp_rank_TT``, ``_PPP`` behind
-it where there are pipeline stages, ``_EEE`` where experts are divided, so that two numbers alone may be either.
-"""
+"""Which folders of a source are the ranks of one of Megatron-LM's checkpoints, and whether all are there."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import lcm
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError
 from shardctl.formats.sharded_backend import TRACKER
-from shardctl.mesh import Mesh
 from shardctl.schemas.megatron.layers import TITLE
+from shardctl.schemas.megatron.ranks import FILE, folders
 from shardctl.storage import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.mesh import Mesh
     from shardctl.storage import Source
 
-FILES: Final = ("model_optim_rng.pt", "model_rng.pt")
+FILES: Final = (FILE, "model_rng.pt")
 """What a rank's weights are in; the second where an old distributed optimizer has a file of its own."""
 _FOLDER: Final = re.compile(r"((?:iter_[0-9]{7,12}|release)/)?(mp_rank_[0-9]{2,5}(?:_[0-9]{3,5}){0,2})/([^/]+)")
 _SHOWN: Final = 5
@@ -56,7 +52,7 @@ def directory(source: Source) -> Directory:
         if match is not None and match[3] in FILES:
             found.setdefault(match[1] or "", {})[match[2]] = path
     if not found:
-        raise SourceError(f"{source.name} holds no folders mp_rank_* with {FILES[0]} of {TITLE}")
+        raise SourceError(f"{source.name} holds no folders mp_rank_* with {FILE} of {TITLE}")
     folder = "" if "" in found else _tracked(source)
     if folder is None and len(found) > 1:
         raise SourceError(
@@ -83,42 +79,6 @@ def _tracked(source: Source) -> str | None:
     if not text.isascii() or not text.isdigit():
         raise SourceError(f"{TRACKER} holds {text[:40]!a}, neither a number nor release")
     return f"iter_{int(text):07d}/"
-
-
-def folder_name(tp: int, pp: int | None, ep: int | None) -> str:
-    """The folder of a rank; None for an axis of one.
-
-    >>> folder_name(1, None, 0), folder_name(0, 3, 1)
-    ('mp_rank_01_000', 'mp_rank_00_003_001')
-    """
-    return f"mp_rank_{tp:02d}" + "".join(f"_{index:03d}" for index in (pp, ep) if index is not None)
-
-
-def least_mesh(*, tp: int, pp: int, ep: int, etp: int) -> Mesh:
-    """The mesh of as few ranks as hold everything."""
-    stage = lcm(tp, ep * etp)
-    return Mesh.of(pp=pp, dp=stage // tp, tp=tp, ep=ep, etp=etp)
-
-
-def folders(mesh: Mesh) -> dict[int, str]:
-    """The folder of every rank that has one of its own, in the order of ranks.
-
-    Raises UnsupportedError where different parts of experts would be in folders of the same name, as the format has no
-    place for the rank inside an expert.
-    """
-    named: dict[str, tuple[int, int]] = {}
-    for rank in range(mesh.world):
-        at = mesh.coordinate(rank)
-        pp = at["pp"] if mesh.degree("pp") > 1 else None
-        name = folder_name(at["tp"], pp, at["ep"] if mesh.ep > 1 else None)
-        before = named.setdefault(name, (rank, at["etp"]))
-        if before[1] != at["etp"]:
-            raise UnsupportedError(
-                f"{TITLE}'s folders are named by tp and ep, and {name} would hold two parts of experts: etp={mesh.etp} "
-                f"does not fit tp={mesh.degree('tp')}, ep={mesh.ep}",
-                hint="use a divisor of tp for etp",
-            )
-    return {rank: name for name, (rank, _) in sorted(named.items(), key=lambda item: item[1])}
 
 
 def ranks_of(found: Directory, mesh: Mesh) -> dict[int, str]:

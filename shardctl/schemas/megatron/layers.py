@@ -45,6 +45,15 @@ _LATENT: Final = (
 _LATENT_NORMS: Final = (("q_layernorm", "q_a_layernorm"), ("kv_layernorm", "kv_a_layernorm"))
 _ROUTED: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 _SHARED: Final = ("shared_expert", "shared_experts")
+_GPT2: Final = (
+    ("input_layernorm", "ln_1", None),
+    ("self_attention.linear_proj", "attn.c_proj", 1),
+    ("self_attention.linear_qkv", "attn.c_attn", 0),
+    ("pre_mlp_layernorm", "ln_2", None),
+    ("mlp.linear_fc1", "mlp.c_fc", 0),
+    ("mlp.linear_fc2", "mlp.c_proj", 1),
+)
+"""GPT-2's modules, and the dim along which their weights are divided, once they are transposed."""
 _BIAS_OF_ROUTER: Final = BY_NAME["F32"]
 
 
@@ -218,23 +227,15 @@ def _experts(parts: Parts, have: str, module: str, names: tuple[str, str, str], 
 
 def _gpt2(parts: Parts, have: str, variant: Variant) -> Iterator[Whole]:
     """A layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
-    for new, old in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
-        for kind in _KINDS:
-            yield Whole(f"{new}.{kind}", (parts[f"{have}.{old}.{kind}"],))
     heads = parts[f"{have}.attn.c_proj.weight"].shape[0] // parts.unit(f"{have}.attn.c_proj.weight")
-    for new, old, dim in (
-        ("self_attention.linear_qkv", "attn.c_attn", 0),
-        ("self_attention.linear_proj", "attn.c_proj", 1),
-        ("mlp.linear_fc1", "mlp.c_fc", 0),
-        ("mlp.linear_fc2", "mlp.c_proj", 1),
-    ):
+    for new, old, dim in _GPT2:
         for kind in _KINDS:
             stored = parts[f"{have}.{old}.{kind}"]
-            whole = stored.transposed if kind == "weight" else stored
+            whole = stored.transposed if dim is not None and kind == "weight" else stored
             if old == "attn.c_attn":
                 yield _qkv(kind, tuple(whole.shares(0, 3)), heads, variant)
             else:
-                yield Whole(f"{new}.{kind}", (whole,), dim if dim == 0 else _inputs(kind))
+                yield Whole(f"{new}.{kind}", (whole,), _inputs(kind) if dim == 1 else dim)
 
 
 def _inputs(kind: str) -> int | None:

@@ -19,6 +19,7 @@ _FUSED: Final = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 _GROUPED: Final = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_SEQUENTIAL: Final = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _BEFORE_CORE: Final = (
     ("language_model.embedding.", "embedding."),
     ("language_model.encoder.", "decoder."),
@@ -63,19 +64,22 @@ def local_name(name: str) -> str:
     return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
 
 
-def engine_name(name: str, *, experts: bool, latent: bool) -> str:
+def engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False) -> str:
     """The name that Transformer Engine's layers have for an array of local ones.
 
     `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether
-    its attention has latents, before whose projections so does the first norm, and behind which norms do not.
+    its attention has latents, where the first norm does, and those of the latents do not; `grouped` whether experts are
+    in one module.
 
     >>> engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
     """
+    single = _SEQUENTIAL.fullmatch(name)
+    if single is not None and grouped:
+        return f"{single[1]}.{single[3]}{single[2]}"
     for fused, alone in _FUSED:
-        of_latents = "_up_proj" in fused
-        first = alone == "input_layernorm."
-        kept = latent if first else of_latents is not latent if of_latents else experts
+        of_latents, first = "_up_proj" in fused, alone == "input_layernorm."
+        kept = latent if first else not latent if of_latents else experts
         if f".{alone}" in name and not kept:
             return name.replace(alone, fused)
     return name

@@ -1,0 +1,288 @@
+"""Directories that Megatron-LM loads (`--ckpt-format torch`): each rank's folder below `release`, and the tracker.
+
+The dictionary is that of `generate_state_dict` in `megatron/training/checkpointing.py`: the args, from which
+`--use-checkpoint-args` builds the model, the version of the order of rows, and the arrays. Local layers look for an
+extra state of every projection, which is None; Transformer Engine makes its own anew.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import Dialect
+from shardctl.errors import CutError, UsageError
+from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.pickle_writer import Name, Object
+from shardctl.layouts.torch_item import saved, tensor_value
+from shardctl.manifest import File, Region
+from shardctl.schemas import megatron
+from shardctl.schemas.megatron import SCHEMA, layers
+from shardctl.schemas.megatron.arguments import arguments_of
+from shardctl.schemas.megatron.layers import TITLE
+from shardctl.schemas.megatron.names import EXTRA_STATE, engine_name
+from shardctl.schemas.megatron.ranks import FILE, folders, least_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.layouts.composed import Composed, Order
+    from shardctl.layouts.pickle_writer import Value
+    from shardctl.manifest import Chunk, Manifest
+    from shardctl.mesh import Mesh
+
+NAME: Final = "megatron"
+OPTION: Final = "megatron"
+_TRACKER: Final = "latest_checkpointed_iteration.txt"
+_VERSION: Final = 3.0
+_DIVISIBLE: Final = 128
+"""Megatron-LM's own `--make-vocab-size-divisible-by`."""
+_CHOICES: Final = {
+    "layers": ("transformer-engine", "local"),
+    "experts": ("sequential", "grouped"),
+    "padding": ("zeros", "last-row"),
+}
+_NUMBERS: Final = ("virtual", "multiple")
+_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|output_layer)\.(weight|bias)")
+_EMBEDDING: Final = {True: "transformer.wte.weight", False: "model.embed_tokens.weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which of Megatron-LM's layers are to load the files, and how it runs them."""
+
+    local: bool = False
+    """Whether layers are megatron-core's own, `--transformer-impl local`; else Transformer Engine's."""
+    grouped: bool = False
+    """Whether experts are in one module, `--moe-grouped-gemm`."""
+    last_row: bool = False
+    """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
+    chunks: int = 1
+    """Chunks of layers on each stage, of a virtual pipeline."""
+    multiple: int = _DIVISIBLE
+    """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """From text such as ``layers=local,virtual=2``; raises UsageError for anything else.
+
+        >>> Wanted.parse("layers=local,multiple=16")
+        Wanted(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
+        """
+        given: dict[str, str] = {}
+        for part in filter(None, text.split(",")):
+            key, _, value = part.partition("=")
+            number = key in _NUMBERS and value.isascii() and value.isdigit() and int(value) > 0
+            if (not number and value not in _CHOICES.get(key, ())) or key in given:
+                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES.items()]
+                raise UsageError(
+                    f"cannot read part {part!r} of --megatron",
+                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMBERS)))}",
+                )
+            given[key] = value
+        return cls(
+            given.get("layers") == "local",
+            given.get("experts") == "grouped",
+            given.get("padding") == "last-row",
+            int(given.get("virtual", 1)),
+            int(given.get("multiple", _DIVISIBLE)),
+        )
+
+
+def pack(order: Order) -> Manifest:
+    """The file of every rank that has one of its own, and the tracker.
+
+    Raises as `Layout.pack` says.
+    """
+    layers.check_model(order.model)
+    wanted = Wanted.parse(order.options.get(OPTION, ""))
+    mesh = _mesh(order)
+    counts = _counts(order, wanted)
+    names = folders(mesh)
+    tp, pp = mesh.degree("tp"), mesh.degree("pp")
+    embedding = _EMBEDDING[order.model.family == "gpt2"]
+    unit = wanted.multiple * tp
+    padded = -(-order.model.tensors[embedding].shape[0] // unit) * unit
+    dialect = Dialect(
+        megatron.NAME,
+        mesh,
+        {rank: f"{name}/" for rank, name in names.items()},
+        tuple(sum(counts[stage::pp]) for stage in range(pp)),
+        {
+            megatron.LAYERS: counts,
+            megatron.VOCABULARY: padded,
+            megatron.LAST_ROW: wanted.last_row,
+            megatron.LATENTS_CUT: wanted.local,
+            megatron.GROUPED: wanted.grouped and wanted.local,
+            megatron.DTYPE: order.dtypes[embedding].name,
+        },
+    )
+    arguments = _arguments(order, wanted, dialect)
+    files: dict[str, File] = {}
+    stored: list[tuple[str, Chunk]] = []
+    for rank, arrays in composed(order, SCHEMA, dialect).items():
+        path = f"release/{names[rank]}/{FILE}"
+        files[path] = _file(path, arrays, _Namer(order, wanted), arguments, wanted, stored)
+    files[_TRACKER] = File(_TRACKER, len(b"release"), ((0, b"release"),))
+    made = target(NAME, order, SCHEMA, dialect, files, stored)
+    return replace(made, warnings=(*made.warnings, *_left(order, made)))
+
+
+def _mesh(order: Order) -> Mesh:
+    """The mesh without replicas."""
+    mesh = order.mesh
+    if mesh.degree("fsdp") > 1:
+        raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
+    tp = mesh.degree("tp")
+    ep, etp = (mesh.ep, mesh.etp) if layers.experts(order.model) else (1, tp)
+    return least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
+
+
+def _counts(order: Order, wanted: Wanted) -> tuple[int, ...]:
+    """Layers of each chunk of each stage, as data flows."""
+    stages = order.mesh.degree("pp")
+    turns = stages * wanted.chunks
+    if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
+        raise UsageError(f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have as many layers")
+    if order.stages is not None:
+        _first_and_last(order.stages)
+        return order.stages
+    each, rest = divmod(order.model.layers, turns)
+    if rest:
+        raise CutError(
+            f"{order.model.layers} layers cannot be divided evenly over {turns} stages, as {TITLE} does",
+            hint="use --stages, with as many layers on all stages but the first and the last",
+        )
+    return (each,) * turns
+
+
+def _first_and_last(stages: Sequence[int]) -> tuple[int | None, int | None]:
+    """What `--decoder-first-pipeline-num-layers` and its sibling are, if anything; raises CutError for other cuts."""
+    middle = stages[1:-1]
+    if len(set(middle)) > 1:
+        raise CutError(
+            f"{TITLE} has stages of as many layers, but for the first and the last: --stages "
+            f"{','.join(map(str, stages))} differ in the middle"
+        )
+    if len(set(stages)) == 1:
+        return None, None
+    if len(stages) == 2:  # noqa: PLR2004 - one number says both
+        return stages[0], None
+    return (
+        stages[0] if stages[0] != middle[0] else None,
+        stages[-1] if stages[-1] != middle[0] else None,
+    )
+
+
+def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
+    """The `args` of the run that might have written this."""
+    mesh, model = dialect.mesh, order.model
+    tp, pp = mesh.degree("tp"), mesh.degree("pp")
+    embedding = _EMBEDDING[model.family == "gpt2"]
+    dtype = order.dtypes[embedding]
+    counts = dialect.numbers(megatron.LAYERS)
+    first, last = _first_and_last(counts) if wanted.chunks == 1 and pp > 1 else (None, None)
+    said: dict[str, Value] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in arguments_of(order.config, model).items()
+    }
+    said |= {
+        "encoder_num_layers": model.layers,
+        "seq_length": said["max_position_embeddings"],
+        "vocab_size": model.tensors[embedding].shape[0],
+        "padded_vocab_size": dialect.number(megatron.VOCABULARY),
+        "make_vocab_size_divisible_by": wanted.multiple,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": wanted.chunks if wanted.chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": counts[0] if wanted.chunks > 1 else None,
+        "decoder_first_pipeline_num_layers": first,
+        "decoder_last_pipeline_num_layers": last,
+        "pipeline_model_parallel_layout": None,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "context_parallel_size": 1,
+        "data_parallel_size": mesh.degree("dp"),
+        "world_size": mesh.world,
+        "transformer_impl": "local" if wanted.local else "transformer_engine",
+        "moe_grouped_gemm": wanted.grouped,
+        "moe_use_legacy_grouped_gemm": wanted.grouped and wanted.local,
+        "use_legacy_models": False,
+        "params_dtype": Name("torch", dtype.torch),
+        "bf16": dtype.name == "BF16",
+        "fp16": dtype.name == "F16",
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch",
+    }
+    return Object(Name("argparse", "Namespace"), said)
+
+
+class _Namer:
+    """The name that a layer which loads the files has for each array."""
+
+    def __init__(self, order: Order, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._latent = any(name.endswith("kv_b_proj.weight") for name in order.model.tensors)
+
+    def __call__(self, arrays: Sequence[Composed]) -> Iterator[tuple[str, str, Composed]]:
+        """The chunk's key, the name and the array of each."""
+        routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
+        for array in arrays:
+            chunk, _, name = array.name.rpartition("/")
+            layer = array.name.partition(".mlp.")[0].partition(".pre_mlp_layernorm.")[0]
+            if not self._wanted.local:
+                experts = layer in routed
+                name = engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
+            yield chunk or "model", name, array
+
+
+def _file(
+    path: str,
+    arrays: Sequence[Composed],
+    namer: _Namer,
+    arguments: Object,
+    wanted: Wanted,
+    stored: list[tuple[str, Chunk]],
+) -> File:
+    """A rank's file; what it holds of each tensor is added to `stored`."""
+    models: dict[str, dict[str, Value]] = {}
+    for number, (chunk, name, array) in enumerate(namer(arrays)):
+        model = models.setdefault(chunk, {})
+        model[name] = tensor_value(array.dtype, array.box.shape, number)
+        linear = _LINEAR.fullmatch(name) if wanted.local else None
+        if linear is not None:
+            extra = f"{linear[1] or ''}{linear[2]}.{EXTRA_STATE}"
+            model.pop(extra, None)  # it stands behind a bias
+            model[extra] = None
+    if wanted.local:
+        for model in models.values():
+            if "decoder.final_layernorm.weight" in model:
+                model.setdefault(f"output_layer.{EXTRA_STATE}", None)
+    value: dict[str, Value] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": 0, **models}
+    item = saved({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
+    literals, blanks = list(item.literals), []
+    for array, start in zip(arrays, item.starts, strict=True):
+        if array.constant is not None:
+            literals.append((start, array.constant))
+            continue
+        if array.padding:
+            blanks.append((start + array.nbytes - array.padding, array.padding))
+        stored.extend(array.chunks(Region(path, start, ())))
+    return File(path, item.size, tuple(literals), tuple(blanks))
+
+
+def _left(order: Order, made: Manifest) -> Iterator[str]:
+    """What is said of layers that predict further tokens."""
+    left = [
+        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
+    ]
+    if left:
+        more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
+        yield f"{left[0]}{more} of layers that predict further tokens are left behind"
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({OPTION}))
