@@ -14,7 +14,7 @@ Exit codes:
   2         usage
   3         done; the answer is no: does not fit, is not right, differs
   4         source missing, unreadable, malformed, hostile or unsupported
-  5         not allowed: permissions
+  5         not allowed: token, gated model, permissions
   6         destination refused: exists and is not ours, no space, read-only
   7         passing trouble after all retries: the same command resumes
   130, 143  interrupted, terminated: state kept, the same command resumes
