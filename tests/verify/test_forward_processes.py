@@ -109,4 +109,4 @@ def test_a_rank_whose_file_ends_early_ends_the_run_and_is_named(tmp_path, monkey
     assert finding.check == "processes"
     assert "rank 1 raised SourceError" in finding.message
     assert file.name in finding.message
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120, "ranks that hang are given up after so long"
