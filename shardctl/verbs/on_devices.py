@@ -102,7 +102,8 @@ def _load(
     from shardctl.verify.load import load as load_tensors
     from shardctl.verify.loaded import Digests, arrays, parts_of, placed
 
-    every, parts = arrays(checkpoint.stored), parts_of(checkpoint.manifest)
+    every = arrays(checkpoint.stored)
+    parts = parts_of(checkpoint.manifest, every)
     planned, summed = planned_bytes(checkpoint), Digests()
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
     for rank, held in _ranks(checkpoint, every):
@@ -157,17 +158,29 @@ def _and_more(told: LoadedRank, loaded: Loaded[Array]) -> LoadedRank:
 
 def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tuple[int | None, list[Array]]]:
     """Each rank that holds something of its own, and the arrays that it holds."""
+    from shardctl.verify.loaded import array_of
+
+    dialect = checkpoint.stored.dialect
+    if dialect is not None and len(dialect.ranks) > 1:
+        own: dict[int, list[Array]] = {rank: [] for rank in dialect.ranks}
+        ranks = {prefix: rank for rank, prefix in dialect.ranks.items()}
+        for name, tensor in checkpoint.stored.tensors.items():
+            rank = next(number for prefix, number in ranks.items() if name.startswith(prefix))
+            own[rank] += [array_of(chunk) for chunk in tensor.chunks if hasattr(chunk.where, "file")]
+        yield from own.items()
+        return
     if not rank_files.ranks_of(checkpoint.stored):
         yield None, list(every)
         return
     mesh, divided = checkpoint.record.mesh if checkpoint.record else None, experts(checkpoint)
     for rank in rank_files.distinct_ranks(checkpoint.stored, mesh):
         chunks = rank_files.held_by(rank, checkpoint.stored, mesh, divided)
-        yield rank, [(chunk.where.file, chunk.name) for _, chunk in chunks if hasattr(chunk.where, "file")]
+        yield rank, [array_of(chunk) for _, chunk in chunks if hasattr(chunk.where, "file")]
 
 
 def _label(checkpoint: Checkpoint, rank: int | None) -> str:
-    mesh = checkpoint.record.mesh if checkpoint.record else None
+    said = checkpoint.record or checkpoint.stored.dialect
+    mesh = said.mesh if said else None
     return mesh.label(rank) if mesh is not None and rank is not None else ""
 
 
@@ -216,6 +229,8 @@ def planned_bytes(checkpoint: Checkpoint) -> dict[int | None, int]:
     """Bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
     mesh = checkpoint.record.mesh if checkpoint.record else None
     tensors = checkpoint.manifest.tensors
+    if checkpoint.stored.dialect is not None and len(checkpoint.stored.dialect.ranks) > 1:
+        return {}  # what other libraries repeat and pad is not what `plan` counts
     if not rank_files.ranks_of(checkpoint.stored):
         return {None: sum(tensor.nbytes for tensor in tensors.values())}
     model = checkpoint.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,14 +28,20 @@ if TYPE_CHECKING:
     from shardctl.workers import Effort
 
 Torch = Any
-Array = tuple[str, str]
-"""An array of a file: the file's path and the array's name."""
+Array = tuple[str, str, int]
+"""An array of a file: the file's path, the array's name, and where it begins, for a name may have several boxes."""
+
+
+def array_of(chunk: Chunk) -> Array:
+    """The array that a chunk is, of those that have stored names; it lies in a file."""
+    assert isinstance(chunk.where, Region)  # noqa: S101 - as promised
+    return chunk.where.file, chunk.name, chunk.where.offset
 
 
 def arrays(manifest: Manifest) -> dict[Array, Chunk]:
     """The arrays of a checkpoint; `manifest` has stored names."""
     return {
-        (chunk.where.file, chunk.name): chunk
+        array_of(chunk): chunk
         for tensor in manifest.tensors.values()
         for chunk in tensor.chunks
         if isinstance(chunk.where, Region)
@@ -56,13 +63,18 @@ Parts = Mapping[Array, Sequence[tuple[Tensor, Chunk]]]
 """What each array holds: boxes of tensors, by their canonical names."""
 
 
-def parts_of(manifest: Manifest) -> Parts:
-    """What the arrays of a checkpoint hold; `manifest` has canonical names."""
+def parts_of(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
+    """What `every` array of a checkpoint holds; `manifest` has canonical names."""
+    begins: dict[tuple[str, str], list[int]] = {}
+    for file, name, offset in sorted(every):
+        begins.setdefault((file, name), []).append(offset)
     found: dict[Array, list[tuple[Tensor, Chunk]]] = {}
     for tensor in manifest.tensors.values():
         for chunk in tensor.chunks:
             if isinstance(chunk.where, Region):
-                found.setdefault((chunk.where.file, chunk.name), []).append((tensor, chunk))
+                known = begins[chunk.where.file, chunk.name]
+                begin = known[bisect_right(known, chunk.where.offset) - 1]
+                found.setdefault((chunk.where.file, chunk.name, begin), []).append((tensor, chunk))
     return found
 
 

@@ -426,3 +426,20 @@ def test_annotations_are_at_most_ten_and_one_line_each():
     assert lines[0] == "::error file=dir/a%2Cb%3A0.safetensors,title=shardctl digest::w0 100%25\\nbroken"
     assert lines[-1] == "::error file=dir,title=FAILED%3A 30 findings::and 21 more findings"
     assert github(Verified("dir", "", "", (Level("content"),))) == ""
+
+
+@pytest.mark.parametrize("layout", ["dcp", "torch_dist"])
+def test_boxes_of_one_name_in_one_file_are_loaded_each_for_itself(tmp_path, layout):
+    """A rank of GPT-2 has three boxes of every fused c_attn, and one of Megatron has boxes of every layer."""
+    source = checkpoint(tmp_path / "source", "gpt2")
+    reshard(source, tmp_path / layout, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    verified = verify(tmp_path / layout, level="load", against=source)
+    assert level(verified, "load").status == "passed", verified.findings
+
+
+@pytest.mark.parametrize("layout", ["trtllm", "vllm"])
+def test_ranks_of_other_libraries_are_loaded_one_by_one(tmp_path, kept, layout):
+    reshard(kept / "source", tmp_path / layout, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    load = level(verify(tmp_path / layout, level="load", against=kept / "source"), "load")
+    assert load.status == "passed", load.findings
+    assert [(rank.rank, rank.label, rank.planned_bytes) for rank in load.ranks] == [(0, "tp0", None), (1, "tp1", None)]
