@@ -25,6 +25,7 @@ def digest(
     rules: options.Rules = None,
     container: options.From = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     strict: options.Strict = False,
 ) -> None:
     """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
@@ -35,7 +36,9 @@ def digest(
 
     with effort("digest", threads) as work:
         found = verb(
-            src, reading=options.reading(config, rules, container, weights=weights, strict=strict), effort=work
+            src,
+            reading=options.reading(config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict),
+            effort=work,
         )
     streams.warn(found.warnings)
     if json:

@@ -24,6 +24,7 @@ def inspect(
     rules_from: options.RulesFrom = None,
     container: options.From = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     strict: options.Strict = False,
 ) -> None:
     """Say what a checkpoint is: format, layout, model, types, ties; from its headers only."""
@@ -32,7 +33,10 @@ def inspect(
     from shardctl.verbs.inspect import inspect as verb
 
     found = verb(
-        src, reading=options.reading(config, rules, container, weights=weights, strict=strict, rules_from=rules_from)
+        src,
+        reading=options.reading(
+            config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict, rules_from=rules_from
+        ),
     )
     streams.warn(found.warnings)
     if json:

@@ -62,6 +62,17 @@ Weights = Annotated[
         help="Of a training checkpoint: the module's own copy, or the optimizer's in fp32. Default: master.",
     ),
 ]
+TrueVocab = Annotated[
+    int | None,
+    typer.Option(
+        "--true-vocab",
+        metavar="N",
+        min=1,
+        show_default=False,
+        rich_help_panel=_READING,
+        help="Tokens of a vocabulary that the files only tell to be padded, as Megatron-LM's do.",
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", metavar="", rich_help_panel=_READING, help="Every warning is an error.")
 ]
@@ -96,7 +107,8 @@ To = Annotated[
     typer.Option(
         metavar="LAYOUT",
         rich_help_panel=_WRITING,
-        help="hf, ranks, dcp, universal, meta, trtllm, deepseek, torch_dist or vllm. Default: ranks if there is a mesh.",
+        help="hf, ranks, dcp, universal, meta, trtllm, deepseek, megatron, torch_dist or vllm. "
+        "Default: ranks for a mesh.",
     ),
 ]
 Names = Annotated[
@@ -116,6 +128,14 @@ MaxShardSize = Annotated[
 VllmProfile = Annotated[
     Literal["0.25", "0.11"] | None,
     typer.Option(show_default=False, rich_help_panel=_WRITING, help="Whose names --to vllm writes. Default: 0.25."),
+]
+Megatron = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        rich_help_panel=_WRITING,
+        help="What --to megatron is for, such as layers=local,virtual=2,experts=grouped.",
+    ),
 ]
 Dtype = Annotated[
     Literal["keep", "bf16", "fp16", "fp32"],
@@ -161,6 +181,7 @@ def reading(
     kv_heads: Literal["error", "replicate"] = "error",
     rules_from: Literal["transformers"] | None = None,
     weights: Literal["module", "master"] | None = None,
+    true_vocab: int | None = None,
 ) -> "Reading":
     """How a source is to be understood."""
     from shardctl.verbs.opening import Reading
@@ -172,6 +193,7 @@ def reading(
         container=container,
         kv_heads=kv_heads,
         weights=weights,
+        true_vocab=true_vocab,
         strict=strict,
     )
 

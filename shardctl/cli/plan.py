@@ -59,6 +59,7 @@ def plan(
     experts: options.Experts = "keep",
     max_shard_size: options.MaxShardSize = None,
     vllm_profile: options.VllmProfile = None,
+    megatron: options.Megatron = None,
     dtype: purpose.WhatIf = "keep",
     keep_fp32: options.KeepFp32 = None,
     include: options.Include = None,
@@ -71,6 +72,7 @@ def plan(
     rules_from: options.RulesFrom = None,
     container: options.From = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
 ) -> int:
@@ -87,6 +89,7 @@ def plan(
         experts=experts,
         max_shard_size=max_shard_size,
         vllm_profile=vllm_profile,
+        megatron=megatron,
         dtype="keep" if dtype in purpose.CODES else dtype,
         keep_fp32=keep_fp32,
         include=include,
@@ -96,7 +99,14 @@ def plan(
         threads=threads,
     )
     reading = options.reading(
-        config, rules, container, weights=weights, strict=strict, kv_heads=kv_heads, rules_from=rules_from
+        config,
+        rules,
+        container,
+        weights=weights,
+        true_vocab=true_vocab,
+        strict=strict,
+        kv_heads=kv_heads,
+        rules_from=rules_from,
     )
     asked = purpose.purpose(
         gpu=gpu,

@@ -72,6 +72,7 @@ def reshard(
     experts: options.Experts = "keep",
     max_shard_size: options.MaxShardSize = None,
     vllm_profile: options.VllmProfile = None,
+    megatron: options.Megatron = None,
     dtype: options.Dtype = "keep",
     keep_fp32: options.KeepFp32 = None,
     include: options.Include = None,
@@ -95,6 +96,7 @@ def reshard(
     rules_from: options.RulesFrom = None,
     container: options.From = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     kv_heads: options.KvHeads = "error",
     strict: options.Strict = False,
 ) -> None:
@@ -107,6 +109,7 @@ def reshard(
         experts=experts,
         max_shard_size=max_shard_size,
         vllm_profile=vllm_profile,
+        megatron=megatron,
         dtype=dtype,
         keep_fp32=keep_fp32,
         include=include,
@@ -116,7 +119,14 @@ def reshard(
         threads=threads,
     )
     reading = options.reading(
-        config, rules, container, weights=weights, strict=strict, kv_heads=kv_heads, rules_from=rules_from
+        config,
+        rules,
+        container,
+        weights=weights,
+        true_vocab=true_vocab,
+        strict=strict,
+        kv_heads=kv_heads,
+        rules_from=rules_from,
     )
     file = _followed(context, plan) if plan is not None else None
     if file is not None:

@@ -84,6 +84,7 @@ def verify(
     rules: options.Rules = None,
     container: options.From = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     strict: options.Strict = False,
 ) -> int:
     """Prove a checkpoint: structure, content, that it equals its source, loads and computes. Exit code 3 if not."""
@@ -110,7 +111,7 @@ def verify(
             against=against,
             require=require,
             trial=trial,
-            reading=options.reading(config, rules, container, weights=weights, strict=strict),
+            reading=options.reading(config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict),
             effort=work,
         )
     if junit:
