@@ -226,9 +226,9 @@ class _Reporter:
     def file_done(self, path: str) -> None:
         self._files.append(path)
 
-    def tell(self) -> None:
+    def tell(self) -> Any:  # noqa: ANN401 - Ray's promise that it was heard
         self._last = time.monotonic()
-        self._board.write.remote(self._number, self._bytes, list(self._files))
+        return self._board.write.remote(self._number, self._bytes, list(self._files))
 
 
 def _work(order: _Order, number: int, count: int, board: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - an actor
@@ -251,7 +251,7 @@ def _work(order: _Order, number: int, count: int, board: Any) -> tuple[str, ...]
     except ShardctlError as error:
         return type(error).__name__, error.message, error.hint or ""
     finally:
-        reporter.tell()
+        _library().get(reporter.tell())  # so that the driver sees all of it
     return None
 
 
