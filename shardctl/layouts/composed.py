@@ -54,6 +54,8 @@ class Layout:
     Raises as `composed` and `target`, and UsageError for options or a mesh that the layout cannot have.
     """
     schema: Schema
+    prefix: Callable[[Dialect, int], str]
+    """What the paths of the files of one of the mesh's ranks begin with, if it has any."""
     options: frozenset[str] = frozenset()
     """Those of `Order.options` that mean something to it."""
     max_shard_size: bool = False

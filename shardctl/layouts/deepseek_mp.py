@@ -50,4 +50,8 @@ def _left(order: Order, made: Manifest) -> list[str]:
     ]
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA)
+def _prefix(dialect: Dialect, rank: int) -> str:
+    return f"model{rank}-mp{dialect.mesh.world}."
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix)

@@ -285,4 +285,8 @@ def _left(order: Order, made: Manifest) -> Iterator[str]:
         yield f"{left[0]}{more} of layers that predict further tokens are left behind"
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({OPTION}))
+def _prefix(dialect: Dialect, rank: int) -> str:
+    return f"release/{dialect.ranks.get(rank, '?/')}"
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({OPTION}))

@@ -280,4 +280,9 @@ def _context(config: Mapping[str, object]) -> int:
     return value if isinstance(value, int) else 4_096
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, max_shard_size=True)
+def _prefix(dialect: Dialect, rank: int) -> str:
+    del dialect
+    return f"{FOLDER}__{rank}_"
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, max_shard_size=True)

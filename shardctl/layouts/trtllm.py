@@ -175,4 +175,9 @@ def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None
     return float(found), {"type": kind, "rope_type": kind, **rope}
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({PARALLEL_EMBEDDING}))
+def _prefix(dialect: Dialect, rank: int) -> str:
+    """TensorRT-LLM's own number of a rank leaves out those of cp."""
+    return f"{dialect.ranks.get(rank, '').rstrip('/')}."
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({PARALLEL_EMBEDDING}))

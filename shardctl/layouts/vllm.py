@@ -98,4 +98,9 @@ def _left(order: Order, made: Manifest) -> list[str]:
     return [f"{left[0]}{more} of layers that predict further tokens have no place in the model's class in vLLM"]
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, frozenset({OPTION}), max_shard_size=True)
+def _prefix(dialect: Dialect, rank: int) -> str:
+    del dialect
+    return f"model-rank-{rank}-"
+
+
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({OPTION}), max_shard_size=True)

@@ -107,6 +107,17 @@ class Draft:
             return self.placed.stages
         return self.plan.want.dialect.stages if self.plan.want.dialect is not None else ()
 
+    def prefix(self, rank: int) -> str:
+        """What the paths of a rank's files begin with; empty where the layout has no files of ranks."""
+        dialect = self.plan.want.dialect
+        if dialect is not None:
+            return _COMPOSED[self.layout].prefix(dialect, rank)
+        return {
+            ranks.NAME: f"shard-{rank + 1:05d}-",
+            dcp.NAME: f"__{rank}_",
+            meta.NAME: f"consolidated.{rank:02d}.",
+        }.get(self.layout, "")
+
     @property
     def write_bytes(self) -> int:
         """Bytes of all files of the result but its record."""

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
 
 
+_DATA: Final = (".safetensors", ".distcp", ".pt", ".pth")
+"""How the names of files with weights end."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlan:
     """What one rank holds; exact, from headers."""
@@ -184,8 +188,7 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None,
         free_bytes=free_space(existing(near)),
         possible=not impossible,
     )
-    sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work.layout, sizes, conversion)
+    found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work, conversion)
     return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible])))
 
 
@@ -199,7 +202,7 @@ def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, abo
     stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)
     if wish.stages is None and (about.dequantised or about.quantised is not None):
         stages = Bulk(about.inventory).stages(mesh)
-    return _result(path, checkpoint, about, mesh, stages, purpose, "", {}, None)
+    return _result(path, checkpoint, about, mesh, stages, purpose, None, None)
 
 
 def _result(
@@ -209,16 +212,15 @@ def _result(
     mesh: Mesh,
     stages: tuple[int, ...],
     purpose: Purpose | None,
-    layout: str,
-    sizes: Mapping[str, int],
+    work: Draft | None,
     conversion: Conversion | None,
 ) -> Planned:
     forecast = foresee(about, mesh, stages, purpose)
-    ranks = tuple(_rank(rank.holding, layout, sizes) for rank in forecast.estimate.ranks)
+    ranks = tuple(_rank(rank.holding, work) for rank in forecast.estimate.ranks)
     weights = about.inventory.nbytes
     return Planned(
         path=path,
-        layout=layout,
+        layout=work.layout if work is not None else "",
         architecture=checkpoint.model.architecture if checkpoint.model else "",
         parameters=about.parameters,
         weight_bytes=weights,
@@ -234,9 +236,15 @@ def _result(
     )
 
 
-def _rank(holding: Holding, layout: str, sizes: Mapping[str, int]) -> RankPlan:
-    prefix = f"shard-{holding.rank + 1:05d}-" if layout == "ranks" else ""
-    files = tuple(path for path in sizes if path.startswith(prefix) and path.endswith(".safetensors"))
+def _rank(holding: Holding, work: Draft | None) -> RankPlan:
+    sizes: dict[str, int] = {}
+    if work is not None:
+        prefix = work.prefix(holding.rank)
+        sizes = {
+            path: file.size
+            for path, file in work.plan.want.files.items()
+            if path.startswith(prefix) and path.endswith(_DATA)
+        }
     return RankPlan(
         rank=holding.rank,
         label=holding.label,
@@ -244,8 +252,8 @@ def _rank(holding: Holding, layout: str, sizes: Mapping[str, int]) -> RankPlan:
         replicas=holding.ranks,
         tensors=sum(part.count for part in holding.parts),
         weight_bytes=holding.nbytes,
-        file_bytes=sum(sizes[path] for path in files),
-        files=files,
+        file_bytes=sum(sizes.values()),
+        files=tuple(sizes),
     )
 
 
