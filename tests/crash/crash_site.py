@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,16 @@ class Site:
 
     def start(self, faults=None, **options):
         return self.runner.start(self.source, self.destination, faults, **options)
+
+    def started(self, gate, faults=None, **options):
+        """A run that is in the middle of its work, and goes no further until there is a file `gate`."""
+        run = self.start({"gate": str(gate), **(faults or {})}, **options)
+        deadline = time.monotonic() + 300
+        while not gate.with_name(f"{gate.name}.shut").exists():
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return run
 
     def journalled(self):
         """How many bands an interrupted run has in its journal."""

@@ -35,6 +35,10 @@ class Faults:
     """`[what, path]` that another program does before a call."""
     delay: float = 0
     """Seconds that every pwrite but those at the start of a file takes longer."""
+    gate: str = ""
+    """Such a pwrite makes the file ``<gate>.shut``, and waits until there is one of this name."""
+    journalled: int = 2
+    """Lines that the journal must have before the gate is shut; the first says what the run is."""
     no_exchange: bool = False
     """The file system cannot swap two names."""
     calls: list = field(default_factory=list)
@@ -62,12 +66,21 @@ class Faults:
                     args = (args[0], memoryview(args[1])[: max(len(args[1]) // 3, 1)], *args[2:])
                 if name == "exchange" and self.no_exchange:
                     return False
-            if name == "pwrite" and self.delay and args[2]:
+            if name == "pwrite" and args[2]:
                 time.sleep(self.delay)
+                self._wait()
             result = call(*args, **options)
             return self._remember(result, args[0]) if name == "open" else result
 
         return wrapper
+
+    def _wait(self):
+        with self._lock:
+            lines = sum(name == "write" and "journal" in Path(path).name for name, path in self.calls)
+        if self.gate and lines >= self.journalled:
+            open(f"{self.gate}.shut", "w").close()  # noqa: PTH123 - Path's own would be among the calls
+            while not os.path.exists(self.gate):  # noqa: PTH110
+                time.sleep(0.005)
 
     def _remember(self, descriptor, path):
         self._names[descriptor] = os.fspath(path)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 from crash_site import checkpoint, flip, snapshot
@@ -105,20 +104,17 @@ def test_finish_says_who_is_missing_and_changes_nothing(site, wanted):
     finished(site, wanted)
 
 
-def test_finish_waits_for_nobody_who_is_at_work(site, wanted):
+def test_finish_waits_for_nobody_who_is_at_work(site, tmp_path, wanted):
     work(site, 0)
     work(site, 2)
-    slow = site.start({"delay": 0.05}, worker=[1, COUNT], **WISH)
-    deadline = time.monotonic() + 60
-    while not (site.staging / "worker-00001.journal").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    slow = site.started(tmp_path / "gate", {"journalled": 1}, worker=[1, COUNT], **WISH)
     refused = site.run(finish=True)
     assert refused["code"] == 6
     assert f"process {slow.pid}" in refused["message"]
     again = work(site, 1)
     assert again["code"] == 6, "a worker has one process"
     assert f"process {slow.pid}" in again["message"]
+    (tmp_path / "gate").touch()
     assert outcome(slow)["code"] == 0
     finished(site, wanted)
 

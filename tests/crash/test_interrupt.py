@@ -9,28 +9,18 @@ from crash_site import snapshot
 from test_kill import clean, finish
 
 SLOW = {"delay": 0.05}
-SOON = 5
-"""Seconds within which a first signal must have ended the run."""
-
-
-def wait_for_work(site):
-    """Until the journal has a line, so that there is something to keep."""
-    deadline = time.monotonic() + 60
-    while not site.journalled():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+SOON = 60
+"""Seconds within which a signal must have ended the run, on a machine that has much else to do."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_first_signal_stops_soon_and_keeps_what_is_done(site, number, threads):
+def test_the_first_signal_stops_soon_and_keeps_what_is_done(site, tmp_path, number, threads):
     wanted, _ = clean(site)
-    run = site.start(SLOW, threads=threads)
-    wait_for_work(site)
-    sent = time.monotonic()
+    run = site.started(tmp_path / "gate", SLOW, threads=threads)
     run.send_signal(number)
-    said, _ = run.communicate(timeout=60)
-    assert time.monotonic() - sent < SOON
+    (tmp_path / "gate").touch()
+    said, _ = run.communicate(timeout=SOON)
     stopped = json.loads(said)
     assert stopped["code"] == 128 + number
     assert stopped["error"] == "Interrupted"
@@ -41,16 +31,11 @@ def test_the_first_signal_stops_soon_and_keeps_what_is_done(site, number, thread
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_ends_at_once(site, number):
+def test_the_second_signal_ends_at_once(site, tmp_path, number):
     wanted, _ = clean(site)
-    run = site.start({"delay": 20})
-    deadline = time.monotonic() + 60
-    while not (site.staging / "journal.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(0.2)
+    run = site.started(tmp_path / "gate that stays shut")
     run.send_signal(number)
-    time.sleep(0.2)
+    time.sleep(1)
     assert run.poll() is None, "the first signal waits for the write"
     run.send_signal(number)
     run.communicate(timeout=SOON)
@@ -58,11 +43,11 @@ def test_the_second_signal_ends_at_once(site, number):
     finish(site, wanted)
 
 
-def test_an_ignored_signal_stays_ignored(site):
+def test_an_ignored_signal_stays_ignored(site, tmp_path):
     wanted, _ = clean(site)
-    run = site.start({"delay": 0.01}, ignored=[signal.SIGINT])
-    wait_for_work(site)
+    run = site.started(tmp_path / "gate", ignored=[signal.SIGINT])
     run.send_signal(signal.SIGINT)
-    said, _ = run.communicate(timeout=60)
+    (tmp_path / "gate").touch()
+    said, _ = run.communicate(timeout=300)
     assert json.loads(said)["code"] == 0
     assert snapshot(site.destination) == wanted

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -10,50 +9,52 @@ from crash_site import snapshot
 from test_kill import clean, finish, killed
 
 
-def started(site, delay=0.03, **options):
-    """A slow run that is in the middle of its work."""
-    run = site.start({"delay": delay}, **options)
-    deadline = time.monotonic() + 60
-    while not site.journalled():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return run
+@pytest.fixture
+def gate(tmp_path):
+    """The file whose arrival lets a run go on."""
+    return tmp_path / "gate"
 
 
 def outcome(run):
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=300)
     return json.loads(said)
 
 
-def test_a_second_run_is_refused_and_the_first_is_not_disturbed(site):
+def test_a_second_run_is_refused_and_the_first_is_not_disturbed(site, gate):
     wanted, _ = clean(site)
-    first = started(site)
+    first = site.started(gate)
     for options in ({}, {"tp": 1}, {"overwrite": True}, {"resume": False}):
         refused = site.run(**options)
         assert refused["code"] == 6
         assert f"process {first.pid}" in refused["message"]
+    gate.touch()
     assert outcome(first)["code"] == 0
     assert snapshot(site.destination) == wanted
 
 
 @pytest.mark.parametrize("other", [{"tp": 1}, {"tp": 2, "dtype": "bf16"}])
-def test_a_lock_removed_by_hand_never_mixes_two_results(site, other):
+def test_a_lock_removed_by_hand_never_mixes_two_results(site, gate, other):
     wanted, _ = clean(site, **other)
-    first = started(site)
+    first = site.started(gate)
     (site.staging / "lock").unlink()
     assert site.run(**other)["code"] == 0
+    gate.touch()
     beaten = outcome(first)
     assert beaten["code"] == 6, beaten["message"]
     assert snapshot(site.destination) == wanted
     finish(site, wanted, **other)
 
 
-def test_two_results_of_equal_names_and_sizes_are_not_mixed_while_both_are_written(site):
+def test_two_results_of_equal_names_and_sizes_are_not_mixed_while_both_are_written(site, gate):
     wanted = {dtype: clean(site, dtype=dtype)[0] for dtype in ("bf16", "fp16")}
-    first = started(site, 0.1, dtype="bf16", descriptors=1)  # it opens its files again and again, by name
+    first = site.started(gate, dtype="bf16", descriptors=1)  # it opens its files again and again, by name
     (site.staging / "lock").unlink()
-    second = site.start({"delay": 0.1}, dtype="fp16")
-    assert (outcome(first)["code"], outcome(second)["code"]) == (6, 0), "the second threw away what the first had"
+    other = gate.with_name("another")
+    second = site.started(other, dtype="fp16")
+    gate.touch()
+    assert outcome(first)["code"] == 6, "the second threw away what the first had"
+    other.touch()
+    assert outcome(second)["code"] == 0
     assert snapshot(site.destination) == wanted["fp16"]
 
 
@@ -69,12 +70,13 @@ def test_results_that_differ_in_their_bytes_are_staged_under_different_names(sit
     assert tree(threads=3) == trees[-1]
 
 
-def test_two_of_the_same_runs_without_a_lock_make_the_same_bytes(site):
+def test_two_of_the_same_runs_without_a_lock_make_the_same_bytes(site, gate):
     wanted, _ = clean(site)
-    first = started(site)
+    first = site.started(gate)
     (site.staging / "lock").unlink()
     second = site.run()
     assert second["code"] == 0
+    gate.touch()
     beaten = outcome(first)
     assert beaten["code"] in {0, 6}, beaten["message"]
     assert snapshot(site.destination) == wanted
