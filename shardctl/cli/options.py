@@ -26,7 +26,8 @@ _READING = "How the source is understood"
 _WRITING = "What is written"
 _EFFORT = "Effort"
 
-Source = Annotated[str, typer.Argument(metavar="SRC", parser=place, show_default=False, help="A checkpoint.")]
+_PLACES = "A path; owner/name or owner/name@revision on the Hub; or s3://, gs://, az://."
+Source = Annotated[str, typer.Argument(metavar="SRC", parser=place, show_default=False, help=_PLACES)]
 Destination = Annotated[
     str, typer.Argument(metavar="DST", parser=place, show_default=False, help="A directory that is new, empty or ours.")
 ]

@@ -118,7 +118,7 @@ class TestOffline:
 
     def test_a_model_that_is_not(self, offline):
         offline()
-        with pytest.raises(SourceError, match="not a path here, and its main is not in the Hub's cache") as refused:
+        with pytest.raises(SourceError, match="is neither a path here nor in the Hub's cache at main") as refused:
             inspect(NAME)
         assert f"hf download {NAME}" in refused.value.hint
         with pytest.raises(SourceError, match="is not in the Hub's cache at"):

@@ -288,3 +288,24 @@ def test_the_digest_is_right_in_spite_of_everything(hub, files, tmp_path):
     expected = digest(write(files, tmp_path / "here")).digest
     hub.fail("cdn", *[each for fault in PASSING.values() for each in (fault, fault, None)])
     assert digest(NAME).digest == expected
+
+
+def test_redirects_within_the_hub_are_followed_with_the_token(hub, files, monkeypatch):
+    """As to `/api/resolve-cache/...`, and to the new name of a repository."""
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    commit = hub.add("new/name", files).references["main"]
+    moved = status(307, Location=f"/new/name/resolve/{commit}/config.json", X_Repo_Commit=commit)
+    hub.fail("resolve", moved, path="config.json")
+    source = open_source(NAME)
+    for _ in "12":
+        into = bytearray(len(files["config.json"]))
+        source.read_at("config.json", 0, memoryview(into))
+        assert bytes(into) == files["config.json"]
+    assert [request.token for request in hub.asked("resolve")] == ["hf_good"] * 2
+
+
+def test_redirects_without_end(hub):
+    commit = hub.repositories[NAME].references["main"]
+    hub.fail("resolve", *[status(302, Location=f"/{NAME}/resolve/{commit}/config.json")] * 9)
+    with pytest.raises(SourceError, match=r"redirects requests for config\.json without end"):
+        open_source(NAME).read_at("config.json", 0, memoryview(bytearray(9)))

@@ -160,7 +160,7 @@ def _from_cache(address: Address) -> Listing:
     if commit is None:
         reference = folder / "refs" / address.revision
         if not reference.is_file():
-            raise offline(address, f"is not a path here, and its {address.revision} is not in the Hub's cache")
+            raise offline(address, f"is neither a path here nor in the Hub's cache at {address.revision}")
         commit = reference.read_text().strip()
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir():

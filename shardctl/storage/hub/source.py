@@ -86,9 +86,10 @@ class HubSource:
         fetched, proved = self._hashes.begun, self._hashes.proved
         if not fetched:
             return ()
-        note = f"{len(proved):,} of {len(fetched):,} files from the Hub have the hashes that it promises"
-        rest = len(fetched) - len(proved)
-        return (note + (f"; {rest:,} were not read whole and in order, and not compared" if rest else ""),)
+        note, rest = f"{len(fetched):,} files from the Hub, ", len(fetched) - len(proved)
+        if not rest:
+            return (note + "all with the hashes that it promises",)
+        return (note + f"{len(proved):,} with the hashes that it promises; others were not read whole and in order",)
 
     def files(self) -> Mapping[str, Stat]:
         """Every file, by path relative to the folder of the address; a version is the commit and the file's ETag."""
