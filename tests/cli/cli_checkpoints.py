@@ -69,5 +69,5 @@ def start(*args: object, **options: object) -> subprocess.Popen[str]:
 def shardctl(*args: object, **extra: str) -> subprocess.CompletedProcess[str]:
     """The program, run to its end; `extra` are environment variables."""
     with start(*args, env=environment(**extra)) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -91,15 +91,24 @@ def test_a_task_of_unknown_size_says_what_is_known():
 def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
     monkeypatch.setattr(progress, "_TICK", 0.01)
     monkeypatch.setattr("shardctl.report.meter._BREATH", 0.0)
-    for json_lines in (False, True):
-        with progress.watching("reshard", json=json_lines) as watch:
+    said = {"out": "", "err": ""}
+
+    def wait_for(stream, text):
+        deadline = time.monotonic() + 60
+        while text not in said[stream]:
+            assert time.monotonic() < deadline, said
+            time.sleep(0.01)
+            found = capfd.readouterr()
+            said["out"], said["err"] = said["out"] + found.out, said["err"] + found.err
+
+    lines = ("reshard: 50 bytes of 100 bytes (50 %)", "reshard: 100 bytes of 100 bytes (100 %)")
+    for stream, expected in (("err", lines), ("out", ('"done_bytes": 50,', '"done_bytes": 100,'))):
+        with progress.watching("reshard", json=stream == "out") as watch:
             watch.begin(100, 1)
-            for _ in range(2):
+            for text in expected:
                 watch.advance(50)
-                time.sleep(0.1)
-    out, err = capfd.readouterr()
-    assert "reshard: 50 bytes of 100 bytes (50 %)" in err
-    records = [json.loads(line) for line in out.splitlines()]
+                wait_for(stream, text)
+    records = [json.loads(line) for line in said["out"].splitlines()]
     assert set(records[0]) == {
         *("schema", "status", "done_bytes", "total_bytes", "kept_bytes", "files_done", "files", "rate_bytes"),
         *("seconds_left", "held_bytes"),

@@ -96,7 +96,7 @@ def test_an_interrupted_run_keeps_its_state_and_the_same_command_finishes(heavy,
             time.sleep(0.005)
         time.sleep(0.1)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == code, err
     last = json.loads(out.splitlines()[-1])
     assert (last["status"], last["exit_code"]) == ("error", code)

@@ -35,7 +35,7 @@ def test_a_reader_who_leaves_changes_neither_the_work_nor_its_exit_code(source, 
     os.close(read)
     try:
         with start("diff", source, tmp_path / "out", stdout=write) as process:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=300)
     finally:
         os.close(write)
     assert (process.returncode, err) == (3, "")
@@ -46,7 +46,7 @@ def test_a_reader_who_has_enough_of_the_help_leaves_in_peace():
     os.close(read)
     try:
         with start("verify", "--help", stdout=write) as process:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=300)
     finally:
         os.close(write)
     assert (process.returncode, err) == (0, "")
@@ -61,7 +61,7 @@ def test_without_a_stdout_the_exit_code_still_answers(source):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")  # noqa: PTH110
 def test_output_that_is_lost_is_an_error(source):
     with open("/dev/full", "w") as full, start("inspect", source, stdout=full) as process:  # noqa: PTH123
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 6
     assert err.startswith("error: No space left on device\n")
 
@@ -88,7 +88,7 @@ def test_a_person_at_a_terminal_sees_a_bar_that_goes_away(source, tmp_path):
         args, stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment(TERM="xterm-256color")
     ) as process:
         os.close(terminal)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=300)
     seen = b""
     try:
         while part := os.read(controller, 65536):
