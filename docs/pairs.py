@@ -22,6 +22,9 @@ CUT = {"ranks", "dcp", "meta", "megatron", "torch_dist", "vllm", "trtllm", "deep
 """Layouts that have ranks: these are written for two."""
 
 
+_SAID = {"torch": "`.bin`, `.pt`, `.pth`", "universal": "`universal` (DeepSpeed)"}
+
+
 def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
     """An empty text if `source` became a checkpoint of the same digest, else why not."""
     mesh = Mesh.of(tp=2) if layout in CUT else None
@@ -31,7 +34,8 @@ def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
     except ShardctlError as error:
         return str(error.message)
     found, expected = digest(folder, reading=reading).digest, digest(config.parent).digest
-    assert found == expected, f"{source} to {layout}: {found}, not {expected}"
+    if found != expected:
+        raise AssertionError(f"{source} to {layout}: {found}, not {expected}")
     return ""
 
 
@@ -70,13 +74,16 @@ def table(found) -> str:
     """The table, with the reasons of refusals under it."""
     rows = list(dict.fromkeys(name for name, _ in found))
     reasons: dict[str, int] = {}
-    lines = [f"| read \\ written | {' | '.join(f'`{layout}`' for layout in LAYOUTS)} |", "|---" * (len(LAYOUTS) + 1) + "|"]
+    lines = [
+        f"| read \\ written | {' | '.join(f'`{layout}`' for layout in LAYOUTS)} |",
+        "|---" * (len(LAYOUTS) + 1) + "|",
+    ]
     for name in rows:
         marks = []
         for layout in LAYOUTS:
             wrong = found[name, layout]
             marks.append("yes" if not wrong else f"[{reasons.setdefault(wrong, len(reasons) + 1)}]")
-        lines.append(f"| `{name}` | {' | '.join(marks)} |")
+        lines.append(f"| {_SAID.get(name, f'`{name}`')} | {' | '.join(marks)} |")
     notes = [f"[{number}] {reason}" for reason, number in reasons.items()]
     return "\n".join(lines) + "\n" + ("\n" + "  \n".join(notes) + "\n" if notes else "")
 

@@ -99,6 +99,16 @@ def test_the_list_of_models_is_that_of_the_code():
     assert (ROOT / "docs/models.md").read_text() == done.stdout
 
 
+def test_which_format_goes_to_which_is_what_happens():
+    """A hundred conversions, each with its digest compared; slow, and the only proof of the table."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import pairs
+    finally:
+        sys.path.pop(0)
+    assert pairs.page() == pairs.PAGE.read_text()
+
+
 def transcripts():
     """Every command of `planning.md` with what the page says that it prints."""
     text = "".join(blocks(ROOT / "docs/planning.md", "console"))
