@@ -19,7 +19,7 @@ from shardctl.layouts.torch_item import saved, tensor_value
 from shardctl.manifest import File, Region
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron import SCHEMA, layers
-from shardctl.schemas.megatron.arguments import arguments_of
+from shardctl.schemas.megatron.arguments import LAST_ROW, arguments_of
 from shardctl.schemas.megatron.layers import TITLE
 from shardctl.schemas.megatron.names import EXTRA_STATE, engine_name
 from shardctl.schemas.megatron.ranks import FILE, folders, least_mesh
@@ -193,6 +193,7 @@ def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
         "vocab_size": model.tensors[embedding].shape[0],
         "padded_vocab_size": dialect.number(megatron.VOCABULARY),
         "make_vocab_size_divisible_by": wanted.multiple,
+        LAST_ROW: wanted.last_row,
         "tokenizer_type": "HuggingFaceTokenizer",
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -250,7 +251,9 @@ def _file(
 ) -> File:
     """A rank's file; what it holds of each tensor is added to `stored`."""
     models: dict[str, dict[str, Value]] = {}
+    names: list[str] = []
     for number, (chunk, name, array) in enumerate(namer(arrays)):
+        names.append(name)
         model = models.setdefault(chunk, {})
         model[name] = tensor_value(array.dtype, array.box.shape, number)
         linear = _LINEAR.fullmatch(name) if wanted.local else None
@@ -265,13 +268,13 @@ def _file(
     value: dict[str, Value] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": 0, **models}
     item = saved({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
     literals, blanks = list(item.literals), []
-    for array, start in zip(arrays, item.starts, strict=True):
+    for name, array, start in zip(names, arrays, item.starts, strict=True):
         if array.constant is not None:
             literals.append((start, array.constant))
             continue
         if array.padding:
             blanks.append((start + array.nbytes - array.padding, array.padding))
-        stored.extend(array.chunks(Region(path, start, ())))
+        stored.extend((tensor, replace(part, name=name)) for tensor, part in array.chunks(Region(path, start, ())))
     return File(path, item.size, tuple(literals), tuple(blanks))
 
 

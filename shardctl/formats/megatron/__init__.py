@@ -16,7 +16,7 @@ from shardctl.formats.sharded_backend import TRACKER
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor
 from shardctl.schemas import megatron
-from shardctl.schemas.megatron.arguments import config_of
+from shardctl.schemas.megatron.arguments import LAST_ROW, config_of
 from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE
 from shardctl.schemas.megatron.names import EXTRA_STATE
 from shardctl.schemas.megatron.ranks import least_mesh
@@ -174,6 +174,7 @@ def _facts(first: RankFile, files: Mapping[str, RankFile], mesh: Mesh) -> dict[s
     grouped = any(name.endswith(".mlp.experts.weight1") for each in files.values() for name in each.views)
     return {
         megatron.VOCABULARY: rows * mesh.degree("tp"),
+        megatron.LAST_ROW: first.arguments.get(LAST_ROW) is True,
         megatron.ROWS: _ROWS[first.version],
         megatron.LATENTS_CUT: cut,
         megatron.GROUPED: grouped,

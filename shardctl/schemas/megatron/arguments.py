@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.training import Setting
 
+LAST_ROW: Final = "vocabulary_padded_with_last_row"
+"""An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""
 _CLASSES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
