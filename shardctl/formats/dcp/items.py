@@ -26,7 +26,8 @@ _SMALL: Final = 64 << 10
 """Bytes of an object that is remembered: a hyper-parameter takes one kilobyte, and every group has the same ones."""
 _LARGE: Final = 64 << 20
 """Bytes of one that is still looked into: the names of a million parameters take as much."""
-_NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
+NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
+"""The types whose values are read, and how `struct` calls them."""
 
 
 class _Shape(NamedTuple):
@@ -108,7 +109,7 @@ class Items:
     def number(self, item: Item, key: str, dtype: str) -> float | int | None:
         """The value of a tensor of one element; None if its type is not one of numbers."""
         kind = BY_TORCH.get(dtype)
-        if kind is None or kind.name not in _NUMBERS:
+        if kind is None or kind.name not in NUMBERS:
             return None
         region = self.region(item, key, kind, ())
         return float_or_int(kind.name, read(self._source, region.file, region.offset, kind.unit_bytes))
@@ -135,5 +136,5 @@ class Items:
 
 def float_or_int(dtype: str, data: bytes) -> float | int:
     """The number that little-endian `data` is."""
-    value: float | int = struct.unpack(_NUMBERS[dtype], data)[0]
+    value: float | int = struct.unpack(NUMBERS[dtype], data)[0]
     return value

@@ -9,16 +9,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
+from shardctl.formats.dcp.items import NUMBERS, float_or_int
 from shardctl.formats.links import check_link
 from shardctl.formats.pickle_tree import Call, Global, mapping
 from shardctl.formats.torch_save import read_saved
+from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
+from shardctl.storage import read
 from shardctl.training import as_setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.formats.dcp.save import Save
+    from shardctl.formats.torch_tensors import Saved
+    from shardctl.storage import Source
     from shardctl.training import Setting
 
 FILE: Final = "common.pt"
@@ -26,6 +31,8 @@ ITEM: Final = "common_state/shard_0_1"
 _ARGUMENTS: Final = ("args", "arguments")
 _NAMESPACE: Final = "argparse.Namespace"
 _SHOWN: Final = 80
+_DEPTH: Final = 4
+"""Dicts and lists in one another between the optimizer's state and its groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +60,18 @@ def read_common(save: Save, folder: str) -> Common | None:
     source, path = save.source, f"{folder}{FILE}"
     if path in source.files():
         check_link(source, path)
-        tree = read_saved(source, path).tree
-        return _common(path, tree, path)
+        saved = read_saved(source, path)
+        return _common(path, saved, saved.tree, source, path)
     item = save.metadata[0].items.get((ITEM, None))
     if item is None:
         return None
-    tree = read_zip(source, item.file, start=item.offset, size=item.length).tree
-    if not isinstance(tree, list) or len(tree) != 1:
+    saved = read_zip(source, item.file, start=item.offset, size=item.length)
+    if not isinstance(saved.tree, list) or len(saved.tree) != 1:
         raise SourceError(f"{item.file}: {ITEM} is not the one object that Megatron-LM keeps there")
-    return _common(ITEM, tree[0], "")
+    return _common(ITEM, saved, saved.tree[0], source, "")
 
 
-def _common(where: str, tree: object, file: str) -> Common:
+def _common(where: str, saved: Saved, tree: object, source: Source, file: str) -> Common:
     found = mapping(tree)
     if found is None:
         raise SourceError(f"{where} is not the dict that Megatron-LM keeps there")
@@ -74,7 +81,7 @@ def _common(where: str, tree: object, file: str) -> Common:
         arguments=next((_arguments(found[name]) for name in _ARGUMENTS if name in found), {}),
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
-        step=_step(found.get("optimizer")),
+        step=_step(found.get("optimizer"), saved, source),
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
 
@@ -90,13 +97,25 @@ def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree
     return found[0] if found is not None else str(node)[:_SHOWN] if isinstance(node, Global | Call) else ""
 
 
-def _step(optimizer: object) -> int | None:
+def _step(optimizer: object, saved: Saved, source: Source) -> int | None:
     """The number of steps, which groups of parameters or their common state say."""
-    for node in _dicts(optimizer, 4):
-        step = node.get("common_step", node.get("step"))
-        if type(step) is int or (isinstance(step, float) and step == int(step)):
-            return int(step)
+    for node in _dicts(optimizer, _DEPTH):
+        for name in ("common_step", "step"):
+            step = _number(node.get(name), saved, source)
+            if step is not None and step == int(step):
+                return int(step)
     return None
+
+
+def _number(node: object, saved: Saved, source: Source) -> float | None:
+    """A number, also one in a tensor."""
+    if isinstance(node, int | float) and not isinstance(node, bool):
+        return node
+    view = as_tensor(node, saved.path) if isinstance(node, Call) else None
+    if view is None or view.shape or view.dtype.name not in NUMBERS:
+        return None
+    region = saved.region(view, "step")
+    return float_or_int(view.dtype.name, read(source, region.file, region.offset, view.dtype.unit_bytes))
 
 
 def _dicts(node: object, depth: int) -> Iterator[dict[Any, Any]]:

@@ -1,0 +1,448 @@
+"""Megatron-LM's distributed checkpoints: as megatron-core writes them, read and written to the bit, refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stored_bytes import bits, check, gather
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.formats import detect
+from shardctl.formats.dcp.metadata import read_metadata
+from shardctl.mesh import Mesh
+from shardctl.storage.local import LocalSource
+from shardctl.training import split_state
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import reshard
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+HERE = FIXTURES / "torch_dist"
+CASES = {
+    "stacked": Mesh.of(tp=2, pp=2),
+    "per_layer": Mesh.of(tp=2, pp=2),
+    "singleton": Mesh.of(tp=2, pp=2),
+    "qwen2_tied": Mesh.of(tp=2, pp=2),
+    "qwen3": Mesh.of(tp=2),
+    "moe": Mesh.of(tp=2, ep=2),
+    "moe_per_layer": Mesh.of(pp=2, dp=2, ep=2),
+    "moe_singleton": Mesh.of(dp=2, ep=2),
+    "moe_grouped": Mesh.of(tp=2, dp=2, ep=2, etp=2),
+    "virtual": Mesh.of(pp=2),
+    "trained": Mesh.of(tp=2, dp=2),
+    "trained_plain": Mesh.of(tp=2, pp=2),
+    "trained_buckets": Mesh.of(dp=2),
+    "core_0_15": Mesh.of(tp=2, dp=2),
+    "core_0_12": Mesh.of(tp=2, pp=2),
+}
+WRITTEN_ALIKE = ("stacked", "qwen2_tied", "qwen3", "moe")
+"""Cases in the keying that shardctl writes, for the mesh that wrote them."""
+MASTER = 1 + 2**-12
+"""What the optimizer's copy of a weight in bfloat16 is, times that weight (`optimizer_of` in make_torch_dist.py)."""
+
+
+def published(name: str) -> dict[str, torch.Tensor]:
+    return load_file(HERE / name / "hf" / "model.safetensors")
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A copy of what megatron-core wrote, to be damaged."""
+
+    def copied(name: str = "stacked") -> Path:
+        return Path(shutil.copytree(HERE / name / "iter", tmp_path / name))
+
+    return copied
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What shardctl writes from a case's model."""
+    made: dict[str, Path] = {}
+
+    def write(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("written") / name
+            reshard(HERE / name / "hf", made[name], Wish(to="torch_dist", mesh=CASES[name]))
+        return made[name]
+
+    return write
+
+
+# Reading
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("config", ["the model's", "made from the args"])
+def test_every_checkpoint_is_the_model_to_the_bit(name, config):
+    where = HERE / name / "iter"
+    given = HERE / name / "hf" if config == "the model's" else None
+    trained = name.startswith("trained") or name == "core_0_15"
+    with opened(where, Reading(config=given, weights="module" if trained else None)) as checkpoint:
+        assert checkpoint.manifest.format == "torch_dist"
+        check(where, checkpoint.manifest.tensors, published(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_says_which_mesh_wrote_it(name):
+    found = inspect(HERE / name / "iter")
+    assert (found.format, found.mesh) == ("torch_dist", CASES[name])
+    assert found.training.writer == "Megatron-LM"
+    assert any("rng_state/shard_0.0" in dropped for dropped in found.dropped)
+
+
+@pytest.mark.parametrize("name", ["trained", "core_0_15", "trained_plain"])
+def test_optimizer_states_are_those_of_the_models_tensors(name):
+    where, weights = HERE / name / "iter", published(name)
+    with opened(where) as checkpoint:
+        training = checkpoint.manifest.training
+        halves = weights["lm_head.weight"].dtype == torch.bfloat16
+        masters = {k: v.float() * MASTER if halves else v for k, v in weights.items()}
+        check(where, checkpoint.manifest.tensors, masters)
+        assert {split_state(state) for state in training.states} == {
+            (state, weight) for weight in weights for state in ("exp_avg", "exp_avg_sq")
+        }
+        for state, tensor in training.states.items():
+            kind, weight = split_state(state)
+            value = masters[weight] * 0.25 if kind == "exp_avg" else masters[weight] * masters[weight]
+            assert gather(where, tensor) == bits(value), state
+        assert training.step == 2
+
+
+def test_the_modules_own_weights_are_read_if_they_are_asked_for():
+    with opened(HERE / "trained" / "iter", Reading(weights="module")) as checkpoint:
+        assert {t.dtype.name for t in checkpoint.manifest.tensors.values()} == {"BF16"}
+    with (
+        pytest.raises(SourceError, match="no weights of an optimizer"),
+        opened(HERE / "stacked" / "iter", Reading(weights="master")),
+    ):
+        pass
+
+
+def test_states_in_buckets_are_left_behind_and_said_so():
+    with opened(HERE / "trained_buckets" / "iter") as checkpoint:
+        assert not checkpoint.manifest.training.states
+        assert any("buckets of its own order" in warning for warning in checkpoint.manifest.warnings)
+
+
+def test_states_travel_to_trainers(tmp_path):
+    reshard(HERE / "trained" / "iter", tmp_path / "dcp", Wish(to="dcp", mesh=Mesh.of(fsdp=2)))
+    with opened(tmp_path / "dcp", Reading(config=HERE / "trained" / "hf")) as checkpoint:
+        assert len(checkpoint.manifest.training.states) == 2 * len(published("trained"))
+
+
+@pytest.mark.parametrize("folder", ["iter_0000010", "release"])
+def test_the_folder_above_is_that_of_its_last_iteration(place, folder):
+    iteration = place()
+    root = iteration.parent / "root"
+    root.mkdir()
+    iteration.rename(root / folder)
+    shutil.copytree(HERE / "qwen3" / "iter", root / "iter_0000005")
+    (root / "latest_checkpointed_iteration.txt").write_text("release" if folder == "release" else "10\n")
+    (root / "tokenizer.json").write_text("{}")
+    with opened(root) as checkpoint:
+        check(root, checkpoint.manifest.tensors, published("stacked"))
+        assert [o.name for o in checkpoint.manifest.objects if o.policy == "carry"] == ["tokenizer.json"]
+        assert not any("iter_0000005" in o.name for o in checkpoint.manifest.objects)
+
+
+def edited(where: Path, change) -> None:
+    """Rewrite a `.metadata`, with torch's own classes."""
+    path = where / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301 - our own file
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "model.module.module.", "model."])
+def test_what_wrappers_put_before_the_names_is_left_out(place, wrapper):
+    where = place("trained_plain")
+
+    def renamed(key: str) -> str:
+        for kind in ("exp_avg_sq", "exp_avg"):
+            if key.startswith(f"optimizer.state.{kind}."):
+                return f"optimizer.state.{kind}.{wrapper}{key.removeprefix(f'optimizer.state.{kind}.')}"
+        return wrapper + key
+
+    def rename(metadata) -> None:
+        old = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {renamed(key): value for key, value in old.items()}
+        metadata.storage_data = {
+            MetadataIndex(renamed(index.fqn), index.offset, index.index): info
+            for index, info in metadata.storage_data.items()
+        }
+
+    edited(where, rename)
+    with opened(where) as checkpoint:
+        check(where, checkpoint.manifest.tensors, published("trained_plain"))
+        assert len(checkpoint.manifest.training.states) == 2 * len(published("trained_plain"))
+        assert any(wrapper in note for note in checkpoint.manifest.training.notes)
+
+
+def test_newer_versions_keep_what_is_common_in_an_item(place):
+    """Made by hand from what 0.16 wrote, as `dist_checkpointing/serialization.py` of 0.19 has it."""
+    where = place()
+    with opened(where) as checkpoint:
+        said = dict(checkpoint.config)
+    args = argparse.Namespace(
+        num_layers=2,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        group_query_attention=True,
+        num_query_groups=2,
+        kv_channels=4,
+        max_position_embeddings=64,
+        position_embedding_type="rope",
+        rotary_base=10_000,
+        normalization="RMSNorm",
+        norm_epsilon=1e-5,
+        swiglu=True,
+        add_bias_linear=False,
+        vocab_size=60,
+        params_dtype=torch.float32,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+    )
+    saved = io.BytesIO()
+    torch.save([{"args": args, "checkpoint_version": 3.0, "iteration": 10}], saved)
+    (where / "common.pt").unlink()
+    (where / "__9_0.distcp").write_bytes(saved.getvalue())
+
+    def add(metadata) -> None:
+        key, some = "common_state/shard_0_1", next(iter(metadata.storage_data.values()))
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(key)] = type(some)("__9_0.distcp", 0, len(saved.getvalue()))
+
+    edited(where, add)
+    with opened(where) as checkpoint:
+        assert dict(checkpoint.config) == said
+        check(where, checkpoint.manifest.tensors, published("stacked"))
+
+
+# Writing
+
+
+@pytest.mark.parametrize("name", ["stacked", "qwen2_tied", "qwen3", "moe", "moe_per_layer", "virtual"])
+def test_there_and_back_is_the_same(name, written, tmp_path):
+    there = written(name)
+    assert digest(there).digest == digest(HERE / name / "hf").digest
+    assert not diff(HERE / name / "hf", there).changes
+    reshard(there, tmp_path / "back", Wish(to="hf"))
+    back, want = load_file(tmp_path / "back" / "model.safetensors"), published(name)
+    assert back.keys() == want.keys()
+    assert all(bits(back[k]) == bits(want[k]) and back[k].dtype == want[k].dtype for k in want)
+
+
+@pytest.mark.parametrize("name", WRITTEN_ALIKE)
+def test_items_are_those_of_megatron_core(name, written):
+    ours, theirs = written(name) / "release", HERE / name / "iter"
+    have, want = (read_metadata(LocalSource(folder), ".metadata") for folder in (ours, theirs))
+    padded = {"embedding.word_embeddings.weight", "output_layer.weight"}  # 256 rows here, 64 there
+    more = {"decoder.layers.pre_mlp_layernorm.weight"} if name == "moe" else set()
+    assert have.tensors.keys() - more == want.tensors.keys()
+    for key in want.tensors.keys() - padded:
+        mine, own = have.tensors[key], want.tensors[key]
+        assert (mine.dtype, mine.shape, set(mine.boxes)) == (own.dtype, own.shape, set(own.boxes)), key
+        for box in own.boxes:
+            assert stored(ours, have, key, box.origin).equal(stored(theirs, want, key, box.origin)), (key, box)
+    states = {key for key in want.objects if "_extra_state" in key}
+    assert states <= set(have.objects)
+    assert stored(ours, have, min(states), None) == stored(theirs, want, min(states), None) == [None]
+
+
+def stored(folder: Path, metadata, key: str, origin) -> torch.Tensor:
+    """What torch reads out of an item."""
+    item = metadata.items[key, origin]
+    data = (folder / item.file).read_bytes()[item.offset : item.end]
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def test_torch_loads_it_without_megatron(written):
+    folder = written("stacked") / "release"
+    described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {k: torch.full(v.size, torch.nan) for k, v in described.items() if hasattr(v, "size")}
+    _load_state_dict(state, FileSystemReader(folder), no_dist=True)
+    embedding, want = state["embedding.word_embeddings.weight"], published("stacked")
+    assert bits(embedding[:60]) == bits(want["model.embed_tokens.weight"])
+    assert not embedding[60:].any()
+    gate_up = state["decoder.layers.mlp.linear_fc1.weight"][1]
+    assert bits(gate_up[:24]) == bits(want["model.layers.1.mlp.gate_proj.weight"])
+    assert not any(value.isnan().any() for value in state.values())
+
+
+def test_what_all_ranks_have_alike_is_what_megatron_asks_for(written):
+    folder = written("moe")
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert json.loads((folder / "release" / "metadata.json").read_text()) == json.loads(
+        (HERE / "moe" / "iter" / "metadata.json").read_text()
+    )
+    common = torch.load(folder / "release" / "common.pt", weights_only=False)
+    args = common["args"]
+    assert isinstance(args, argparse.Namespace)
+    assert (args.num_layers, args.num_experts, args.moe_router_topk, args.padded_vocab_size) == (2, 4, 2, 256)
+    assert (args.tensor_model_parallel_size, args.expert_model_parallel_size, args.params_dtype) == (
+        2,
+        2,
+        torch.float32,
+    )
+    assert (common["checkpoint_version"], common["iteration"]) == (3.0, 0)
+    assert common["content_metadata"] == {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize(("name", "mesh"), [("stacked", ("tp=2", "pp=2")), ("moe", ("tp=2", "ep=2"))])
+def test_megatron_core_loads_it_and_computes_the_same(name, mesh, written):
+    script = FIXTURES / "load_torch_dist.py"
+    given = [HERE / name / "hf", written(name) / "release", *mesh]
+    done = subprocess.run([sys.executable, script, *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "differ by" in done.stdout
+
+
+# Refusals
+
+
+def common(where: Path, **changed) -> None:
+    torch.save(
+        {"args": argparse.Namespace(), "checkpoint_version": 3.0, "iteration": 10} | changed, where / "common.pt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        ({"sharded_backend": "zarr", "sharded_backend_version": 1}, "stored as zarr"),
+        ({"sharded_backend": "torch_dist", "sharded_backend_version": 2}, "version 2 of torch_dist"),
+        ({"sharded_backend": "tensorstore", "sharded_backend_version": 1}, "'tensorstore'"),
+    ],
+)
+def test_other_backends_are_refused_by_name(place, said, what):
+    where = place()
+    (where / "metadata.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedError, match=what), opened(where):
+        pass
+
+
+def test_an_unknown_checkpoint_version_is_refused(place):
+    where = place()
+    common(where, checkpoint_version=1.0)
+    with pytest.raises(UnsupportedError, match="checkpoint_version 1"), opened(where, Reading(config=HERE)):
+        pass
+
+
+def test_a_vocabulary_that_cannot_be_known_is_asked_for(place):
+    where = place()
+    with opened(where) as checkpoint:
+        heads = checkpoint.config["num_attention_heads"]
+    common(
+        where,
+        args=argparse.Namespace(
+            num_layers=2,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            num_attention_heads=heads,
+            group_query_attention=True,
+            num_query_groups=2,
+            kv_channels=4,
+            position_embedding_type="rope",
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=False,
+            padded_vocab_size=64,
+        ),
+    )
+    with pytest.raises(SourceError, match="how many tokens the vocabulary has") as error, opened(where):
+        pass
+    assert "--true-vocab" in error.value.hint
+    with opened(where, Reading(true_vocab=60)) as checkpoint:
+        check(where, checkpoint.manifest.tensors, published("stacked"))
+
+
+def test_without_common_pt_a_config_is_asked_for(place):
+    where = place()
+    (where / "common.pt").unlink()
+    with pytest.raises(SourceError, match="only a config says") as error, opened(where):
+        pass
+    assert "--config" in error.value.hint
+    with opened(where, Reading(config=HERE / "stacked" / "hf")) as checkpoint:
+        check(where, checkpoint.manifest.tensors, published("stacked"))
+
+
+def test_a_save_that_did_not_finish_is_refused(place):
+    where = place()
+    (where / ".metadata").unlink()
+    with pytest.raises(SourceError, match=r"metadata\.json is there, but \.metadata is not"), opened(where):
+        pass
+    where = place("qwen3")
+    (where / "__1_1.distcp").unlink()
+    with pytest.raises(SourceError, match=r"__1_1\.distcp is missing"), opened(where):
+        pass
+
+
+def test_code_in_common_pt_is_refused(place):
+    where = place()
+
+    class Attack:
+        def __reduce__(self):
+            import os
+
+            return os.system, ("true",)
+
+    common(where, args=Attack())
+    with pytest.raises(HostileError, match=r"system"), opened(where):
+        pass
+
+
+def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
+    config = json.loads((HERE / "stacked" / "hf" / "config.json").read_text())
+    for changed, what in (
+        ({"num_hidden_layers": 3}, r"has shape \[2, 16\], but the model gives it \[3, 16\]"),
+        ({"tie_word_embeddings": True}, "output_layer.weight"),
+        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "not known here"),
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config | changed))
+        with pytest.raises((SourceError, UnsupportedError), match=what), opened(place(), Reading(config=path)):
+            pass
+        shutil.rmtree(tmp_path / "stacked")
+
+
+def drafted(name: str, **wish) -> None:
+    with opened(HERE / name / "hf") as checkpoint:
+        draft(checkpoint, Wish(to="torch_dist", **wish))
+
+
+def test_what_megatron_has_no_place_for_is_refused_by_name():
+    with pytest.raises(CutError, match="no 3 equal parts"):
+        drafted("stacked", mesh=Mesh.of(tp=3))
+    with pytest.raises(CutError, match="4 experts cannot be divided over ep=3"):
+        drafted("moe", mesh=Mesh.of(dp=3, ep=3))
+    with pytest.raises(CutError, match="pp=3 needs at least 3 layers"):
+        drafted("stacked", mesh=Mesh.of(pp=3))
+    with pytest.raises(UnsupportedError, match=r"needs every tensor, and model\.norm\.weight"):
+        drafted("stacked", exclude="model.norm")
+    with pytest.raises(UsageError, match="names of its own"):
+        drafted("stacked", names="keep")
+
+
+def test_a_checkpoint_of_torch_alone_is_none_of_megatron():
+    assert detect(LocalSource(FIXTURES / "dcp" / "fsdp2")).name == "dcp"
+    assert detect(LocalSource(HERE / "stacked" / "iter")).name == "torch_dist"
