@@ -102,8 +102,7 @@ def pack(order: Order) -> Manifest:
     names = folders(mesh)
     tp, pp = mesh.degree("tp"), mesh.degree("pp")
     embedding = _EMBEDDING[order.model.family == "gpt2"]
-    unit = wanted.multiple * tp
-    padded = -(-order.model.tensors[embedding].shape[0] // unit) * unit
+    padded = _padded(order.model.tensors[embedding].shape[0], tp, wanted)
     dialect = Dialect(
         megatron.NAME,
         mesh,
@@ -137,6 +136,21 @@ def _mesh(order: Order) -> Mesh:
     tp = mesh.degree("tp")
     ep, etp = (mesh.ep, mesh.etp) if layers.experts(order.model) else (1, tp)
     return least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
+
+
+def _padded(tokens: int, tp: int, wanted: Wanted) -> int:
+    """Rows of the vocabulary with its padding (`_vocab_size_with_padding`).
+
+    Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
+    """
+    unit = wanted.multiple * tp
+    padded = -(-tokens // unit) * unit
+    if wanted.last_row and padded // tp * (tp - 1) >= tokens:
+        raise CutError(
+            f"padding {tokens} tokens to {padded} rows would leave ranks with copies of the last row alone",
+            hint="use a smaller multiple=N, or padding=zeros",
+        )
+    return padded
 
 
 def _counts(order: Order, wanted: Wanted) -> tuple[int, ...]:

@@ -1,0 +1,386 @@
+"""Megatron-LM's directories of ranks: as megatron-core saves them, read and written to the bit, and refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
+from shardctl.formats import detect, scan
+from shardctl.layouts.megatron import Wanted, _first_and_last
+from shardctl.mesh import Mesh
+from shardctl.schemas.megatron.names import engine_name, local_name
+from shardctl.schemas.megatron.ranks import folders, least_mesh
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
+CASES = json.loads((FIXTURES / "cases.json").read_text())
+WRITABLE = [name for name, case in CASES.items() if case.get("names") != "premcore"]
+"""All but those of before megatron-core, which nothing loads any more."""
+UNLIKE = {
+    "llama-tp1": {"dtype"},
+    "mistral-tp2": {"architectures", "model_type"},  # no arg tells a Mistral from a Llama
+    "gpt2-tp2": {"activation_function", "n_inner"},
+    "deepseek-v3-tp2": {"num_nextn_predict_layers"},  # the files have no such layer
+}
+"""What args do not say as the config did."""
+FILE = "model_optim_rng.pt"
+
+
+class _Stub:
+    """What megatron-core's enums are without it."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        return _Stub if module.startswith("megatron.") else super().find_class(module, name)
+
+
+class _Pickle:
+    Unpickler = _Unpickler
+
+
+def load(path: Path) -> dict:
+    """A rank's file, as torch has it."""
+    return torch.load(path, weights_only=False, pickle_module=_Pickle)
+
+
+def models(saved: dict) -> dict[str, dict]:
+    return {key: value for key, value in saved.items() if key.startswith("model")}
+
+
+def reading(name: str) -> Reading:
+    return Reading(true_vocab=None if CASES[name].get("vocabulary") else 100)
+
+
+def source(name: str) -> Path:
+    """The model of transformers that a case is made of."""
+    return FIXTURES / "hf" / CASES[name]["model"]
+
+
+def wish(name: str) -> Wish:
+    """What makes a case of its model."""
+    case = CASES[name]
+    mesh = {"tp": 1, "ep": 1, **case["mesh"]}
+    chunks, first = mesh.pop("vp", None), mesh.pop("first", None)
+    etp = mesh.pop("etp", mesh["tp"])
+    engine = case.get("names") == "te"
+    said = ["multiple=16", f"layers={'transformer-engine' if engine else 'local'}"]
+    said += ["experts=grouped"] if case.get("grouped") or (engine and "moe" in name) else []
+    said += [f"virtual={chunks}"] if chunks else []
+    said += ["padding=last-row"] if case.get("padding") == "last" else []
+    return Wish(
+        to="megatron",
+        mesh=Mesh.of(**mesh, etp=etp, dp=max(mesh["tp"], mesh["ep"] * etp) // mesh["tp"]),
+        stages="1,3" if first else None,
+        megatron=",".join(said),
+        dtype="fp32" if case.get("dtype") else "keep",
+    )
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A directory that is there to be damaged: two tp ranks, two ep ranks, four experts."""
+    out = tmp_path / "written"
+    reshard(
+        FIXTURES / "hf" / "qwen3-moe", out, Wish(to="megatron", mesh=Mesh.of(tp=2, ep=2, etp=1), megatron="multiple=16")
+    )
+    (out / "config.json").unlink()
+    (out / "shardctl.json").unlink()
+    return out
+
+
+def change(at: Path, **changed: object) -> None:
+    """Change every rank's file; `args_...` are changes of its args."""
+    for path in at.rglob(FILE):
+        saved = load(path)
+        for key, value in changed.items():
+            if key.startswith("args_"):
+                setattr(saved["args"], key.removeprefix("args_"), value)
+            else:
+                saved[key] = value
+        torch.save(saved, path)
+
+
+class TestReading:
+    @pytest.mark.parametrize("name", CASES)
+    def test_what_the_owner_saves_is_the_model_bit_for_bit(self, name, tmp_path):
+        reshard(FIXTURES / name, tmp_path / "hf", Wish(to="hf"), reading=reading(name))
+        ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(name)))
+        if CASES[name].get("dtype"):
+            theirs = {key: value.float() for key, value in theirs.items()}
+        assert ours.keys() == theirs.keys()
+        assert [key for key in theirs if not same(ours[key], theirs[key])] == []
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_the_config_is_that_of_the_model(self, name):
+        made = scan(LocalSource(FIXTURES / name)).own_config.values
+        config = json.loads((source(name) / "config.json").read_text())
+        config |= {"rope_theta": config.get("rope_parameters", {}).get("rope_theta")}
+        unlike = {key for key in made.keys() & config.keys() if made[key] != config[key]}
+        vocabulary = set() if CASES[name].get("vocabulary") else {"vocab_size"}
+        assert unlike == UNLIKE.get(name, set()) | vocabulary
+
+    def test_the_mesh_and_the_stages_are_known(self):
+        found = scan(LocalSource(FIXTURES / "llama-vp2-pp2")).dialect
+        assert (str(found.mesh), found.stages, found.facts["layers"]) == ("pp2", (2, 2), (1, 1, 1, 1))
+        assert scan(LocalSource(FIXTURES / "llama-uneven")).dialect.stages == (1, 3)
+        experts = scan(LocalSource(FIXTURES / "qwen3-moe-ep2-etp1")).dialect
+        assert (experts.mesh.ep, experts.mesh.etp) == (2, 1)
+        assert list(experts.ranks.values()) == ["mp_rank_00_000/", "mp_rank_01_001/"]
+        assert inspect(FIXTURES / "llama-tp2-pp2", reading=Reading(true_vocab=100)).architecture == "LlamaForCausalLM"
+
+    def test_one_iteration_is_read_and_others_are_said_to_be_left(self, tmp_path):
+        shutil.copytree(FIXTURES / "llama-tp4", tmp_path, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "iter_0000010", tmp_path / "iter_0000008")
+        assert "iter_0000008 is left behind" in scan(LocalSource(tmp_path)).warnings[-1]
+        (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+        with pytest.raises(SourceError, match="several iterations and no latest_checkpointed_iteration"):
+            scan(LocalSource(tmp_path))
+        assert detect(LocalSource(tmp_path / "iter_0000008")).name == "megatron"
+        assert len(scan(LocalSource(tmp_path / "iter_0000008")).files) == 4
+
+    def test_what_trains_is_left_behind_and_said_so(self):
+        found = scan(LocalSource(FIXTURES / "llama-trained"))
+        assert any("the optimizer's states are left behind" in note for note in found.training.notes)
+        left = {each.name for each in found.objects if each.policy == "drop"}
+        assert {"optimizer", "rng_state", "iter_0000010/mp_rank_00/distrib_optim.pt"} <= left
+        assert all(each.policy == "drop" for each in found.objects)
+        engine = scan(LocalSource(FIXTURES / "llama-te"))
+        assert any("_extra_state of Transformer Engine's layers" in note for note in engine.training.notes)
+
+    def test_another_config_overrides_the_args(self, tmp_path):
+        made = reshard(
+            FIXTURES / "mistral-tp2", tmp_path / "hf", Wish(to="hf"), reading=Reading(config=source("mistral-tp2"))
+        )
+        assert made.record.digest == digest(source("mistral-tp2")).digest
+
+
+class TestWriting:
+    @pytest.mark.parametrize("name", WRITABLE)
+    def test_every_array_is_the_owners(self, name, tmp_path):
+        reshard(source(name), tmp_path / "out", wish(name))
+        theirs = {path.parent.name: load(path) for path in (FIXTURES / name).rglob(FILE)}
+        ours = {path.parent.name: load(path) for path in (tmp_path / "out" / "release").rglob(FILE)}
+        assert ours.keys() == theirs.keys()
+        for folder, saved in theirs.items():
+            assert models(ours[folder]).keys() == models(saved).keys()
+            for chunk, arrays in models(saved).items():
+                mine = ours[folder][chunk]
+                kept = CASES[name].get("names") != "te"  # whose layers make their extra states anew
+                wanted = [key for key in arrays if kept or not key.endswith("_extra_state")]
+                assert sorted(mine) == sorted(wanted)
+                assert [key for key in wanted if not same(mine[key], arrays[key])] == []
+        assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+    @pytest.mark.parametrize("name", WRITABLE)
+    def test_the_args_say_what_the_owners_say(self, name, tmp_path):
+        reshard(source(name), tmp_path / "out", wish(name))
+        path = next((tmp_path / "out").rglob(FILE))
+        ours, theirs = (
+            vars(load(at)["args"]) for at in (path, FIXTURES / name / "iter_0000010" / path.parent.name / FILE)
+        )
+        unlike = {key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+        assert unlike <= {"vocab_size", "iteration"} | ({"moe_grouped_gemm"} if name == "llama-te" else set())
+        assert ours["vocab_size"] == 100
+
+    @pytest.mark.parametrize("name", [*WRITABLE, "premcore-tp2"])
+    def test_there_and_back_is_the_same(self, name, tmp_path):
+        made = reshard(source(name), tmp_path / "mg", wish(name))
+        assert verify(tmp_path / "mg").ok
+        for side in ("config.json", "shardctl.json"):
+            (tmp_path / "mg" / side).unlink()
+        back = reshard(tmp_path / "mg", tmp_path / "hf", Wish(to="hf"))
+        assert back.record.digest == made.record.digest
+        if not CASES[name].get("dtype"):
+            assert back.record.digest == digest(source(name)).digest
+
+    def test_one_mesh_becomes_another_byte_for_byte(self, tmp_path):
+        given = reading("llama-tp2-pp2")
+        reshard(FIXTURES / "llama-tp2-pp2", tmp_path / "out", wish("llama-tp4"), reading=given)
+        for path in (FIXTURES / "llama-tp4").rglob(FILE):
+            mine = load(tmp_path / "out" / "release" / path.parent.name / FILE)["model"]
+            assert all(same(mine[key], value) for key, value in load(path)["model"].items())
+
+    def test_transformer_engines_names_are_the_usual_ones(self, tmp_path):
+        reshard(source("llama-tp1"), tmp_path / "out", Wish(to="megatron"))
+        saved = torch.load(tmp_path / "out" / "release" / "mp_rank_00" / FILE, weights_only=False)
+        assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in saved["model"]
+        assert saved["args"].transformer_impl == "transformer_engine"
+        assert saved["args"].padded_vocab_size == 128
+        assert saved["model"]["embedding.word_embeddings.weight"].shape == (128, 32)
+
+    def test_a_rank_may_have_nothing_of_the_vocabulary_but_padding(self, tmp_path):
+        out = tmp_path / "out"
+        reshard(source("llama-tp1"), out, Wish(to="megatron", mesh=Mesh.of(tp=4), megatron="multiple=128"))
+        rows = [load(out / "release" / f"mp_rank_{n:02d}" / FILE)["model"]["output_layer.weight"] for n in range(4)]
+        assert [bool(part.any()) for part in rows] == [True, False, False, False]
+
+    def test_a_rank_of_copies_of_the_last_row_is_refused(self, tmp_path):
+        wanted = Wish(to="megatron", mesh=Mesh.of(tp=4), megatron="padding=last-row")
+        with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with copies"):
+            reshard(source("llama-tp1"), tmp_path / "out", wanted)
+
+    def test_layers_that_predict_further_tokens_are_left_and_said_so(self, tmp_path):
+        at = tmp_path / "model"
+        shutil.copytree(source("deepseek-v3-tp2"), at)
+        arrays = load_file(at / "model.safetensors")
+        arrays["model.layers.3.enorm.weight"] = torch.ones(32, dtype=torch.bfloat16)
+        save_file(arrays, at / "model.safetensors", {"format": "pt"})
+        made = reshard(at, tmp_path / "out", Wish(to="megatron"))
+        assert any("layers that predict further tokens are left behind" in warning for warning in made.warnings)
+
+
+class TestRefusals:
+    def test_a_missing_diagonal_folder_is_named(self, written):
+        shutil.rmtree(written / "release" / "mp_rank_01_001")
+        with pytest.raises(SourceError, match=r"release/mp_rank_01_001 is missing: the args say tp=2, pp=1, ep=2"):
+            scan(LocalSource(written))
+
+    def test_a_folder_too_many_is_named(self, written):
+        shutil.copytree(written / "release" / "mp_rank_01_001", written / "release" / "mp_rank_02_000")
+        with pytest.raises(SourceError, match="mp_rank_02_000 is there, but the args say"):
+            scan(LocalSource(written))
+
+    @pytest.mark.parametrize("version", [1.5, 4.0, "new"])
+    def test_an_unknown_version(self, written, version):
+        change(written, checkpoint_version=version)
+        with pytest.raises(UnsupportedError, match="checkpoint_version that is not known"):
+            scan(LocalSource(written))
+
+    def test_a_vocabulary_that_cannot_be_known(self, written, tmp_path):
+        change(written, args_vocab_size=None)
+        with pytest.raises(SourceError, match="how many tokens the vocabulary has") as caught:
+            reshard(written, tmp_path / "hf", Wish(to="hf"))
+        assert "--true-vocab N" in caught.value.hint
+        given = Reading(true_vocab=100)
+        back = reshard(written, tmp_path / "hf", Wish(to="hf"), reading=given)
+        assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
+
+    def test_args_that_contradict_the_arrays(self, written, tmp_path):
+        change(written, args_hidden_size=64)
+        with pytest.raises(SourceError, match="has shape"):
+            reshard(written, tmp_path / "hf", Wish(to="hf"))
+        change(written, args_num_layers=3)
+        with pytest.raises(SourceError, match=r"the files hold 2 layers, but the args of .* say 3"):
+            scan(LocalSource(written))
+        change(written, args_tensor_model_parallel_size="two")
+        with pytest.raises(SourceError, match="tensor_model_parallel_size 'two' among its args, which is no degree"):
+            scan(LocalSource(written))
+
+    def test_args_of_a_model_that_no_config_describes(self, written, tmp_path):
+        change(written, args_hybrid_override_pattern="M*M*")
+        with pytest.raises(SourceError, match="only a config says which model's tensors are in these arrays"):
+            reshard(written, tmp_path / "hf", Wish(to="hf"))
+
+    def test_files_of_two_checkpoints(self, written):
+        path = written / "release" / "mp_rank_01_001" / FILE
+        saved = load(path)
+        saved["checkpoint_version"] = 2.0
+        torch.save(saved, path)
+        with pytest.raises(SourceError, match=r"has checkpoint_version 2, but .* 3"):
+            scan(LocalSource(written))
+
+    def test_a_file_that_runs_code(self, written):
+        class Attack:
+            def __reduce__(self) -> object:
+                return eval, ("1",)
+
+        change(written, rng_state=Attack())
+        with pytest.raises(HostileError):
+            scan(LocalSource(written))
+
+    def test_no_args(self, written):
+        change(written, args=None)
+        with pytest.raises(SourceError, match="has no args of Megatron-LM, so its mesh is not known"):
+            scan(LocalSource(written))
+
+    def test_a_tracker_that_names_what_is_not_there(self, written):
+        (written / "latest_checkpointed_iteration.txt").write_text("30")
+        with pytest.raises(SourceError, match="names iter_0000030, of which there are no ranks"):
+            scan(LocalSource(written))
+
+    @pytest.mark.parametrize(
+        ("wanted", "message"),
+        [
+            (Wish(mesh=Mesh.of(tp=3)), "no 3 equal parts"),
+            (Wish(mesh=Mesh.of(pp=3)), "4 layers cannot be divided evenly over 3 stages"),
+            (Wish(mesh=Mesh.of(pp=4), stages="1,1,1,1", megatron="virtual=2"), "virtual=2 needs --pp, and no --stages"),
+            (Wish(mesh=Mesh.of(tp=2, fsdp=2)), "not of fsdp"),
+            (Wish(megatron="layers=flash"), "cannot read part 'layers=flash' of --megatron"),
+        ],
+    )
+    def test_a_mesh_that_does_not_fit(self, wanted, message, tmp_path):
+        wanted = Wish(to="megatron", mesh=wanted.mesh, stages=wanted.stages, megatron=wanted.megatron)
+        with pytest.raises(UsageError, match=message):
+            reshard(source("llama-tp1"), tmp_path / "out", wanted)
+
+    def test_stages_that_differ_are_the_first_and_the_last(self, tmp_path):
+        model = FIXTURES / "hf" / "llama"
+        reshard(model, tmp_path / "good", Wish(to="megatron", mesh=Mesh.of(pp=3), stages="2,1,1"))
+        args = load(tmp_path / "good" / "release" / "mp_rank_00_000" / FILE)["args"]
+        assert (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) == (2, None)
+        assert _first_and_last((3, 3, 3)) == (None, None)
+        assert _first_and_last((1, 3)) == (1, None)
+        assert _first_and_last((1, 3, 3, 2)) == (1, 2)
+        with pytest.raises(CutError, match="1,2,3,1 differ in the middle"):
+            _first_and_last((1, 2, 3, 1))
+
+    def test_models_that_have_other_arrays(self, tmp_path):
+        at = tmp_path / "granite"
+        shutil.copytree(FIXTURES / "hf" / "llama", at)
+        config = json.loads((at / "config.json").read_text())
+        config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+        (at / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match="arrays of GraniteForCausalLM are not known here"):
+            reshard(at, tmp_path / "out", Wish(to="megatron"))
+
+
+class TestNames:
+    def test_engine_names_are_undone(self):
+        for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"):
+            full = f"decoder.layers.3.{name}"
+            for experts in (True, False):
+                assert local_name(engine_name(full, experts=experts, latent=False)) == full
+        expert = "decoder.layers.0.mlp.experts.local_experts.12.linear_fc2.weight"
+        grouped = engine_name(expert, experts=True, latent=False, grouped=True)
+        assert grouped == "decoder.layers.0.mlp.experts.linear_fc2.weight12"
+        assert local_name(grouped) == expert
+        latent = "decoder.layers.0.self_attention.q_layernorm.weight"
+        assert engine_name(latent, experts=False, latent=False) == latent
+        assert local_name(engine_name(latent, experts=False, latent=True)) == latent
+
+    def test_folders(self):
+        assert list(folders(least_mesh(tp=2, pp=1, ep=2, etp=1)).values()) == ["mp_rank_00_000", "mp_rank_01_001"]
+        assert len(folders(least_mesh(tp=2, pp=2, ep=2, etp=2))) == 8
+        assert list(folders(least_mesh(tp=1, pp=2, ep=1, etp=1)).values()) == ["mp_rank_00_000", "mp_rank_00_001"]
+        with pytest.raises(UnsupportedError, match="etp=2 does not fit tp=1, ep=2"):
+            folders(least_mesh(tp=1, pp=1, ep=2, etp=2))
+
+    def test_what_is_asked_for(self):
+        assert Wanted.parse("") == Wanted()
+        with pytest.raises(UsageError, match="virtual=0"):
+            Wanted.parse("virtual=0")
+        with pytest.raises(UsageError, match="layers=local"):
+            Wanted.parse("layers=local,layers=local")
