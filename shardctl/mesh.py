@@ -72,6 +72,8 @@ class Mesh:
         >>> Mesh.parse("tp=2,pp=3").coordinate(1)["pp"]
         1
         """
+        if not text.strip(" ,"):
+            raise UsageError("the mesh is empty", hint="write it as --mesh pp=2,fsdp=2,tp=4, or leave it out")
         named: dict[str, int] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, degree = part.partition("=")

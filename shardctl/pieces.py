@@ -201,7 +201,9 @@ def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
         raise UsageError(
             f"cannot read --stages {text!r}", hint="write layers per stage, such as 20,20,22,18"
         ) from error
-    if len(stages) != count or sum(stages) != layers or min(stages) < 1:
+    if min(stages) < 1:
+        raise UsageError(f"--stages {text} leaves a stage without layers", hint="every stage has at least one layer")
+    if len(stages) != count or sum(stages) != layers:
         raise UsageError(
             f"--stages {text} has {len(stages)} stages with {sum(stages)} layers, "
             f"but the mesh has pp={count} and the model {layers} layers",

@@ -55,7 +55,7 @@ def test_experts_that_are_cut_like_all_else_are_so_on_the_same_ranks(text):
         assert at["replica"] == at["dp"] * mesh.degree("cp") + at["cp"]
 
 
-@pytest.mark.parametrize("text", ["tp", "tp=x", "tp=2,tp=2", "zz=2", "tp=0"])
+@pytest.mark.parametrize("text", ["tp", "tp=x", "tp=2,tp=2", "zz=2", "tp=0", "", " ,"])
 def test_meshes_that_make_no_sense_are_refused(text):
     with pytest.raises(UsageError):
         Mesh.parse(text)
@@ -174,6 +174,8 @@ def test_stages_must_add_up():
     for text, layers, count in [("3,3", 5, 2), ("5", 5, 2), ("5,0", 5, 2), ("a,b", 5, 2)]:
         with pytest.raises(UsageError):
             parse_stages(text, layers, count)
+    with pytest.raises(UsageError, match="leaves a stage without layers"):
+        parse_stages("0,5", 5, 2)
     with pytest.raises(UsageError, match="needs at least 3 layers"):
         balance([1, 1], 0, 0, 3)
 

@@ -143,7 +143,7 @@ def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurem
         if not isinstance(axes, str):
             raise SourceError(f"{where} has mesh = {axes!r} where text such as 'pp=2,tp=4' is expected")
         try:
-            mesh = Mesh.parse(axes)
+            mesh = Mesh.parse(axes) if axes.strip() else Mesh.of()
         except ShardctlError as error:
             raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
     for key, value in values.items():

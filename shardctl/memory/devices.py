@@ -211,7 +211,7 @@ def device(named: str | int) -> Device:
     if isinstance(named, int):
         if named < 1:
             raise UsageError(f"a device of {named} bytes holds nothing", hint="write a size such as 80GiB")
-        return Device(f"{named / GIB:.1f} GiB", named, named, source="given")
+        return Device(f"{named / GIB:.{1 if named >= 10 * GIB else 2}f} GiB", named, named, source="given")
     words = [word for word in re.findall(r"[a-z0-9]+", named.lower()) if word not in _MAKERS]
     wanted = "".join(words)
     found = [each for each in DEVICES if wanted in _spelled(each)]

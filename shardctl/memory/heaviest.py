@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from shardctl.memory.holding import Holding, Part, members, sizes_at
+from shardctl.memory.holding import Holding, Part, members, sizes_at, ways
 from shardctl.placement import check
 
 if TYPE_CHECKING:
@@ -39,17 +39,9 @@ class Heaviest:
     """By the degree of ep: how many tensors of each kind a rank has."""
 
     def __post_init__(self) -> None:
-        numbers: dict[object, int] = {}
-        self.groups, self.group_of, self.layer_of = [], [], []
-        for kind in self.inventory.kinds:
-            where = kind.spec.where
-            self.layer_of.append(where[0][1] if len(where) == 1 and where[0][0] == "layer" else None)
-            member = kind.spec.member
-            key = (kind.shape, kind.spec.cuts, member and (member.axis, member.count))
-            number = numbers.setdefault(key, len(numbers))
-            if number == len(self.groups):
-                self.groups.append(kind)
-            self.group_of.append(number)
+        self.groups, self.group_of = ways(self.inventory)
+        wheres = (kind.spec.where for kind in self.inventory.kinds)
+        self.layer_of = [one[0][1] if len(one) == 1 and one[0][0] == "layer" else None for one in wheres]
 
     def hold(self, mesh: Mesh, stages: Sequence[int]) -> tuple[Holding, ...]:
         """One holding for each stage, which stands for all ranks of it.

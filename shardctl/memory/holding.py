@@ -113,13 +113,17 @@ def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holdi
     Ranks of a stage that hold as much of everything share one tuple of parts.
     Raises CutError, naming a tensor, if the mesh cannot cut it.
     """
-    for kind in inventory.kinds:
+    groups, group_of = ways(inventory)
+    for kind in groups:
         check(kind.example, kind.shape, kind.spec, mesh)
     by_stage, spans = _staged(inventory, stages)
     places = [mesh.coordinate(rank) for rank in range(mesh.world)]
     alike = Counter(_key(at) for at in places)
     seen: set[tuple[int, ...]] = set()
-    sizes: dict[tuple[object, ...], tuple[int, int]] = {}
+    cutting = [_axes(kind) for kind in groups]
+    dividing = sorted({kind.spec.member.axis for kind in groups if kind.spec.member})
+    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    found_of: dict[tuple[object, ...], tuple[Part, ...]] = {}
     same: dict[tuple[object, ...], tuple[Part, ...]] = {}
     found = []
     for rank, at in enumerate(places):
@@ -127,17 +131,47 @@ def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holdi
             continue
         seen.add(_key(at))
         stage = at["pp"]
-        held = tuple(_parts(by_stage[stage], mesh, at, sizes))
-        amounts = (stage, *((part.kind.example, part.count, part.gathered, part.elements) for part in held))
-        held = same.setdefault(amounts, held)
+        sizes = []
+        for number, axes in enumerate(cutting):
+            place = (number, *[at[axis] for axis in axes])
+            if place not in known:
+                known[place] = sizes_at(groups[number], mesh, at)
+            sizes.append(known[place])
+        decisive = (stage, *[at[axis] for axis in dividing], *sizes)
+        held = found_of.get(decisive)
+        if held is None:
+            held = tuple(_parts(by_stage[stage], mesh, at, group_of, sizes))
+            amounts = (stage, *((part.kind.example, part.count, part.gathered, part.elements) for part in held))
+            held = found_of[decisive] = same.setdefault(amounts, held)
         found.append(Holding(rank, mesh.label(rank), at, alike[_key(at)], stage, spans[stage], held))
     return tuple(found)
 
 
-def _staged(inventory: Inventory, stages: Sequence[int]) -> tuple[list[list[Kind]], list[range]]:
-    """The kinds and the layers of each stage."""
+def ways(inventory: Inventory) -> tuple[list[Kind], list[int]]:
+    """One kind of each way to be cut, of which a model has few, and for each kind of the inventory which that is."""
+    numbers: dict[object, int] = {}
+    groups: list[Kind] = []
+    group_of: list[int] = []
+    for kind in inventory.kinds:
+        member = kind.spec.member
+        key = (kind.shape, kind.spec.cuts, member and (member.axis, member.count))
+        number = numbers.setdefault(key, len(numbers))
+        if number == len(groups):
+            groups.append(kind)
+        group_of.append(number)
+    return groups, group_of
+
+
+def _axes(kind: Kind) -> list[str]:
+    """The axes that cut it, each once."""
+    return list(dict.fromkeys(cut.axis for dim in kind.spec.cuts for cut in dim))
+
+
+def _staged(inventory: Inventory, stages: Sequence[int]) -> tuple[list[list[tuple[int, Kind]]], list[range]]:
+    """The kinds of each stage with their numbers, and its layers."""
     spans = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]
-    return [[k for k in inventory.kinds if _on(k, n, spans)] for n in range(len(spans))], spans
+    kinds = list(enumerate(inventory.kinds))
+    return [[(number, k) for number, k in kinds if _on(k, n, spans)] for n in range(len(spans))], spans
 
 
 def _key(at: Mapping[str, int]) -> tuple[int, ...]:
@@ -154,18 +188,16 @@ def _on(kind: Kind, stage: int, spans: Sequence[range]) -> bool:
 
 
 def _parts(
-    kinds: Sequence[Kind], mesh: Mesh, at: Mapping[str, int], known: dict[tuple[object, ...], tuple[int, int]]
+    kinds: Sequence[tuple[int, Kind]],
+    mesh: Mesh,
+    at: Mapping[str, int],
+    group_of: Sequence[int],
+    sizes: Sequence[tuple[int, int]],
 ) -> Iterator[Part]:
-    for kind in kinds:
+    for number, kind in kinds:
+        gathered, elements = sizes[group_of[number]]
         count = members(kind, mesh, at)
-        if not count:
-            continue
-        spec = kind.spec
-        key = (kind.shape, spec.cuts, *(at[cut.axis] for dim in spec.cuts for cut in dim))
-        if key not in known:
-            known[key] = sizes_at(kind, mesh, at)
-        gathered, elements = known[key]
-        if gathered or not all(kind.shape):
+        if count and (gathered or not all(kind.shape)):
             yield Part(kind, count, gathered, elements)
 
 

@@ -90,7 +90,7 @@ def verdict(planned: Planned) -> str:
     if estimate.budget is None or device is None:
         return f"binding: {needs}"
     size = memory_size(estimate.budget)
-    what = size if device.name == size else f"{size} of {device.name}"
+    what = f"{size} of {device.name}" if device.timed or device.measured else size
     if estimate.fits is None:
         return f"whether it fits is not known: {needs} of {what}"
     sure = "" if estimate.certain else ", though not for certain"

@@ -216,7 +216,12 @@ def _result(
     conversion: Conversion | None,
 ) -> Planned:
     forecast = foresee(about, mesh, stages, purpose)
-    ranks = tuple(_rank(rank.holding, work) for rank in forecast.estimate.ranks)
+    counted: dict[int, tuple[int, int]] = {}
+    for rank in forecast.estimate.ranks:  # many share one tuple of parts
+        if id(rank.holding.parts) not in counted:
+            held = rank.holding
+            counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
+    ranks = tuple(_rank(rank.holding, work, *counted[id(rank.holding.parts)]) for rank in forecast.estimate.ranks)
     weights = about.inventory.nbytes
     return Planned(
         path=path,
@@ -236,7 +241,7 @@ def _result(
     )
 
 
-def _rank(holding: Holding, work: Draft | None) -> RankPlan:
+def _rank(holding: Holding, work: Draft | None, tensors: int, nbytes: int) -> RankPlan:
     sizes: dict[str, int] = {}
     if work is not None:
         prefix = work.prefix(holding.rank)
@@ -250,8 +255,8 @@ def _rank(holding: Holding, work: Draft | None) -> RankPlan:
         label=holding.label,
         coordinate=holding.coordinate,
         replicas=holding.ranks,
-        tensors=sum(part.count for part in holding.parts),
-        weight_bytes=holding.nbytes,
+        tensors=tensors,
+        weight_bytes=nbytes,
         file_bytes=sum(sizes.values()),
         files=tuple(sizes),
     )

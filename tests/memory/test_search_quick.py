@@ -1,0 +1,69 @@
+"""What rules meshes out quickly rules out none that fits: no rank needs less than the floor, and rankings stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardctl.errors import UsageError
+from shardctl.memory.devices import device
+from shardctl.memory.heaviest import Heaviest
+from shardctl.memory.search import Bulk, meshes, search
+from shardctl.memory.workload import Training
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.forecasting import needs
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.searching import Explorer, Quick
+from shardctl.verbs.subject import subject
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+MODELS = ("configs/mixtral.json", "configs/deepseek_v3.json", "configs/llama.json", "configs_public/llama-3.1-8b.json")
+WORKS = (
+    Training(sequence=2048),
+    Training(sequence=2048, zero=3, profile="deepspeed"),
+    Training(sequence=2048, zero=1, profile="megatron", optimizer="muon"),
+    Training(sequence=2048, profile="hf", optimizer="adafactor"),
+    Training(sequence=2048, zero=2, optimizer="adamw-8bit"),
+    Training(sequence=2048, offload="cpu"),
+)
+
+
+def explorer(name, work, gpu="h100"):
+    with opened(FIXTURES / name, Reading(described=True)) as checkpoint:
+        about = subject(checkpoint, Wish(), trained=True)
+    return Explorer(about, work, device(gpu), Heaviest(about.inventory))
+
+
+@pytest.mark.parametrize("work", WORKS, ids=lambda w: f"{w.profile}-{w.zero}-{w.optimizer}-{w.offload}")
+@pytest.mark.parametrize("name", MODELS)
+def test_no_mesh_needs_less_than_its_floor(name, work):
+    every = explorer(name, work)
+    floor, bulk = every.floor(every.once(expert=False), every.once(expert=True)), Bulk(every.about.inventory)
+    tried = 0
+    for mesh in meshes(16, every.law(), every.space()):
+        stages = bulk.stages(mesh)
+        try:
+            least = needs(
+                every.about, every.heaviest.hold(mesh, stages), mesh, stages, every.work_on(mesh), passes=False
+            )
+        except UsageError:
+            continue
+        tried += 1
+        assert floor(mesh) <= least.binding.total().nbytes, mesh
+    assert tried > 3
+    # What Megatron's buffers need is not known to the byte, and what is offloaded needs no device.
+    assert (floor(mesh) > 0) == (work.offload == "none" and work.profile != "megatron")
+
+
+@pytest.mark.parametrize("budget", [60, 40, 24])
+def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
+    every = explorer(MODELS[-1], WORKS[0])
+    asked = (8, every.law(), every.estimate)
+    slow = search(*asked, space=every.space(), budget=budget << 30)
+    quick = Quick(every.glance, every.floor(every.once(expert=False), every.once(expert=True)))
+    found = search(*asked, space=every.space(), budget=budget << 30, quick=quick)
+    assert [one.mesh for one in found.ranked] == [one.mesh for one in slow.ranked]
+    assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)
+    assert found.estimated < slow.estimated or budget > 24
+    assert all("at least" in one.reason or "needs" in one.reason for one in found.rejected if one.why == "memory")
