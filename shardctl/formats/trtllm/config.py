@@ -156,10 +156,13 @@ def _own(config: Config, arrays: Collection[str]) -> OwnConfig:
     }
     scaling = _object(config, "rotary_scaling").values
     if scaling:
-        said["rope_scaling"] = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
+        kind_of_scaling = scaling.get("rope_type", scaling.get("type"))
+        said["rope_scaling"] = {**{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind_of_scaling}
+    if kind in ("llama", "qwen3", "qwen3_moe"):
+        said["attention_bias"] = _has(arrays, "attention.dense.bias")
     if kind == "llama":
-        said |= {"attention_bias": _has(arrays, "attention.dense.bias"), "mlp_bias": _has(arrays, "mlp.proj.bias")}
-    if kind != "llama":
+        said["mlp_bias"] = _has(arrays, "mlp.proj.bias")
+    else:
         said["sliding_window"] = None
     said |= _experts(config, kind)
     guessed = "the tokens that begin and end texts" + ("" if kind == "llama" else ", nor a sliding window")
