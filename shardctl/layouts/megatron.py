@@ -99,7 +99,7 @@ def pack(order: Order) -> Manifest:
     wanted = Wanted.parse(order.options.get(OPTION, ""))
     mesh = _mesh(order)
     counts = _counts(order, wanted)
-    names = folders(mesh)
+    names = dict(enumerate(folders(mesh)))
     tp, pp = mesh.degree("tp"), mesh.degree("pp")
     embedding = _EMBEDDING[order.model.family == "gpt2"]
     padded = _padded(order.model.tensors[embedding].shape[0], tp, wanted)

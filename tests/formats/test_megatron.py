@@ -372,11 +372,18 @@ class TestNames:
         assert local_name(engine_name(latent, experts=False, latent=True)) == latent
 
     def test_folders(self):
-        assert list(folders(least_mesh(tp=2, pp=1, ep=2, etp=1)).values()) == ["mp_rank_00_000", "mp_rank_01_001"]
-        assert len(folders(least_mesh(tp=2, pp=2, ep=2, etp=2))) == 8
-        assert list(folders(least_mesh(tp=1, pp=2, ep=1, etp=1)).values()) == ["mp_rank_00_000", "mp_rank_00_001"]
-        with pytest.raises(UnsupportedError, match="etp=2 does not fit tp=1, ep=2"):
+        assert list(folders(least_mesh(tp=2, pp=1, ep=2, etp=1))) == ["mp_rank_00_000", "mp_rank_01_001"]
+        assert list(folders(least_mesh(tp=1, pp=2, ep=1, etp=1))) == ["mp_rank_00_000", "mp_rank_00_001"]
+        for tp, ep, etp in ((2, 2, 2), (4, 2, 1), (2, 3, 1), (4, 4, 2), (6, 4, 3)):
+            mesh = least_mesh(tp=tp, pp=2, ep=ep, etp=etp)
+            assert len(set(folders(mesh))) == mesh.world, "each rank has a folder of its own"
+        with pytest.raises(UnsupportedError, match="etp=2 does not divide tp=1"):
             folders(least_mesh(tp=1, pp=1, ep=2, etp=2))
+
+    def test_args_that_say_endless_ranks_are_refused_at_once(self, written):
+        change(written, args_pipeline_model_parallel_size=1 << 19, args_expert_model_parallel_size=1 << 19)
+        with pytest.raises(SourceError, match=r"mp_rank_00_000_000 and 2[0-9,]+ more folders are missing"):
+            scan(LocalSource(written))
 
     def test_what_is_asked_for(self):
         assert Wanted.parse("") == Wanted()

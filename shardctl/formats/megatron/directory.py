@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
@@ -83,18 +84,19 @@ def _tracked(source: Source) -> str | None:
 
 def ranks_of(found: Directory, mesh: Mesh) -> dict[int, str]:
     """The folders of a mesh's ranks; raises SourceError, naming it, for one that is missing or one too many."""
-    wanted = folders(mesh)
+    wanted = list(islice(folders(mesh), len(found.files) + 1))  # the args may say any number
     said = ", ".join(f"{axis}={mesh.degree(axis)}" for axis in ("tp", "pp", "ep", "etp"))
-    missing = [name for name in wanted.values() if name not in found.files]
+    missing = [name for name in wanted if name not in found.files]
     if missing:
-        more = f" and {len(missing) - 1} more folders are" if len(missing) > 1 else " is"
+        short = mesh.world - len(found.files)
+        more = f" and {short - 1:,} more folders are" if short > 1 else " is"
         raise SourceError(
             f"{found.folder}{missing[0]}{more} missing: the args say {said}",
             hint="every rank's folder is needed; fetch the rest",
         )
-    extra = [name for name in found.files if name not in wanted.values()]
+    extra = [name for name in found.files if name not in wanted]
     if extra:
         raise SourceError(
             f"{found.folder}{extra[0]} is there, but the args say {said}", hint="folders of two checkpoints are mixed"
         )
-    return wanted
+    return dict(enumerate(wanted))

@@ -7,11 +7,14 @@ it where there are pipeline stages, ``_EEE`` where experts are divided, so that 
 from __future__ import annotations
 
 from math import lcm
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.schemas.megatron.layers import TITLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FILE: Final = "model_optim_rng.pt"
 """What a rank's folder holds."""
@@ -27,27 +30,27 @@ def folder_name(tp: int, pp: int | None, ep: int | None) -> str:
 
 
 def least_mesh(*, tp: int, pp: int, ep: int, etp: int) -> Mesh:
-    """The mesh of as few ranks as hold everything."""
+    """The mesh of as few ranks as hold everything: where etp divides tp, each has a folder of its own."""
     stage = lcm(tp, ep * etp)
     return Mesh.of(pp=pp, dp=stage // tp, tp=tp, ep=ep, etp=etp)
 
 
-def folders(mesh: Mesh) -> dict[int, str]:
-    """The folder of every rank that has one of its own, in the order of ranks.
+def folders(mesh: Mesh) -> Iterator[str]:
+    """The folder of every rank of a least mesh, in the order of ranks.
 
     Raises UnsupportedError where different parts of experts would be in folders of the same name, as the format has no
     place for the rank inside an expert.
     """
-    named: dict[str, tuple[int, int]] = {}
-    for rank in range(mesh.world):
-        at = mesh.coordinate(rank)
-        pp = at["pp"] if mesh.degree("pp") > 1 else None
-        name = folder_name(at["tp"], pp, at["ep"] if mesh.ep > 1 else None)
-        before = named.setdefault(name, (rank, at["etp"]))
-        if before[1] != at["etp"]:
-            raise UnsupportedError(
-                f"{TITLE}'s folders are named by tp and ep, and {name} would hold two parts of experts: etp={mesh.etp} "
-                f"does not fit tp={mesh.degree('tp')}, ep={mesh.ep}",
-                hint="use a divisor of tp for etp",
-            )
-    return {rank: name for name, (rank, _) in sorted(named.items(), key=lambda item: item[1])}
+    tp = mesh.degree("tp")
+    if tp % mesh.etp:
+        raise UnsupportedError(
+            f"{TITLE}'s folders are named by tp and ep, and would hold several parts of experts: etp={mesh.etp} does "
+            f"not divide tp={tp}",
+            hint="use a divisor of tp for etp",
+        )
+    return (_folder(mesh, rank) for rank in range(mesh.world))
+
+
+def _folder(mesh: Mesh, rank: int) -> str:
+    at = mesh.coordinate(rank)
+    return folder_name(at["tp"], at["pp"] if mesh.degree("pp") > 1 else None, at["ep"] if mesh.ep > 1 else None)
