@@ -36,7 +36,7 @@ LARGE = {
 SHARDS = 200
 
 
-def large(shards=SHARDS, **changes):
+def large(shards=SHARDS, *, hashed=False, **changes):
     """A repository of 812 GB in 200 shards: headers are real, elements are zeros that nobody stores."""
     config = {**LARGE, **changes}
     tensors = list(describe(config).own())
@@ -51,7 +51,7 @@ def large(shards=SHARDS, **changes):
             weight_map[tensor.name], end = path, end + size
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        files[path] = Sparse(len(text).to_bytes(8, "little") + text, 8 + len(text) + end)
+        files[path] = Sparse(len(text).to_bytes(8, "little") + text, 8 + len(text) + end, hashed=hashed)
     index = {"metadata": {}, "weight_map": weight_map}
     files["model.safetensors.index.json"] = json.dumps(index).encode()
     files["config.json"] = json.dumps(config).encode()

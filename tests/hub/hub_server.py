@@ -27,8 +27,9 @@ _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 class Sparse:
     """A file of which only the beginning is real, so that it can be as large as large ones are; the rest is zeros."""
 
-    def __init__(self, head: bytes, size: int) -> None:
-        self.head, self.size = head, size
+    def __init__(self, head: bytes, size: int, *, hashed: bool = False) -> None:
+        """`hashed` says whether its hash should be right, which takes as long as reading it all."""
+        self.head, self.size, self.hashed = head, size, hashed
 
     def __len__(self):
         return self.size
@@ -46,13 +47,9 @@ def git_name(content):
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-_HASHED = 2_000_000_000
-"""Bytes; of larger files only the beginning is hashed, because nobody will read the rest."""
-
-
 @cache
 def _sha256(content):
-    state, size = hashlib.sha256(content.head), len(content) if len(content) < _HASHED else 0
+    state, size = hashlib.sha256(content.head), len(content) if content.hashed else 0
     for start in range(len(content.head), size, 1 << 20):
         state.update(content[start : start + (1 << 20)])
     return state.hexdigest()

@@ -89,11 +89,11 @@ def test_the_hub_that_is_not_there_is_passing_trouble(say):
 
 
 def test_a_signal_ends_a_run_that_waits_and_the_next_one_goes_on(hub, start, say, tmp_path):
-    files = model(hidden_size=256, vocab_size=4096)
+    files = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, files)
-    hub.fail("cdn", *[None] * 12, *[status(429, Retry_After="100")] * 500)
+    hub.fail("cdn", *[None] * 7, *[status(429, Retry_After="100")] * 500)
     child = start("reshard", NAME, "out", "--tp", 2)
-    while hub.faults_left > 490 and child.poll() is None:
+    while hub.faults_left > 499 and child.poll() is None:
         time.sleep(0.05)
     began = time.monotonic()
     child.send_signal(signal.SIGINT)
@@ -109,12 +109,12 @@ def test_a_signal_ends_a_run_that_waits_and_the_next_one_goes_on(hub, start, say
 
 
 def test_a_run_that_is_killed_goes_on(hub, start, say, tmp_path):
-    files = model(hidden_size=256, vocab_size=4096)
+    files = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, files)
     slow = lambda handler, *_: (time.sleep(30), dropped(handler))  # noqa: E731
-    hub.fail("cdn", *[None] * 12, *[slow] * 20)
+    hub.fail("cdn", *[None] * 7, *[slow] * 20)
     child = start("reshard", NAME, "out", "--tp", 2)
-    while hub.faults_left > 19 and child.poll() is None:
+    while hub.faults_left > 18 and child.poll() is None:
         time.sleep(0.05)
     child.kill()
     child.communicate()
@@ -128,7 +128,9 @@ def test_a_run_that_is_killed_goes_on(hub, start, say, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured through /proc")
 def test_memory_stays_within_what_was_said(hub, start):
     """A model of 600 MB, in shards of zeros that the server makes up."""
-    files = large(shards=4, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, vocab_size=64_000)
+    files = large(
+        shards=4, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, vocab_size=64_000, hashed=True
+    )
     assert sum(map(len, files.values())) > 600e6
     hub.add(NAME, files)
     child = start("reshard", NAME, "out", "--tp", 2, "--memory", "256MiB", "--json")

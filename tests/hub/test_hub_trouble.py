@@ -114,7 +114,7 @@ def test_a_body_that_ends_early_is_gone_on_with(hub, files):
 
 
 def test_an_address_is_asked_for_once_and_again_when_it_is_over(hub, tmp_path):
-    large = model(hidden_size=256, vocab_size=4096)
+    large = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, large)
     hub.uses = 2
     reshard(NAME, tmp_path / "out", WISH)
@@ -151,10 +151,10 @@ def test_what_never_works_ends_as_passing_trouble(hub, tmp_path):
 
 
 def test_the_same_command_goes_on_after_it(hub, tmp_path):
-    large = model(hidden_size=256, vocab_size=4096)
+    large = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, large)
     reshard(write(large, tmp_path / "large"), tmp_path / "all", WISH)
-    hub.fail("cdn", *[None] * 12, *[status(503)] * 500)
+    hub.fail("cdn", *[None] * 7, *[status(503)] * 500)
     with pytest.raises(TransientError):
         reshard(NAME, tmp_path / "out", WISH)
     hub._faults.clear()
@@ -184,7 +184,7 @@ def test_a_branch_that_moves_midway_changes_nothing(hub, right, tmp_path):
 
 def test_a_branch_that_moved_is_begun_anew(hub, tmp_path):
     """What an interrupted run kept is of another commit."""
-    hub.fail("cdn", *[None] * 8, *[status(503)] * 500)
+    hub.fail("cdn", *[None] * 4, *[status(503)] * 500)
     with pytest.raises(TransientError):
         reshard(NAME, tmp_path / "out", WISH)
     hub._faults.clear()

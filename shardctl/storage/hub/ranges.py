@@ -17,6 +17,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from shardctl import __version__
 from shardctl.errors import ChangedError, SourceError
 from shardctl.storage.hub.refusals import refusal
+from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
 from shardctl.storage.patience import Patience, TroubleError, heed
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.workers import Stop
 
     Response = Any
-    """A response of httpx, under whichever name huggingface_hub ships it."""
+    """A response of httpx, under whichever name huggingface_hub ships it, or a `Body`."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 _MOST_REDIRECTS: Final = 5
@@ -36,6 +37,8 @@ _WHOLE: Final = 16 << 20
 """Bytes of a file that is still read from its beginning where a server gives no ranges of it."""
 _PROGRESS: Final = 64 << 10
 """Bytes after which a connection that breaks was worth it, and the tries are counted anew."""
+_SLICE: Final = 256 << 10
+"""Bytes received at once, between two looks at whether to stop."""
 _EXPLAINED: Final = 1_000_000
 """Bytes of an error's body that are read for its explanation."""
 
@@ -75,6 +78,7 @@ class Ranges:
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._resolving: dict[str, threading.Lock] = {}
+        self._sockets = Sockets(self._timeout)
         self.traffic = Traffic()
 
     def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
@@ -119,7 +123,7 @@ class Ranges:
         place = self._places.get(path)
         if place is not None:
             with self._request(place, start, stop) as response:
-                if place.ours or response.status_code not in EXPIRED:
+                if place.ours or response.status_code not in EXPIRED | REDIRECTS:
                     yield response
                     return
             with self._lock:
@@ -135,29 +139,22 @@ class Ranges:
                     self._places[path] = place
             if answer is None:
                 answer = stack.enter_context(self._request(place, start, stop))
-            if not place.ours and answer.status_code in EXPIRED:
+            if not place.ours and answer.status_code in EXPIRED | REDIRECTS:
                 raise TroubleError(f"the address that the Hub gave is refused with HTTP {answer.status_code}")
             yield answer
 
-    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_Place, Response | None]:
-        """Follow redirects from the Hub to where the file is; also the answer, if it is the Hub's own."""
+    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_Place, Response]:
+        """Follow redirects from the Hub to where the file is; returns that and its answer, which `stack` closes."""
         commit = self._listing.commit
         url = f"{self._endpoint}/{self._address.repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
         for _ in range(_MOST_REDIRECTS):
             place = _Place(url, ours=_origin(url) == _origin(self._endpoint))
-            if not place.ours:
-                return place, None
             with ExitStack() as attempt:
                 response = attempt.enter_context(self._request(place, start, stop))
-                status = response.status_code
-                if status in PASSING:
-                    raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
-                location = response.headers.get("location")
-                if status in {200, 206} or (status in REDIRECTS and location):
-                    self._check_same(response, path)
-                else:
-                    raise self._refusal(response, path)
-                if status not in REDIRECTS:
+                status, location = response.status_code, response.headers.get("location")
+                if place.ours:
+                    self._check_resolved(response, path)
+                if status not in REDIRECTS or not location:
                     stack.push(attempt.pop_all())
                     return place, response
                 url = urljoin(url, location)
@@ -174,6 +171,10 @@ class Ranges:
         headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         with self._lock:
             self.traffic.requests += 1
+        if not place.ours and self._sockets.reach(place.url):
+            with self._sockets.get(place.url, headers) as body:
+                yield body
+            return
         session = get_session()
         try:
             with session.stream(
@@ -189,6 +190,8 @@ class Ranges:
         """Copy the body after its first `skip` bytes; returns how many bytes of `into` came before it ended."""
         from shardctl.storage.hub.library import TransportError
 
+        if isinstance(response, Body):
+            return self._receive(response, skip, into, stop)
         done = -skip
         try:
             for piece in response.iter_raw():
@@ -209,9 +212,30 @@ class Ranges:
             pass  # what came is good; the caller asks for the rest
         return min(max(done, 0), len(into))
 
+    def _receive(self, body: Body, skip: int, into: memoryview, stop: Stop) -> int:
+        """The same, straight into memory."""
+        spare = memoryview(bytearray(min(skip, _SLICE)))
+        done = -skip
+        try:
+            while done < len(into):
+                heed(stop)
+                got = body.readinto(into[done : done + _SLICE] if done >= 0 else spare[:-done])
+                with self._lock:
+                    self.traffic.received += got
+                if not got:
+                    break
+                done += got
+            if body.status_code == 206 and done == len(into) and not body.ended():  # noqa: PLR2004 - a part
+                raise TroubleError("more bytes came back than were asked for")
+        except BROKEN:
+            pass  # what came is good; the caller asks for the rest
+        return max(done, 0)
+
     def _refusal(self, response: Response, path: str) -> Exception:
         from shardctl.storage.hub.library import HfHubHTTPError, hf_raise_for_status
 
+        if isinstance(response, Body):
+            return SourceError(f"the place that the Hub has {path} at answers with HTTP {response.status_code}")
         if int(response.headers.get("content-length", 0)) <= _EXPLAINED:
             response.read()
         try:
@@ -219,6 +243,19 @@ class Ranges:
         except HfHubHTTPError as error:
             return refusal(error, self._address, path)
         return SourceError(f"the Hub answers a request for {path} with HTTP {response.status_code}")
+
+    def _check_resolved(self, response: Response, path: str) -> None:
+        """Raise what the Hub's own answer is, if it is neither the file nor where that is."""
+        status = response.status_code
+        if status in PASSING:
+            raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
+        if status not in {200, 206} and not (status in REDIRECTS and response.headers.get("location")):
+            raise self._refusal(response, path)
+        self._check_same(response, path)
+
+    def close(self) -> None:
+        """Close connections that wait."""
+        self._sockets.close()
 
     def _check_same(self, response: Response, path: str) -> None:
         """Raise ChangedError if the Hub speaks of another file than it listed."""

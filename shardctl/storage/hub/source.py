@@ -153,7 +153,8 @@ class HubSource:
         self._hashes.finish(path, offset, into)
 
     def close(self) -> None:
-        """Close files; the connections are huggingface_hub's, which keeps them for the process."""
+        """Close files and connections, but for those that huggingface_hub keeps for the process."""
+        self._ranges.close()
         if self._disk is not None:
             self._disk.close()
 
