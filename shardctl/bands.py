@@ -114,11 +114,13 @@ def band_view(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.g
 class Band:
     """Reads and writes bands through one scratch buffer; one per thread.
 
-    `block` bytes of scratch bound what is gathered or scattered at once.
+    `block` bytes of scratch bound what is gathered or scattered at once; gaps of up to `gap` bytes between what is
+    wanted are read along, whatever OVER_READ says.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, gap: int = 0) -> None:
         self.scratch: NDArray[np.uint8] = np.empty(block, np.uint8)
+        self._gap = gap
 
     def read(self, reader: Reader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
         """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
@@ -131,7 +133,8 @@ class Band:
             if isinstance(chunk.where, Fill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
                 continue
-            for piece in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, OVER_READ):
+            limits = _Limits(self.scratch.nbytes, OVER_READ, self._gap)
+            for piece in _pieces(part, chunk.where.offset, chunk.where.strides, limits):
                 view = piece.view
                 if piece.dense and view.flags.c_contiguous:
                     reader.read_at(chunk.where.file, piece.offset, view.reshape(-1).view(np.uint8).data)
@@ -149,7 +152,7 @@ class Band:
         part = band_view(data, chunk.dtype, within)[_unit_slices(chunk.box, within, chunk.dtype)]
         if chunk.affine:
             part = stored(part, chunk.dtype, chunk.affine, chunk.name)
-        for piece in _pieces(part, chunk.where.offset, chunk.where.strides, self.scratch.nbytes, 1):
+        for piece in _pieces(part, chunk.where.offset, chunk.where.strides, _Limits(self.scratch.nbytes)):
             assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
             if piece.view.flags.c_contiguous:
                 flat = piece.view.reshape(-1).view(np.uint8)
@@ -209,17 +212,29 @@ class _Piece:
         return True
 
 
-def _pieces(view: NDArray[np.generic], offset: int, strides: Sequence[int], limit: int, slack: int) -> Iterator[_Piece]:
-    """Cut a strided region into pieces.
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Which gapped pieces are moved in one call; one that is dense on both sides may have any size."""
 
-    One that is dense on both sides may have any size; any other spans at most `limit` bytes, of which at least one in
-    `slack` belongs to it.
-    """
+    span: int
+    """Bytes from first to last at most."""
+    slack: int = 1
+    """At least one byte in so many belongs to it,"""
+    gap: int = 0
+    """or else no gap has more bytes than this."""
+
+    def allow(self, span: int, own: int, gap: int) -> bool:
+        """Whether a piece of `span` bytes, `own` of which are wanted, is one call."""
+        return span <= self.span and (span <= self.slack * own or gap <= self.gap)
+
+
+def _pieces(view: NDArray[np.generic], offset: int, strides: Sequence[int], limits: _Limits) -> Iterator[_Piece]:
+    """Cut a strided region into pieces that one call each can move."""
     dims = sorted((d for d, n in enumerate(view.shape) if n != 1), key=lambda d: (-strides[d], d))
     ones = [d for d, n in enumerate(view.shape) if n == 1]
     drop: Any = (..., *(0 for _ in ones))
     ordered = view.transpose([*dims, *ones])[drop]
-    yield from _cut(_piece(ordered, offset, tuple(strides[d] for d in dims)), limit, slack)
+    yield from _cut(_piece(ordered, offset, tuple(strides[d] for d in dims)), limits)
 
 
 def _piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...]) -> _Piece:
@@ -227,16 +242,26 @@ def _piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...]) -> 
     return _Piece(offset, span, view, strides)
 
 
-def _cut(piece: _Piece, limit: int, slack: int) -> Iterator[_Piece]:
+def _widest_gap(piece: _Piece) -> int:
+    """Bytes of the longest stretch between two elements of a piece."""
+    span, widest = piece.view.dtype.itemsize, 0
+    for extent, stride in zip(reversed(piece.view.shape), reversed(piece.strides), strict=True):
+        widest = max(widest, stride - span)
+        span += (extent - 1) * stride
+    return widest
+
+
+def _cut(piece: _Piece, limits: _Limits) -> Iterator[_Piece]:
     view, strides = piece.view, piece.strides
-    if (piece.dense and view.flags.c_contiguous) or (piece.span <= limit and piece.span <= slack * view.nbytes):
+    if (piece.dense and view.flags.c_contiguous) or limits.allow(piece.span, view.nbytes, _widest_gap(piece)):
         yield piece
         return
     inner = _piece(view[0, ...], piece.offset, strides[1:])
-    rows = max((limit - inner.span) // strides[0] + 1, 1) if inner.span <= limit and strides[0] else 1
-    if rows > 1 and inner.span + (rows - 1) * strides[0] <= slack * rows * inner.view.nbytes:
+    fits = inner.span <= limits.span and strides[0]
+    rows = max((limits.span - inner.span) // strides[0] + 1, 1) if fits else 1
+    if rows > 1 and limits.allow(inner.span + (rows - 1) * strides[0], rows * inner.view.nbytes, _widest_gap(piece)):
         for start in range(0, view.shape[0], rows):
             yield _piece(view[start : start + rows], piece.offset + start * strides[0], strides)
     else:
         for row in range(view.shape[0]):
-            yield from _cut(_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limit, slack)
+            yield from _cut(_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limits)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import U16, Files, Layout, budget, filled, layouts, rows, shapes, values_of
@@ -9,6 +10,7 @@ from test_engine import U16, Files, Layout, budget, filled, layouts, rows, shape
 from shardctl.box import Box
 from shardctl.copyplan import CopyPlan, join
 from shardctl.digest import Sums, partial
+from shardctl.execute import engine
 from shardctl.execute.engine import execute
 from shardctl.manifest import Chunk as Stored
 from shardctl.manifest import File, Fill, Manifest, Region, Tensor
@@ -53,7 +55,10 @@ def cut(shape, dim, parts, name="rank{}"):
     return layout.manifest(shape)
 
 
-def test_a_worker_reads_only_what_its_files_need():
+@pytest.mark.parametrize("gap", [0, 55, 56])
+def test_a_worker_reads_only_what_its_files_need_and_small_gaps(monkeypatch, gap):
+    """Its columns are 8 bytes of each row of 64."""
+    monkeypatch.setattr(engine, "GAP", gap)
     values = values_of((16, 32))
     have = rows((16, 32))
     for dim in (0, 1):
@@ -63,7 +68,8 @@ def test_a_worker_reads_only_what_its_files_need():
         source = Files(filled(have, values))
         mine = share(plan, groups, 3)
         execute(mine.plan, source, Files(), budget(4096), portions=mine.portions)
-        assert source.reads == {"f": 16 * 32 * 2 // 8}
+        gaps = 15 * 56 if dim == 1 and gap == 56 else 0
+        assert source.reads == {"f": 16 * 32 * 2 // 8 + gaps}
 
 
 def test_neighbouring_ranks_of_one_worker_are_read_together():

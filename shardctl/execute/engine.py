@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 SYNC_BYTES: Final = 1 << 30
 """How many written bytes may be lost to a kill: after so many, files are synced and the journal grows."""
 
+GAP: Final = 32 << 10
+"""Where a worker wants some columns of a matrix, so many bytes between two rows of them are read along: each row by
+itself would be a call and, on a cold file, a small read from the disk, which takes longer than this many bytes."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -155,7 +159,7 @@ class _Run:
     def worker(self) -> Callable[[_Task], None]:
         """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
-            hands = _Hands(self._budget, next(self._numbers))
+            hands = _Hands(self._budget, next(self._numbers), GAP if self._portions else 0)
 
         def handle(task: _Task) -> None:
             entry = self._journal.find(task.key) if self._journal else None
@@ -239,9 +243,9 @@ class _Run:
 class _Hands:
     """One thread's buffers, and what it does with them."""
 
-    def __init__(self, budget: Budget, number: int) -> None:
+    def __init__(self, budget: Budget, number: int, gap: int) -> None:
         self._turn = number / budget.threads
-        self._band = Band(budget.block)
+        self._band = Band(budget.block, gap)
         self._data = np.empty(budget.block, np.uint8)
         self._cast = np.empty(0, np.uint8)
         self.written: Counter[str] = Counter()
