@@ -34,10 +34,10 @@ VOCABULARY_TYPE: Final = "vocabulary_type"
 """The fact that names the type of the embedding, for ranks that only have zeros of it."""
 BIAS_TYPE: Final = "bias_type"
 """The fact that names the type of biases that are zeros on all ranks but the first."""
-LATENT_FAMILIES: Final = frozenset({"deepseek_v3"})
 FAMILIES: Final[Mapping[str, Callable[[Rank, Model], Iterator[Entry]]]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "mixtral", "qwen3_moe"), decoder),
-    **dict.fromkeys(("gpt_oss", "deepseek_v3"), decoder),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), decoder),
+    **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), decoder),
+    "deepseek_v3": decoder,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
     "bloom": bloom,
@@ -45,13 +45,11 @@ FAMILIES: Final[Mapping[str, Callable[[Rank, Model], Iterator[Entry]]]] = {
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
 _HEADS: Final = ("ForCausalLM", "LMHeadModel")
-_CHECKED: Final = frozenset({"0.25"})
-"""Profiles whose latent attention is known."""
 
 
 def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     """The arrays of one rank; see `Schema.entries`."""
-    _check_model(model, dialect)
+    _check_model(model)
     tp = dialect.mesh.degree("tp")
     if dialect.mesh.ep not in (1, tp):
         raise CutError(
@@ -73,7 +71,7 @@ def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
         here.parts.refuse_others(here.seen)
 
 
-def _check_model(model: Model, dialect: Dialect) -> None:
+def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
     if model.unquantised:
         raise UnsupportedError(
@@ -84,11 +82,6 @@ def _check_model(model: Model, dialect: Dialect) -> None:
         raise UnsupportedError(
             f"{TITLE} of {model.architecture or 'this model'} is not known here",
             hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
-        )
-    if model.family in LATENT_FAMILIES and dialect.switch(LATENT) and dialect.text(PROFILE) not in _CHECKED:
-        raise UnsupportedError(
-            f"{model.architecture} with latent attention is known of vLLM 0.25, not of {dialect.text(PROFILE)}",
-            hint="use --vllm-profile 0.25",
         )
 
 

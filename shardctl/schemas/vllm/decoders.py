@@ -28,17 +28,19 @@ _NORMS: Final = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_KINDS: Final = ("weight", "bias")
 _LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
-_HEADLESS: Final = frozenset({"gemma2"})
-"""Families whose class has no head at all, but asks the embedding."""
+_HEADLESS: Final = frozenset({"gemma", "gemma2"})
+"""Families whose class has no head at all, but asks the embedding; in 0.11, that of Gemma 3, too."""
 
 
 def decoder(here: Rank, model: Model) -> Iterator[Entry]:
     """The arrays of a rank."""
     embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
-    if _HEAD not in model.aliases or model.family in _HEADLESS:
+    headless = model.family in _HEADLESS or (model.family == "gemma3_text" and not here.modern)
+    if _HEAD not in model.aliases or headless:
         yield here.vocabulary(_EMBEDDING, embedding)
-    if model.family not in _HEADLESS:
+    if not headless:
         yield here.vocabulary(_HEAD)
     yield from here.same("model.norm.weight")
     for number in range(model.layers):
@@ -56,7 +58,7 @@ def decoder(here: Rank, model: Model) -> Iterator[Entry]:
 
 
 def _attention(here: Rank, have: str, new: str) -> Iterator[Entry]:
-    for kind in ("weight", "bias"):
+    for kind in _KINDS:
         if f"{have}.q_proj.{kind}" in here:
             parts = (
                 in_heads(here.take(f"{have}.{part}_proj.{kind}"), here.parts.unit(f"{have}.{part}_proj.weight"))
@@ -91,18 +93,25 @@ def _mlp(here: Rank, have: str) -> Iterator[Entry]:
         halves = (part.share(0, here.index, here.tp) for part, _ in sections(here, f"{have}.gate_up_proj.weight"))
         yield Entry(f"{have}.gate_up_proj.weight", join(list(halves)))
         yield from here.row_layer(f"{have}.down_proj")
-    elif f"{have}.shared_experts.down_proj.weight" in here:
-        yield from _experts(here, have, _USUAL)
-        gate = f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
-        for name in ("weight", "e_score_correction_bias"):
-            if f"{have}.gate.{name}" in here:
-                yield Entry(f"{gate}.{name}", here.take(f"{have}.gate.{name}"))
-        shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
-        yield from _gated(here, f"{have}.shared_experts", shared)
     elif f"{have}.gate.weight" in here:
         yield from _experts(here, have, _USUAL)
-        gate = f"{have}.experts.gate.weight" if here.modern else f"{have}.gate.weight"
-        yield Entry(gate, here.take(f"{have}.gate.weight"))
+        yield from _router(here, have)
+        shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
+        if f"{have}.shared_experts.down_proj.weight" in here:
+            yield from _gated(here, f"{have}.shared_experts", shared)
+        elif f"{have}.shared_expert.down_proj.weight" in here:
+            yield from _gated(here, f"{have}.shared_expert", shared)
+            yield Entry(f"{shared}.expert_gate.weight", here.take(f"{have}.shared_expert_gate.weight"))
+
+
+def _router(here: Rank, have: str) -> Iterator[Entry]:
+    """The router, which some classes give to the module of the experts, whose name for it sorts first."""
+    shared = f"{have}.shared_experts.down_proj.weight" in here
+    given = shared or (here.modern and f"{have}.shared_expert.down_proj.weight" not in here)
+    gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
+    for name in ("weight", "e_score_correction_bias"):
+        if f"{have}.gate.{name}" in here:
+            yield Entry(f"{gate}.{name}", here.take(f"{have}.gate.{name}"))
 
 
 def _gated(here: Rank, have: str, new: str) -> Iterator[Entry]:

@@ -1,0 +1,366 @@
+"""vLLM's sharded state: as its own loaders shard models and its own saver writes them, to the bit; refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
+from shardctl.formats import detect, scan
+from shardctl.mesh import Mesh
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.plan_file import load, save
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "vllm"
+OWNERS = tuple(sorted(f"{path.parent.name}/{path.name}" for path in FIXTURES.glob("*/0.*")))
+"""Every directory that vLLM wrote: ``CASE/PROFILE-MESH``."""
+EXPANDED = tuple(owner for owner in OWNERS if "deepseek" in owner and not owner.endswith("mla"))
+"""Those that vLLM wrote under ``VLLM_MLA_DISABLE=1``, which are read and never written."""
+WRITTEN = tuple(owner for owner in OWNERS if owner not in EXPANDED)
+SPELLED = {"lm_head.weight": "embed_out.weight"}
+"""What transformers' saver calls the head of GPT-NeoX."""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A copy of a directory that vLLM wrote, to be damaged."""
+
+    def copied(owner: str) -> Path:
+        return Path(shutil.copytree(FIXTURES / owner, tmp_path / "damaged"))
+
+    return copied
+
+
+def source(owner: str) -> Path:
+    return FIXTURES / owner.partition("/")[0] / "hf"
+
+
+def wish(owner: str, **options: object) -> Wish:
+    profile, tp, *rest = owner.partition("/")[2].split("-")
+    ranks = int(tp.removeprefix("tp"))
+    ep = ranks if any(word.startswith("ep") for word in rest) else 1
+    return Wish(to="vllm", mesh=Mesh.of(tp=ranks, ep=ep), vllm_profile=profile, **options)
+
+
+def ranks(at: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every array, by rank and name."""
+    return {
+        (path.name.split("-")[2], name): tensor
+        for path in at.glob("model-rank-*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def unequal(one: dict, other: dict) -> list:
+    """What is in one only, or another type, shape or bits in the other."""
+    both = one.keys() & other.keys()
+    unlike = [
+        key
+        for key in both
+        if one[key].dtype != other[key].dtype
+        or one[key].shape != other[key].shape
+        or not torch.equal(one[key].reshape(-1).view(torch.uint8), other[key].reshape(-1).view(torch.uint8))
+    ]
+    return [*(one.keys() ^ other.keys()), *unlike]
+
+
+def change(at: Path, rank: int, **arrays: torch.Tensor | None) -> None:
+    """Give a rank other arrays, by names in which dots are written as double underscores; None for none."""
+    path = at / f"model-rank-{rank}-part-0.safetensors"
+    have = load_file(path)
+    for name, tensor in arrays.items():
+        dotted = name.replace("__", ".")
+        have.pop(dotted, None)
+        if tensor is not None:
+            have[dotted] = tensor
+    save_file(have, path)
+
+
+def renamed(at: Path, old: str, new: str) -> None:
+    """Call a part of the names of arrays otherwise."""
+    for path in at.glob("model-rank-*.safetensors"):
+        save_file({name.replace(old, new): tensor for name, tensor in load_file(path).items()}, path)
+
+
+class TestReading:
+    @pytest.mark.parametrize("owner", OWNERS)
+    def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
+        reshard(FIXTURES / owner, tmp_path / "hf", Wish(to="hf"))
+        ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
+        ours = {SPELLED.get(name, name) if "gpt_neox" in owner else name: tensor for name, tensor in ours.items()}
+        assert unequal(ours, theirs) == []
+        assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source(owner) / "vocab.txt").read_bytes()
+
+    @pytest.mark.parametrize(
+        ("owner", "mesh", "facts"),
+        [
+            ("llama/0.25-tp8", "tp8", {"profile": "0.25", "latent": False}),
+            ("mixtral/0.11-tp2-ep2", "tp2 x ep2", {"profile": "0.11", "latent": False}),
+            ("mixtral/0.25-tp2", "tp2", {"profile": "0.25", "latent": False}),
+            ("deepseek_v3/0.25-tp2-mla", "tp2", {"profile": "0.25", "latent": True}),
+        ],
+    )
+    def test_the_files_say_what_they_are(self, owner, mesh, facts):
+        at = LocalSource(FIXTURES / owner)
+        assert detect(at).name == "vllm"
+        found = scan(at).dialect
+        assert (str(found.mesh), dict(found.facts)) == (mesh, {**facts, "vocabulary_type": "BF16"})
+        assert inspect(FIXTURES / owner).format == "vllm"
+
+    def test_ranks_with_several_files(self, tmp_path):
+        reshard(source("llama/"), tmp_path / "parts", wish("llama/0.25-tp2", max_shard_size=20_000))
+        parts = sorted(path.name for path in (tmp_path / "parts").glob("model-rank-1-*"))
+        assert parts == [f"model-rank-1-part-{n}.safetensors" for n in range(len(parts))]
+        assert len(parts) > 1
+        assert unequal(ranks(tmp_path / "parts"), ranks(FIXTURES / "llama" / "0.25-tp2")) == []
+        assert digest(tmp_path / "parts").digest == digest(source("llama/")).digest
+
+    def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
+        at = place("llama/0.25-tp2")
+        shutil.copy(source("llama/") / "model.safetensors", at)
+        assert detect(LocalSource(at)).name == "safetensors"
+
+    def test_a_file_alone_is_a_safetensors_file(self):
+        at = FIXTURES / "llama" / "0.25-tp2" / "model-rank-0-part-0.safetensors"
+        assert detect(LocalSource(at)).name == "safetensors"
+
+
+class TestWriting:
+    @pytest.mark.parametrize("owner", WRITTEN)
+    def test_every_array_is_vllms(self, owner, tmp_path):
+        reshard(source(owner), tmp_path / "out", wish(owner))
+        assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / owner)) == []
+        for side in ("config.json", "vocab.txt"):
+            assert (tmp_path / "out" / side).read_bytes() == (FIXTURES / owner / side).read_bytes()
+
+    @pytest.mark.parametrize("owner", OWNERS)
+    def test_there_and_back_is_the_same(self, owner, tmp_path):
+        reshard(FIXTURES / owner, tmp_path / "hf", Wish(to="hf"))
+        made = reshard(tmp_path / "hf", tmp_path / "again", wish(owner))
+        assert verify(tmp_path / "again", against=str(FIXTURES / owner)).ok
+        assert made.record.digest == digest(FIXTURES / owner).digest == digest(source(owner)).digest
+        if owner in WRITTEN:
+            assert unequal(ranks(tmp_path / "again"), ranks(FIXTURES / owner)) == []
+
+    @pytest.mark.parametrize(
+        ("owner", "want"),
+        [
+            ("llama/0.25-tp8", "llama/0.11-tp2"),
+            ("mixtral/0.11-tp2-ep2", "mixtral/0.25-tp2"),
+            ("deepseek_v3/0.25-tp2-ep2", "deepseek_v3/0.25-tp2-mla"),
+        ],
+    )
+    def test_from_one_mesh_and_version_to_another(self, owner, want, tmp_path):
+        reshard(FIXTURES / owner, tmp_path / "out", wish(want))
+        assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / want)) == []
+
+    def test_the_newest_profile_is_written_where_none_is_asked_for(self, tmp_path):
+        reshard(source("llama/"), tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=8)))
+        assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / "llama" / "0.25-tp8")) == []
+
+    def test_one_rank_needs_no_mesh(self, tmp_path):
+        reshard(FIXTURES / "llama" / "0.25-tp8", tmp_path / "out", Wish(to="vllm"))
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+        assert diff(source("llama/"), tmp_path / "out").equal
+
+    def test_a_cast_is_of_padding_and_zeros_too_and_not_of_factors(self, tmp_path):
+        reshard(source("gpt_oss/"), tmp_path / "out", wish("gpt_oss/0.25-tp2", dtype="fp16"))
+        reshard(source("llama/"), tmp_path / "llama", wish("llama/0.25-tp8", dtype="fp16"))
+        found = ranks(tmp_path / "out") | ranks(tmp_path / "llama")
+        factors = {torch.float32 if name.endswith("_scale") else torch.float16 for _, name in found}
+        assert {tensor.dtype for tensor in found.values()} == factors
+        assert all(tensor.dtype == torch.float32 for (_, name), tensor in found.items() if name.endswith("_scale"))
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+        for at in ("out", "llama"):
+            reshard(tmp_path / at, tmp_path / f"{at}-back", Wish(to="hf"))
+
+    def test_layers_that_predict_are_left_behind_and_said(self, tmp_path):
+        deepseek = FIXTURES.parent / "deepseek_mp" / "predicting" / "source"
+        made = reshard(deepseek, tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+        assert any("of layers that predict further tokens have no place" in said for said in made.warnings)
+        assert verify(tmp_path / "out").ok
+
+    def test_a_plan_keeps_the_profile(self, tmp_path):
+        with opened(source("llama/")) as checkpoint:
+            save(tmp_path / "plan.json", draft(checkpoint, wish("llama/0.11-tp2")))
+        assert load(tmp_path / "plan.json").wish.vllm_profile == "0.11"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("owner", "mesh", "message"),
+        [
+            ("llama/", Mesh.of(pp=2, tp=2), "no pp=2: every stage would write the same names"),
+            ("llama/", Mesh.of(dp=2, tp=2), "no dp=2: every replica loads the same directory"),
+            ("llama/", Mesh.of(fsdp=2), "no fsdp=2: vLLM does not cut weights so"),
+            ("llama/", Mesh.of(tp=3), "pads 100 rows to 128, which tp=3 does not divide"),
+            ("llama/", Mesh.of(tp=16), "8 attention heads cannot be divided over tp=16"),
+            ("mixtral/", Mesh.of(tp=4, ep=2), "over all ranks of tp or over none, but the mesh is tp4 x ep2"),
+            ("mixtral/", Mesh.of(tp=8, ep=8), "4 experts are too few for ep=8"),
+        ],
+    )
+    def test_a_mesh_that_does_not_fit(self, owner, mesh, message, tmp_path):
+        with pytest.raises(CutError, match=message):
+            reshard(source(owner), tmp_path / "out", Wish(to="vllm", mesh=mesh))
+
+    def test_heads_that_can_neither_be_divided_nor_repeated(self, tmp_path):
+        config = json.loads((source("llama/") / "config.json").read_text())
+        shapes = {"q_proj": (48, 32), "k_proj": (24, 32), "v_proj": (24, 32), "o_proj": (32, 48)}
+        arrays = load_file(source("llama/") / "model.safetensors")
+        for name in arrays:
+            part = name.split(".")[-2]
+            arrays[name] = torch.zeros(shapes[part], dtype=torch.bfloat16) if part in shapes else arrays[name]
+        (tmp_path / "hf").mkdir()
+        save_file(arrays, tmp_path / "hf" / "model.safetensors")
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **heads}))
+        with pytest.raises(CutError, match="3 key/value heads can neither be divided over tp=2 nor repeated evenly"):
+            reshard(tmp_path / "hf", tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+
+    def test_a_profile_that_is_none(self, tmp_path):
+        with pytest.raises(UsageError, match=r"unknown --vllm-profile '0\.9'"):
+            reshard(source("llama/"), tmp_path / "out", Wish(to="vllm", vllm_profile="0.9"))
+
+    def test_a_profile_for_another_layout(self, tmp_path):
+        with pytest.raises(UsageError, match="vllm-profile"):
+            reshard(source("llama/"), tmp_path / "out", Wish(to="hf", vllm_profile="0.11"))
+
+    def test_a_model_that_is_not_known(self, tmp_path):
+        minilm = FIXTURES.parent / "trtllm" / "qwen2_tp4" / "source"
+        config = json.loads((minilm / "config.json").read_text())
+        shutil.copytree(minilm, tmp_path / "hf")
+        (tmp_path / "hf" / "config.json").write_text(
+            json.dumps({**config, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"]})
+        )
+        with pytest.raises(UnsupportedError, match="StableLm"):
+            reshard(tmp_path / "hf", tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+
+    def test_a_quantised_model(self, tmp_path):
+        fp8 = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
+        with pytest.raises(UnsupportedError, match="quantised weights an order of their own"):
+            reshard(fp8, tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("model__layers__0__mlp__down_proj__weight_scale", torch.ones(1), "belongs to quantised weights"),
+            ("model__layers__0__mlp__down_proj__qweight", torch.ones(1), "belongs to quantised weights"),
+            ("model__norm__weight", torch.ones(32).to(torch.float8_e4m3fn), "is F8_E4M3"),
+        ],
+    )
+    def test_quantised_files(self, place, name, value, message):
+        at = place("llama/0.25-tp2")
+        change(at, 1, **{name: value})
+        with pytest.raises(UnsupportedError, match=rf"model-rank-1-part-0\.safetensors {message}: quantised models"):
+            scan(LocalSource(at))
+
+    def test_factors_of_a_cache_in_8_bits(self, place):
+        at = place("llama/0.25-tp2")
+        change(at, 1, model__layers__0__self_attn__attn___k_scale=torch.tensor(0.5))
+        with pytest.raises(UnsupportedError, match=r"rank1/model\.layers\.0\.self_attn\.attn\._k_scale .*other values"):
+            digest(at)
+
+    def test_experts_in_another_order(self, place):
+        """vLLM's `--expert-placement-strategy round_robin`."""
+        at = place("mixtral/0.25-tp2-ep2")
+        name = "model__layers__0__block_sparse_moe__experts__routed_experts___expert_map"
+        change(at, 0, **{name: torch.tensor([0, -1, 1, -1], dtype=torch.int32)})
+        with pytest.raises(UnsupportedError, match=r"routed_experts\._expert_map .*other values"):
+            digest(at)
+
+    @pytest.mark.parametrize(
+        ("owner", "old", "new", "message"),
+        [
+            ("llama/0.25-tp2", "._prob_scale", "._softmax_scale", "_k_scale in attention, but no _prob_scale"),
+            (
+                "mixtral/0.25-tp2",
+                ".routed_experts",
+                "",
+                r"_k_scale in attention, but experts called model\.layers\.0\.block_sparse_moe\.experts\.w",
+            ),
+            ("mixtral/0.11-tp2", ".w13", ".routed_experts.w13", r"experts called .*routed_experts.*, but no _k_scale"),
+        ],
+    )
+    def test_arrays_of_a_version_that_is_not_known(self, place, owner, old, new, message):
+        at = place(owner)
+        renamed(at, old, new)
+        with pytest.raises(UnsupportedError, match=f"no version of vLLM that is known: .*{message}"):
+            scan(LocalSource(at))
+
+    def test_an_array_too_many_and_one_too_few(self, place):
+        at = place("llama/0.25-tp2")
+        change(at, 1, model__layers__0__extra__weight=torch.ones(2))
+        with pytest.raises(UnsupportedError, match=r"has no rank1/model\.layers\.0\.extra\.weight"):
+            digest(at)
+        change(at, 1, model__layers__0__extra__weight=None, model__layers__1__mlp__gate_up_proj__weight=None)
+        with pytest.raises(SourceError, match=r"lacks rank1/model\.layers\.1\.mlp\.gate_up_proj\.weight"):
+            digest(at)
+
+    def test_an_array_of_another_shape(self, place):
+        at = place("llama/0.25-tp2")
+        change(at, 1, model__layers__1__mlp__gate_up_proj__weight=torch.ones(24, 32).bfloat16())
+        with pytest.raises(
+            SourceError, match=r"gate_up_proj\.weight has shape \[24, 32\], but the model gives it \[48"
+        ):
+            digest(at)
+
+    def test_copies_of_a_head_that_differ(self, place):
+        at = place("llama/0.25-tp8")
+        qkv = load_file(at / "model-rank-1-part-0.safetensors")["model.layers.0.self_attn.qkv_proj.weight"]
+        qkv[-1] += 1
+        change(at, 1, model__layers__0__self_attn__qkv_proj__weight=qkv)
+        with pytest.raises(SourceError, match=r"self_attn\.v_proj\.weight: copies differ in 32 elements"):
+            digest(at)
+
+    def test_a_bias_that_is_no_zeros(self, place):
+        at = place("gpt_oss/0.25-tp2")
+        name = "model__layers__0__mlp__experts__routed_experts__w2_bias"
+        change(at, 1, **{name: torch.ones(4, 32).bfloat16()})
+        with pytest.raises(UnsupportedError, match=r"rank1/.*w2_bias .*other values"):
+            digest(at)
+
+    def test_a_file_that_is_missing(self, place):
+        at = place("llama/0.25-tp8")
+        (at / "model-rank-3-part-0.safetensors").unlink()
+        with pytest.raises(SourceError, match=r"no file of rank 3, but model-rank-7-part-0\.safetensors is there"):
+            scan(LocalSource(at))
+
+    def test_the_last_rank_that_is_missing(self, place):
+        """The shapes then are those of another number of ranks."""
+        at = place("llama/0.25-tp8")
+        (at / "model-rank-7-part-0.safetensors").unlink()
+        with pytest.raises(CutError, match="tp=7"):
+            digest(at)
+        for rank in (4, 5, 6):
+            (at / f"model-rank-{rank}-part-0.safetensors").unlink()
+        with pytest.raises(SourceError, match=r"has shape \[16, 32\], but the model gives it \[32, 32\]"):
+            digest(at)
+
+    def test_a_part_that_is_missing_and_one_that_is_double(self, place):
+        at = place("llama/0.25-tp2")
+        (at / "model-rank-1-part-0.safetensors").rename(at / "model-rank-1-part-1.safetensors")
+        with pytest.raises(SourceError, match=r"model-rank-1-part-0\.safetensors is missing"):
+            scan(LocalSource(at))
+        shutil.copy(at / "model-rank-1-part-1.safetensors", at / "model-rank-1-part-0.safetensors")
+        with pytest.raises(SourceError, match=r"is in model-rank-1-part-1\.safetensors and in model-rank-1-part-0"):
+            scan(LocalSource(at))
+
+    def test_no_config(self, place):
+        at = place("llama/0.25-tp2")
+        (at / "config.json").unlink()
+        with pytest.raises(SourceError, match="only a config says which model's tensors"):
+            digest(at)
+        with opened(at, Reading(config=source("llama/"))) as found:
+            assert found.model is not None
