@@ -136,10 +136,11 @@ def _cell(
 ) -> Iterator[Cell]:
     """An array's cell, at an index of some extent in each dim of the stack; those of gate and up, if they are two."""
     place, counts = tuple(index for index, _ in stacked), tuple(count for _, count in stacked)
-    halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(whole.pieces) == len(_HALVES) else ()
+    pieces = whole.pieces if _FIRST in name else (whole.content,)
+    halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(pieces) == len(_HALVES) else ()
     if not halves:
-        yield Cell(name, whole.pieces, whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
-    for half, piece in zip(halves, whole.pieces, strict=False):
+        yield Cell(name, pieces, whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
+    for half, piece in zip(halves, pieces, strict=False):
         yield Cell(name + half, (piece,), whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
 
 

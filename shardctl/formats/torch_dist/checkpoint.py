@@ -30,6 +30,7 @@ _VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
 _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
 _FRAMEWORK: Final = frozenset({MARK, TRACKER, FILE, METADATA, "modelopt_run_config.yaml"})
+_EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
 
@@ -115,8 +116,12 @@ def _side(save: Save, folder: str) -> tuple[list[Opaque], tuple[str, ...]]:
 
 
 def _objects(save: Save, keys: Keys, common: Common | None) -> Iterator[Opaque]:
-    for key in (*save.metadata[0].objects, *keys.buckets):
+    objects = save.metadata[0].objects
+    for key in (*(key for key in objects if _EXTRA not in key), *keys.buckets):
         yield Opaque(key, "drop")
+    extra = sum(_EXTRA in key for key in objects)
+    if extra:
+        yield Opaque(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
     if common is not None:
         for name in common.names:
             yield Opaque(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
@@ -136,9 +141,6 @@ def _step(common: Common | None) -> int | None:
 
 def _notes(keys: Keys, common: Common | None, masters: dict[str, Tensor], weights: Weights) -> Iterator[str]:
     """How the keys were understood."""
-    mesh = written_for(common)
-    if mesh.world > 1:
-        yield f"written for {mesh}"
     if keys.wrapper:
         yield f"arrays are named by what follows {keys.wrapper!r} in the keys"
     if common is None:
