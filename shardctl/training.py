@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from shardctl.errors import SourceError
 
@@ -25,6 +25,8 @@ _DEPTH: Final = 4
 """Lists in one another that a setting may be."""
 _LONGEST: Final = 1 << 20
 """Values in them: the longest setting is the names of all parameters of a group."""
+_FAR: Final = 1 << 63
+"""No number that anything counts is as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,9 @@ class Training:
 def as_setting(node: object) -> tuple[Setting] | None:
     """The number, text, None or list of those that a node of a pickle or of JSON is, alone in a tuple.
 
-    None for anything else, and for what would take long to look at: lists too deep in one another, or of too many
-    values in all. A list may hold the same list often, so that a short pickle can describe an endless one.
+    None for anything else; for what would take long to look at: lists too deep in one another, or of too many values in
+    all (a list may hold the same list often, so that a short pickle can describe an endless one); and for what could
+    not be written again: whole numbers beyond 64 bits, and text with halves of surrogate pairs.
 
     >>> as_setting([0.9, 0.95]), as_setting(None), as_setting({"lr": 0.1})
     (((0.9, 0.95),), (None,), None)
@@ -69,13 +72,35 @@ def as_setting(node: object) -> tuple[Setting] | None:
 def _count(node: object, depth: int, most: int) -> int:
     """Values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
     if not isinstance(node, list | tuple):
-        return 1 if node is None or isinstance(node, bool | int | float | str) else most + 1
+        return 1 if _is_plain(node) else most + 1
     found = 0
     for part in node if depth else ():
         found += _count(part, depth - 1, most - found)
         if found > most:
             return found
     return max(found, 1) if depth else most + 1
+
+
+def _is_plain(node: object) -> bool:
+    if isinstance(node, int):
+        return -_FAR <= node < _FAR
+    return node is None or isinstance(node, float) or is_text(node)
+
+
+def is_text(node: object) -> TypeGuard[str]:
+    """Whether this is a text that can be written."""
+    return isinstance(node, str) and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node))
+
+
+def as_steps(setting: Setting) -> int | None:
+    """The number of steps that a setting is, also if it is a float without a fraction; None for anything else.
+
+    >>> as_steps(3.0), as_steps(0.5), as_steps(float("inf")), as_steps(True)
+    (3, None, None, None)
+    """
+    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 <= setting < _FAR:
+        return None
+    return int(setting) if setting == int(setting) else None
 
 
 def _frozen(node: Any) -> Setting:  # noqa: ANN401 - a node that was found to be a setting
@@ -136,18 +161,24 @@ def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
     """What `dump_settings` wrote; raises SourceError if it did not."""
     try:
         said = json.loads(data)
-        step = said["step"]
+        step = as_steps(_setting(said["step"]))
         groups = tuple(
-            Group(tuple(map(str, g["parameters"])), {str(k): _setting(v) for k, v in g["settings"].items()})
+            Group(tuple(map(_name, g["parameters"])), {_name(k): _setting(v) for k, v in g["settings"].items()})
             for g in said["groups"]
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{SETTINGS} is malformed: {error}") from error
-    return (step if isinstance(step, int) else None), groups
+    return step, groups
+
+
+def _name(node: object) -> str:
+    if not is_text(node):
+        raise TypeError(f"{ascii(node)[:100]} is no name")
+    return node
 
 
 def _setting(node: object) -> Setting:
     found = as_setting(node)
     if found is None:
-        raise TypeError("an object is no setting of an optimizer")
+        raise TypeError(f"{ascii(node)[:100]} is no setting of an optimizer")
     return found[0]

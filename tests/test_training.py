@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.training import Group, Training, as_setting, dump_settings, load_settings
+from shardctl.training import Group, Training, as_setting, as_steps, dump_settings, load_settings
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.1, "adamw", (), (0.9, 0.95), ((1, ("a", None)), False)])
@@ -19,8 +20,15 @@ def test_lists_become_tuples_so_that_nobody_changes_them():
     assert as_setting([1, [2, (3, [])]]) == ((1, (2, (3, ()))),)
 
 
-@pytest.mark.parametrize("value", [{}, [{}], object(), b"", [1, [2, object()]], 1j], ids=repr)
+@pytest.mark.parametrize("value", [{}, [{}], object(), b"", [1, [2, object()]], 1j], ids=ascii)
 def test_nothing_else_is_a_setting(value):
+    assert as_setting(value) is None
+
+
+@pytest.mark.parametrize(
+    "value", ["\ud800", ["a", "b\udfff"], 1 << 63, -(1 << 63) - 1, 10**2000], ids=lambda v: ascii(v)[:20]
+)
+def test_what_could_not_be_written_again_is_no_setting(value):
     assert as_setting(value) is None
 
 
@@ -51,6 +59,16 @@ def test_the_names_of_all_parameters_of_a_large_model_are_a_setting():
     assert as_setting(names) == (tuple(names),)
 
 
+@pytest.mark.parametrize("value", [0, 7, 7.0, 1e15])
+def test_steps_are_whole_numbers(value):
+    assert as_steps(value) == int(value)
+
+
+@pytest.mark.parametrize("value", [None, "7", True, -1, 0.5, math.inf, -math.inf, math.nan, 1e300, (7,)])
+def test_nothing_else_is_a_number_of_steps(value):
+    assert as_steps(value) is None
+
+
 def test_settings_are_read_back_as_they_were():
     settings = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": None, "name": "groß", "amsgrad": False}
     training = Training(step=7, groups=(Group(("a", "b"), settings), Group((), {})))
@@ -59,8 +77,16 @@ def test_settings_are_read_back_as_they_were():
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b'{"step": 1}', b'{"step": 1, "groups": [{"parameters": [], "settings": {"lr": {"to": 1}}}]}'],
-    ids=["nothing", "a list", "no groups", "an object as setting"],
+    [
+        b"",
+        b"[]",
+        b'{"step": 1}',
+        b'{"step": 1, "groups": [{"parameters": [], "settings": {"lr": {"to": 1}}}]}',
+        b'{"step": 1, "groups": [{"parameters": [7], "settings": {}}]}',
+        b'{"step": 1, "groups": [{"parameters": ["\\ud800"], "settings": {}}]}',
+        b'{"step": 1, "groups": [{"parameters": [], "settings": {"\\udfff": 1}}]}',
+    ],
+    ids=["nothing", "a list", "no groups", "an object as setting", "a number as name", "no text", "no key"],
 )
 def test_a_malformed_file_of_settings_is_refused(data):
     with pytest.raises(SourceError, match=r"optimizer\.json is malformed"):

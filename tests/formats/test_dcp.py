@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import math
 import os
 import pickle
 import re
@@ -449,6 +450,20 @@ def test_a_group_whose_parameters_are_not_named_has_none(tmp_path):
     state = {"model": {"a": torch.zeros(2)}, "optim": {"state": {"a": {"step": 1.0}}, "param_groups": groups}}
     training = scan(saved(state, tmp_path / "numbers")).training
     assert [(group.parameters, group.settings["lr"]) for group in training.groups] == [((), 0.1), ((), 0.2)]
+
+
+@pytest.mark.parametrize("step", [math.inf, math.nan, 1e300, -1.0, 0.5], ids=str)
+def test_a_step_that_is_none_is_not_known(tmp_path, step):
+    optimizer = {"state": {"a": {"step": torch.tensor(step, dtype=torch.float64)}}, "param_groups": [{"params": ["a"]}]}
+    state = {"model": {"a": torch.zeros(2)}, "optim": optimizer}
+    assert scan(saved(state, tmp_path / "odd")).training.step is None
+
+
+def test_settings_that_could_not_be_written_again_are_not_known(tmp_path):
+    groups = [{"lr": 0.1, "name": "\ud800", "huge": 10**300, "params": ["a"]}]
+    state = {"model": {"a": torch.zeros(2)}, "optim": {"state": {"a": {"step": 1.0}}, "param_groups": groups}}
+    (group,) = scan(saved(state, tmp_path / "odd")).training.groups
+    assert (group.parameters, dict(group.settings)) == (("a",), {"lr": 0.1, "name": None, "huge": None})
 
 
 def test_parameters_of_a_flattened_optimizer_are_grouped_by_their_settings(tmp_path):

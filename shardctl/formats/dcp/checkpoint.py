@@ -11,7 +11,7 @@ from shardctl.formats.dcp.keys import Sorted, settings_groups, sort_keys, split_
 from shardctl.formats.dcp.save import Save
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Manifest, Opaque
-from shardctl.training import Training, state_name
+from shardctl.training import Training, as_steps, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ class _Save(Save):
         named = [key for key in self.sorted.others if key.endswith(_STEPS)]
         steps = [key for key, (_, state) in self.sorted.states.items() if state.rpartition(".")[2] == "step"]
         for key in (*named, *steps[:1]):
-            value = self.value(key)
-            if isinstance(value, int | float) and value == int(value):
-                return int(value)
+            done = as_steps(self.value(key))
+            if done is not None:
+                return done
         return None

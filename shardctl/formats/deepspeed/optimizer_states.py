@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.deepspeed.geometry import Partition
 from shardctl.formats.deepspeed.model_states import open_saved
-from shardctl.formats.deepspeed.values import Array, flat, integer, items, number, table, tensor
+from shardctl.formats.deepspeed.values import Array, flat, integer, is_name, items, number, table, tensor
 from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.training import as_setting
 
@@ -173,7 +173,7 @@ def settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int, ...], dict[
         values = {
             key: value[0]
             for key, node in held.items()
-            if isinstance(key, str) and key != "params" and (value := as_setting(node)) is not None
+            if is_name(key) and key != "params" and (value := as_setting(node)) is not None
         }
         found.append((members, values))
     return found

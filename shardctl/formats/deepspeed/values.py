@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError
 from shardctl.formats.pickle_tree import Call, Global, mapping
 from shardctl.formats.torch_tensors import as_tensor
+from shardctl.training import is_text
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
@@ -107,4 +108,4 @@ def shapes(node: object, where: str) -> dict[str, tuple[int, ...]]:
 
 def is_name(node: object) -> bool:
     """Whether this can name a tensor."""
-    return isinstance(node, str) and bool(node) and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node))
+    return is_text(node) and bool(node)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.formats.deepspeed.geometry import Partition, joined
+from shardctl.formats.deepspeed.optimizer_states import settings
 from shardctl.formats.deepspeed.partitions import add_number
 from shardctl.formats.deepspeed.values import flat, items, table, tensor
-from shardctl.training import as_setting
 
 if TYPE_CHECKING:
     from shardctl.formats.deepspeed.found import Found
@@ -43,8 +43,8 @@ def read_optimizer(rank: int, state: ModelState, found: Found) -> None:
         )
         return
     found.parameters |= dict.fromkeys(names)
-    settings = {str(k): v[0] for k, node in groups[0].items() if k != "params" and (v := as_setting(node)) is not None}
-    found.groups.setdefault(0, ({}, settings))[0].update(dict.fromkeys(names))
+    ((_, values),) = settings(groups, 0)
+    found.groups.setdefault(0, ({}, values))[0].update(dict.fromkeys(names))
     for number, name in zip(numbers, names, strict=True):
         for key, value in states.get(number, {}).items():
             if value.shape == state.module[name].shape:

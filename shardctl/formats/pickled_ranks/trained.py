@@ -9,7 +9,7 @@ from shardctl.formats.dcp.items import float_or_int
 from shardctl.formats.dcp.keys import settings_groups, split_flat
 from shardctl.manifest import Region
 from shardctl.storage import read
-from shardctl.training import Training, as_setting, state_name
+from shardctl.training import Training, as_setting, as_steps, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,9 +74,9 @@ def _step(collector: Collector, found: Sorted) -> int | None:
     named = [key for key in found.others if key.rpartition(".")[2] in _STEPS]
     steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == "step"]
     for key in (*named, *steps[:1]):
-        value = _value(collector, key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
-            return int(value)
+        done = as_steps(_value(collector, key))
+        if done is not None:
+            return done
     return None
 
 
