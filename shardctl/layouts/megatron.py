@@ -16,7 +16,7 @@ from shardctl.errors import CutError, UsageError
 from shardctl.layouts.composed import Layout, composed, target
 from shardctl.layouts.pickle_writer import Name, Object
 from shardctl.layouts.torch_item import saved, tensor_value
-from shardctl.manifest import File, Region
+from shardctl.manifest import Chunk, File, Region
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron import SCHEMA, layers
 from shardctl.schemas.megatron.arguments import LAST_ROW, arguments_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardctl.layouts.composed import Composed, Order
     from shardctl.layouts.pickle_writer import Value
-    from shardctl.manifest import Chunk, Manifest
+    from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
 NAME: Final = "megatron"
@@ -288,7 +288,8 @@ def _file(
             continue
         if array.padding:
             blanks.append((start + array.nbytes - array.padding, array.padding))
-        stored.extend((tensor, replace(part, name=name)) for tensor, part in array.chunks(Region(path, start, ())))
+        for tensor, part in array.chunks(Region(path, start, ())):
+            stored.append((tensor, Chunk(part.box, part.dtype, part.where, name, part.affine)))
     return File(path, item.size, tuple(literals), tuple(blanks))
 
 

@@ -8,7 +8,7 @@ stage a second time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -72,30 +72,29 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     for chunk in range(chunks):
         turn = chunk * stages + stage
         prefix, first = chunk_prefix(chunk, chunks), sum(counts[:turn])
-        for entry in _chunk(parts, dialect, rank, range(first, first + counts[turn])):
-            yield replace(entry, name=prefix + entry.name)
+        yield from _chunk(parts, dialect, rank, range(first, first + counts[turn]), prefix)
 
 
-def _chunk(parts: Parts, dialect: Dialect, rank: int, numbers: range) -> Iterator[Entry]:
-    """The arrays of the layers of some numbers, and of what is before and behind them."""
+def _chunk(parts: Parts, dialect: Dialect, rank: int, numbers: range, prefix: str) -> Iterator[Entry]:
+    """The arrays of the layers of some numbers, and of what is before and behind them, `prefix` before their names."""
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     shared = _Share(at["tp"], mesh.degree("tp"))
     variant = Variant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
     if numbers.start == 0:
         (name, tokens), *others = layers.embeddings(parts)
-        yield _vocabulary(name, tokens, dialect, shared)
+        yield _vocabulary(prefix + name, tokens, dialect, shared)
         for name, content in others:
-            yield Entry(name, content)
+            yield Entry(prefix + name, content)
     held = _held(parts.model, mesh, at["ep"])
     for number in numbers:
         arrays = layers.layer(parts, number, variant, held)
-        for entry in _layer(arrays, dialect, shared, _Share(at["etp"], mesh.etp)):
-            yield replace(entry, name=f"decoder.layers.{number - numbers.start}.{entry.name}")
+        new = f"{prefix}decoder.layers.{number - numbers.start}."
+        yield from _layer(arrays, new, dialect, shared, _Share(at["etp"], mesh.etp))
     if numbers.stop == parts.model.layers:
         for whole in layers.last_norm(parts):
-            yield Entry(whole.name, whole.content)
+            yield Entry(prefix + whole.name, whole.content)
         if not layers.is_tied(parts.model) or mesh.degree("pp") > 1:
-            yield _vocabulary("output_layer.weight", layers.head(parts), dialect, shared)
+            yield _vocabulary(f"{prefix}output_layer.weight", layers.head(parts), dialect, shared)
 
 
 def _held(model: Model, mesh: Mesh, group: int) -> range | None:
@@ -106,13 +105,13 @@ def _held(model: Model, mesh: Mesh, group: int) -> range | None:
     return range(group * count // mesh.ep, (group + 1) * count // mesh.ep) if count else None
 
 
-def _layer(arrays: Iterator[Whole], dialect: Dialect, shared: _Share, within: _Share) -> Iterator[Entry]:
+def _layer(arrays: Iterator[Whole], prefix: str, dialect: Dialect, shared: _Share, within: _Share) -> Iterator[Entry]:
     """A rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
     grouped: dict[str, list[Composite]] = {}
     first = None
     for whole in arrays:
         if whole.expert is None:
-            yield Entry(whole.name, whole.share(shared.index, shared.count), dtype=whole.dtype)
+            yield Entry(prefix + whole.name, whole.share(shared.index, shared.count), dtype=whole.dtype)
             continue
         first = whole.expert if first is None else first
         content = whole.share(within.index, within.count)
@@ -120,11 +119,11 @@ def _layer(arrays: Iterator[Whole], dialect: Dialect, shared: _Share, within: _S
             grouped.setdefault(whole.name, []).append(content)
         else:
             local = f"experts.local_experts.{whole.expert - first}."
-            yield Entry(whole.name.replace("experts.", local, 1), content)
-    yield from _grouped(grouped)
+            yield Entry(prefix + whole.name.replace("experts.", local, 1), content)
+    yield from _grouped(grouped, prefix)
 
 
-def _grouped(mine: dict[str, list[Composite]]) -> Iterator[Entry]:
+def _grouped(mine: dict[str, list[Composite]], prefix: str) -> Iterator[Entry]:
     """The two arrays of `GroupedMLP`: transposed experts one behind another, in two dims by declaration alone.
 
     Core's own `sharded_state_dict` views `weight1` as ``[experts, hidden, gate and up]``, though it is declared
@@ -135,7 +134,7 @@ def _grouped(mine: dict[str, list[Composite]]) -> Iterator[Entry]:
         count, rows, columns = content.shape
         first = name.endswith("linear_fc1.weight")
         declared = (rows, count * columns) if first else (count * rows, columns)
-        yield Entry(f"mlp.experts.weight{1 if first else 2}", content, shape=declared)
+        yield Entry(f"{prefix}mlp.experts.weight{1 if first else 2}", content, shape=declared)
 
 
 def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) -> Entry:

@@ -71,17 +71,26 @@ class Whole:
     """Of which routed expert it is."""
     dtype: DType | None = None
     """The type that it must have."""
+    groups: int = 0
+    """Into how many groups of heads each piece is cut, if those of a group follow each other; the join is divided then."""
 
     @property
     def content(self) -> Composite:
         """All of it, as it would be on one rank."""
-        return join(self.pieces)
+        return self._group_by_group(range(self.groups)) if self.groups else join(self.pieces)
 
     def share(self, index: int, count: int) -> Composite:
         """What rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
         if self.dim is None or count == 1:
             return self.content
-        return join([piece.share(self.dim, index, count) for piece in self.pieces])
+        if not self.groups:
+            return join([piece.share(self.dim, index, count) for piece in self.pieces])
+        if self.groups % count:  # a rank's rows begin or end inside of a group
+            return self.content.share(self.dim, index, count)
+        return self._group_by_group(range(index * self.groups // count, (index + 1) * self.groups // count))
+
+    def _group_by_group(self, groups: range) -> Composite:
+        return join([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +203,7 @@ def _qkv(kind: str, qkv: tuple[Composite, ...], groups: int, variant: Variant) -
     if variant.rows == BY_HEAD:
         heads = [interleave([part.share(0, head, groups) for part in qkv]) for head in range(groups)]
         return Whole(name, (join(heads),), 0)
-    by_group = [part.share(0, group, groups) for group in range(groups) for part in qkv]
-    return Whole(name, (join(by_group),), 0)
+    return Whole(name, qkv, 0, groups=groups)
 
 
 def _gated(
