@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardctl.verbs.purpose import Purpose
 
 _PURPOSE = "What the devices are for"
+_SERVING = "Serving"
 _TRAINING = "Training"
 _DEVICES = "Devices"
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion, ..."
@@ -48,7 +49,37 @@ Batch = Annotated[
 ]
 KvDtype = Annotated[
     Literal["bf16", "fp16", "fp8", "fp32"] | None,
-    typer.Option(rich_help_panel=_PURPOSE, show_default=False, help="Of the key/value cache. Default: the model's."),
+    typer.Option(rich_help_panel=_SERVING, show_default=False, help="Of the key/value cache. Default: the model's."),
+]
+EncoderLen = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        min=1,
+        rich_help_panel=_SERVING,
+        show_default=False,
+        help="Tokens per sequence of an encoder with a decoder. Default: --seq-len.",
+    ),
+]
+BatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        rich_help_panel=_SERVING,
+        show_default=False,
+        help="Most tokens of a forward pass (vLLM: max_num_batched_tokens). Default: 8192.",
+    ),
+]
+MaxSeqs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        rich_help_panel=_SERVING,
+        show_default=False,
+        help="Most sequences at once, for all of which the sampler makes room (vLLM: max_num_seqs). Default: --batch.",
+    ),
 ]
 Gpu = Annotated[
     str | None,

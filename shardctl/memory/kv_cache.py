@@ -65,13 +65,17 @@ def cross_bytes_per_token(anatomy: Anatomy, *, dtype: str, tp: int = 1, layers: 
     return sum(n * elements_per_token(one, tp) for one, n in found.items() if one.cross) * bits // 8
 
 
+def source_tokens(anatomy: Anatomy, work: Serving) -> int:
+    """Tokens of one sequence that the encoder reads: what the config fixes (Whisper), else what is asked."""
+    return anatomy.source_positions or work.source or work.context
+
+
 def cache_terms(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Serving, *, dtype: str) -> tuple[Term, ...]:
     """The caches of one rank for `work`; none for a model that does not generate.
 
     `dtype` is that of activations and, unless `work` says otherwise, of keys and values. tp divides heads and the
     channels of states, pp layers, and cp the pages of full attention; dp and fsdp ranks each have sequences of their
-    own. Of an encoder-decoder, `work.context` is both the most tokens of the decoder and, unless the config fixes them
-    (Whisper), the most of the encoder.
+    own. Of an encoder-decoder, `work.context` is the most tokens of the decoder, and `source_tokens` are the encoder's.
 
     Full attention is exact; a window is what an engine needs that frees pages as soon as it may, from what transformers
     keeps to what an engine needs that never does.
@@ -115,14 +119,15 @@ def _terms(anatomy: Anatomy, layers: range, mesh: Mesh, work: Serving, cached: D
         )
     crossing = {one: n for one, n in found.items() if one.cross}
     if crossing:
-        tokens = -(-(anatomy.source_positions or work.context) // work.page) * work.page
+        source = source_tokens(anatomy, work)
+        tokens = -(-source // work.page) * work.page
         elements = sum(n * elements_per_token(one, tp) for one, n in crossing.items())
         yield Term(
             "keys and values of the encoder",
             "kv cache",
             elements * work.batch * tokens * cached.bits // 8,
             f"{_elements('full')} * B * ceil(s / p) * p * bytes",
-            {**_heads(crossing, tp), **common, "s": anatomy.source_positions or work.context},
+            {**_heads(crossing, tp), **common, "s": source},
             f"CrossAttentionSpec, {_PAGES}",
         )
     states = _states(anatomy, layers)

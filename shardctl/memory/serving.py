@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
-from shardctl.memory.kv_cache import cache_terms, held
+from shardctl.memory.kv_cache import cache_terms, held, source_tokens
 from shardctl.memory.runtime import runtime_terms
 from shardctl.memory.term import Term, total
 
@@ -58,9 +59,11 @@ def largest_batch(
 ) -> int | None:
     """The most sequences for which each rank needs at most `budget` bytes, at the context of `work`.
 
-    As `longest_context`: exact, 0 for none, None for a model that keeps nothing of any sequence.
+    As `longest_context`: exact, 0 for none, None for a model that keeps nothing of any sequence; but never more than
+    `work.rows`, if those are given.
     """
-    return _most(lambda n: replace(work, batch=n), anatomy, holdings, mesh, dtype, budget)
+    most = _most(lambda n: replace(work, batch=n), anatomy, holdings, mesh, dtype, budget)
+    return most if work.rows is None or (most is not None and most < work.rows) else work.rows
 
 
 def _most(
@@ -129,26 +132,30 @@ def _gathered(holding: Holding, mesh: Mesh) -> Iterator[Term]:
 
 def _forward(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Serving, bits: int) -> Iterator[Term]:
     """The peak of a forward pass, and what the sampler needs beyond it."""
-    tokens = -(-min(work.batched_tokens, work.batch * work.context) // mesh.degree("cp"))
+    cp = mesh.degree("cp")
+    tokens = -(-min(work.batched_tokens, work.batch * work.context) // cp)
+    read = -(-min(work.batched_tokens, work.batch * source_tokens(anatomy, work)) // cp)
     layers = anatomy.layers[holding.layers.start : holding.layers.stop]
-    widest = max(dict.fromkeys(layers), key=lambda one: _elements(one, mesh), default=None)
+    passes = {one: (read if one.encoder else tokens, _elements(one, mesh)) for one in dict.fromkeys(layers)}
+    widest = max(passes, key=lambda one: prod(passes[one]), default=None)
     peak = 0
     if widest is not None:
-        elements = _elements(widest, mesh)
-        peak = tokens * elements * bits // 8
+        n, elements = passes[widest]
+        peak = n * elements * bits // 8
         yield Term(
             "forward pass",
             "activations",
             peak,
             "n * elements * bytes",
-            {"n": tokens, "elements": elements, "bytes": bits / 8, "h": widest.hidden, **_widths(widest, mesh)},
+            {"n": n, "elements": elements, "bytes": bits / 8, "h": widest.hidden, **_widths(widest, mesh)},
             "buffers of one layer of vLLM: 4 h and its attention's or its MLP's, whichever are more",
             interval=(peak * _PASS[0] // 100, peak * _PASS[2] // 100),
         )
     last = holding.layers.stop == len(anatomy.layers)
     if not (last and anatomy.generates and anatomy.vocabulary):
         return
-    logits = 4 * work.batch * anatomy.vocabulary
+    rows = max(work.batch, work.rows or 0)
+    logits = 4 * rows * anatomy.vocabulary
     hidden = tokens * anatomy.hidden * bits // 8 * _HIDDEN // 10
     low, usual, high = (max(0, logits * share // 10 + hidden - peak) for share in _SAMPLER)
     yield Term(
@@ -157,7 +164,7 @@ def _forward(anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Serving, bits
         usual,
         "max(0, 9.7 * B * V * 4 + 0.9 * n * h * bytes - forward)",
         {
-            "B": work.batch,
+            "B": rows,
             "V": anatomy.vocabulary,
             "n": tokens,
             "h": anatomy.hidden,

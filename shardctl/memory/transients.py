@@ -147,7 +147,7 @@ def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
         f"{width} * min(P, {_REDUCE})",
         {"P": whole},
         _DEEPSPEED,
-        interval=(width * largest, buckets * width * _REDUCE),
+        interval=(width * min(largest, _REDUCE), buckets * width * _REDUCE),
     )
 
 

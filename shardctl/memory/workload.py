@@ -27,6 +27,11 @@ class Serving:
     """The most tokens of one forward pass, over all sequences (vLLM's `max_num_batched_tokens`)."""
     page: int = 16
     """Tokens per page of the cache (vLLM's `block_size`)."""
+    source: int | None = None
+    """Tokens of each sequence that the encoder of an encoder-decoder reads; by default `context`."""
+    rows: int | None = None
+    """Sequences for which the sampler makes room, which are the most at once (vLLM's `max_num_seqs`); by default
+    `batch`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,8 +193,9 @@ def _conversion(planned: Planned) -> str:
 def workload(work: Serving | Training) -> str:
     """What the devices do, in one line."""
     if isinstance(work, Serving):
+        source = f" and {work.source:,} of the encoder" if work.source else ""
         kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
-        return f"serve: {plural(work.batch, 'sequence')} of {work.context:,} tokens{kv}"
+        return f"serve: {plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}"
     schedule = f", {work.schedule}" if work.microbatches else ""
     parts = [
         f"train: {plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{schedule}",

@@ -44,6 +44,12 @@ class Purpose:
     """Sequences: in serving those held at once, in training those of one forward pass of a data-parallel rank."""
     kv_dtype: str | None = None
     """Of the key/value cache; safetensors' name."""
+    encoder_len: int | None = None
+    """Tokens per sequence that the encoder reads, in serving; by default `seq_len`."""
+    batched_tokens: int | None = None
+    """The most tokens of one forward pass, in serving."""
+    max_seqs: int | None = None
+    """The most sequences at once, for which the sampler makes room, in serving."""
     microbatches: int | None = None
     profile: Profile | None = None
     optimizer: str | None = None
@@ -84,6 +90,26 @@ class Purpose:
         }
         return {name: value for name, value in given.items() if value is not None}
 
+    def _of_serving(self) -> dict[str, object]:
+        """The options that only serving has, as far as they were given."""
+        names = ("kv_dtype", "encoder_len", "batched_tokens", "max_seqs")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def _serving(self, about: Subject, tokens: int) -> Serving:
+        """The work of a model that is described; raises UsageError for what it has not."""
+        assert about.anatomy is not None  # noqa: S101 - there is no serving of others
+        if self.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
+            raise UsageError("--encoder-len needs a model with an encoder and a decoder", hint="leave it out")
+        if self.encoder_len is not None and about.anatomy.source_positions:
+            raise UsageError(
+                f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
+                hint="leave --encoder-len out",
+            )
+        if self.max_seqs is not None and (self.batch or 1) > self.max_seqs:
+            raise UsageError(f"--batch {self.batch} is more than --max-seqs {self.max_seqs}", hint="raise --max-seqs")
+        work = Serving(tokens, self.batch or 1, self.kv_dtype, source=self.encoder_len, rows=self.max_seqs)
+        return work if self.batched_tokens is None else replace(work, batched_tokens=self.batched_tokens)
+
     def workload(self, about: Subject, mesh: Mesh) -> Serving | Training | None:
         """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
@@ -94,8 +120,9 @@ class Purpose:
             name = next(iter(training), "calibrate")
             option = _OPTIONS.get(name, name.replace("_", "-"))
             raise UsageError(f"--{option} is about training, and this is about serving", hint="add --for train")
-        if use == "train" and self.kv_dtype is not None:
-            raise UsageError("--kv-dtype is about serving, and this is about training", hint="add --for serve")
+        if use == "train" and self._of_serving():
+            option = next(iter(self._of_serving())).replace("_", "-")
+            raise UsageError(f"--{option} is about serving, and this is about training", hint="add --for serve")
         if use == "train" and self.narrower is not None:
             raise UsageError(
                 f"--dtype {self.narrower} is about serving, and this is about training",
@@ -108,7 +135,7 @@ class Purpose:
         limit = about.anatomy.positions if about.anatomy is not None else None
         tokens = self.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
         if use == "serve":
-            return Serving(context=tokens, batch=self.batch or 1, kv_dtype=self.kv_dtype)
+            return self._serving(about, tokens)
         computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
         if (self.virtual_stages or 1) > 1:
             training.setdefault("schedule", "interleaved")

@@ -82,6 +82,9 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--seq-len",
         "--batch",
         "--kv-dtype",
+        "--encoder-len",
+        "--batched-tokens",
+        "--max-seqs",
     }
     training = options("plan") - options("reshard") - own
     assert own <= options("plan")

@@ -72,6 +72,35 @@ def test_it_is_refused_when_it_does_not_fit(say):
     assert say("plan", LLAMA, "--gpu", "h100-80g").code == 0
 
 
+def test_a_device_that_is_a_size_is_named_once(say):
+    out = say("plan", LLAMA, "--gpu", "0.1GiB", "--detail", "summary").out
+    assert " of 0.10 GiB\n" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--encoder-len", "64"], "--encoder-len needs a model with an encoder and a decoder"),
+        (["--batch", "8", "--max-seqs", "4"], "--batch 8 is more than --max-seqs 4"),
+        (["--for", "train", "--batched-tokens", "4"], "--batched-tokens is about serving"),
+        (["--mesh", ""], "the mesh is empty"),
+        (["--mesh", "pp=2", "--stages", "0,2"], "--stages 0,2 leaves a stage without layers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(say, options, message):
+    code, out, err = say("plan", LLAMA, *options)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_what_an_engine_is_started_with_is_part_of_the_plan(say):
+    t5 = ROOT / "fixtures" / "configs" / "t5.json"
+    options = ("--encoder-len", "256", "--batched-tokens", "512", "--max-seqs", "32", "--batch", "2")
+    work = checked(say("plan", t5, *options, "--json").out)["purpose"]["workload"]
+    assert (work["source"], work["batched_tokens"], work["rows"], work["batch"]) == (256, 512, 32, 2)
+    assert "2 sequences of 8,192 tokens and 256 of the encoder" in say("plan", t5, *options).out
+
+
 def test_a_cast_is_advised_before_quantising(say):
     """T5 is stored in fp32."""
     advised = checked(say("plan", PUBLIC / "t5-11b.json", "--gpu", "a100-40g", "--json").out)["advice"]

@@ -132,6 +132,36 @@ def test_the_sampler_is_not_divided_by_tp_and_a_forward_pass_is():
     assert whole[1] == whole[8] == 512 * 128256 * 4 * 97 // 10 + 512 * 8192 * 2 * 9 // 10
 
 
+def test_the_sampler_makes_room_for_the_most_sequences():
+    """A start with vLLM's `max_num_seqs` of 256 needs as much as a batch of so many."""
+    mesh = Mesh.of()
+    shape, holdings = held(LLAMA_8B, mesh)
+    few, room, many = (
+        term(serve(shape, holdings[0], mesh, work, dtype="BF16"), "sampler beyond the forward pass")
+        for work in (Serving(8192), Serving(8192, rows=256), Serving(8192, 256))
+    )
+    assert few.nbytes < room.nbytes == many.nbytes
+    budget = 80 * GIB
+    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=4), dtype="BF16", budget=budget) == 4
+    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=10**6), dtype="BF16", budget=budget) is not None
+    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=4), dtype="BF16", budget=16 * GIB) == 0
+
+
+def test_an_encoder_reads_tokens_of_its_own():
+    mesh = Mesh.of()
+    shape, (rank,) = held(fixture("t5"), mesh)
+    alike, longer = (serve(shape, rank, mesh, Serving(64, 2, source=n), dtype="F32") for n in (64, 640))
+    assert alike == serve(shape, rank, mesh, Serving(64, 2), dtype="F32")
+    assert term(longer, "keys and values").nbytes == term(alike, "keys and values").nbytes
+    read = [term(found, "keys and values of the encoder").nbytes for found in (alike, longer)]
+    assert read[1] == 10 * read[0]
+    passed = [term(found, "forward pass").inputs["n"] for found in (alike, longer)]
+    assert passed == [2 * 64, 2 * 640]
+    whisper, (rank,) = held(fixture("whisper"), mesh)
+    fixed = [serve(whisper, rank, mesh, Serving(8, source=n), dtype="F32") for n in (None, 5)]
+    assert fixed[0] == fixed[1]
+
+
 def test_experts_have_a_row_for_each_expert_of_a_token():
     """vLLM's fused_moe: intermediate_cache13 and intermediate_cache2."""
     mixtral = dense("MixtralForCausalLM", 32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2)
