@@ -16,7 +16,7 @@ from shardctl.formats.torch_save import read_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
 from shardctl.storage import read
-from shardctl.training import as_setting
+from shardctl.training import as_setting, as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,9 +101,9 @@ def _step(optimizer: object, saved: Saved, source: Source) -> int | None:
     """The number of steps, which groups of parameters or their common state say."""
     for node in _dicts(optimizer, _DEPTH):
         for name in ("common_step", "step"):
-            step = _number(node.get(name), saved, source)
-            if step is not None and step == int(step):
-                return int(step)
+            done = as_steps(_number(node.get(name), saved, source))
+            if done is not None:
+                return done
     return None
 
 
