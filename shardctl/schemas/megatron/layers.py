@@ -72,7 +72,7 @@ class Whole:
     dtype: DType | None = None
     """The type that it must have."""
     groups: int = 0
-    """Into how many groups of heads each piece is cut, if those of a group follow each other; the join is divided then."""
+    """Into how many groups of heads each piece is cut, if those of a group follow each other."""
 
     @property
     def content(self) -> Composite:
