@@ -55,7 +55,15 @@ class Advice:
     saved: int
     """How much less that is than without; negative if it is more."""
     fits: bool
+    """Whether that is within the budget; where the estimate is partial, more may be needed."""
     ask: Ask
+    partial: bool = False
+    """Whether the estimate leaves out what nobody knows."""
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return ("may fit" if self.partial else "fits") if self.fits else "too much"
 
     def __str__(self) -> str:
         return f"{self.change} ({self.options}): {self.nbytes / (1 << 30):.1f} GiB{'' if self.fits else ', too much'}"
@@ -124,10 +132,11 @@ def by_type(
 def _tried(change: _Change, attempt: Attempt, budget: int, before: int) -> Advice | None:
     """What a change reaches; None if it is not possible."""
     try:
-        nbytes = attempt(change.ask).binding.total().nbytes
+        needs = attempt(change.ask)
     except UsageError:
         return None
-    return Advice(change.change, change.options, nbytes, before - nbytes, nbytes <= budget, change.ask)
+    nbytes = needs.binding.total().nbytes
+    return Advice(change.change, change.options, nbytes, before - nbytes, nbytes <= budget, change.ask, needs.partial)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def _changes(planned: Planned) -> Iterator[str]:
         return
     yield "<h2>What would have to change</h2>"
     rows = (
-        ("fits" if one.fits else "too much", memory_size(one.nbytes), f"<code>{_text(one.options)}</code>", one.change)
+        (one.verdict, memory_size(one.nbytes), f"<code>{_text(one.options)}</code>", one.change)
         for one in planned.counsel.advice
     )
     yield from _table(("each was tried", "the heaviest rank", "option", "change"), rows)

@@ -63,7 +63,7 @@ def plan_fields(result: Planned) -> Document:
                 "options": one.options,
                 "total_bytes": one.nbytes,
                 "saved_bytes": one.saved,
-                "fits": one.fits,
+                "fits": None if one.partial and one.fits else one.fits,
             }
             for one in result.counsel.advice
         ],

@@ -35,10 +35,7 @@ def advice(counsel: Counsel) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if counsel.advice:
         parts.append(line("what would have to change (each tried)", "bold"))
-        rows = [
-            ("fits" if one.fits else "too much", memory_size(one.nbytes), one.options, one.change)
-            for one in counsel.advice
-        ]
+        rows = [(one.verdict, memory_size(one.nbytes), one.options, one.change) for one in counsel.advice]
         parts.append(table(rows, right=frozenset({1}), indent=2))
     if counsel.types:
         said = "; ".join(_needed(one) for one in counsel.types)

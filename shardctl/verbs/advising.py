@@ -34,7 +34,10 @@ class Counsel:
 
 
 def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
-    """What to change; nothing where it fits, or where nobody knows what is needed."""
+    """What to change; nothing where it fits, or where nobody knows whether it does.
+
+    Of a partial estimate, changes are estimated as partially: what they reach is the least that is needed.
+    """
     if seen.estimate.fits is not False or seen.device is None or seen.work is None:
         return Counsel()
     budget, work = seen.device.usable_bytes, seen.work
@@ -47,7 +50,8 @@ def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
         other, heaviest, bulk = subjects[ask.dtype]
         stages = bulk.stages(ask.mesh)
         try:
-            return needs(other, heaviest.hold(ask.mesh, stages), ask.mesh, stages, ask.work)
+            held = heaviest.hold(ask.mesh, stages)
+            return needs(other, held, ask.mesh, stages, ask.work, passes=not seen.estimate.partial)
         except UnsupportedError as error:
             raise UsageError(error.message) from error
 

@@ -114,6 +114,25 @@ def test_states_alone_may_be_too_much(say):
     assert "activations are not modelled" in found.out
 
 
+def test_where_states_alone_are_too_much_changes_are_tried_and_may_be_enough(document, say, tmp_path):
+    """A Mamba of 7 B parameters: no change of activations is advised, for nobody knows what they need."""
+    config = json.loads((CONFIGS / "mamba.json").read_text())
+    config |= {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 64, "vocab_size": 65024}
+    large = tmp_path / "config.json"
+    large.write_text(json.dumps(config))
+    options = (large, "--for", "train", "--gpu", "a100-80g")
+    found = document(*options)
+    assert (found["verdict"]["fits"], found["verdict"]["partial"]) == (False, True)
+    budget = found["verdict"]["budget_bytes"]
+    assert {one["fits"] for one in found["advice"]} <= {None, False}
+    assert all((one["total_bytes"] <= budget) == (one["fits"] is None) for one in found["advice"])
+    assert "--optimizer adamw-8bit" in [one["options"] for one in found["advice"]]
+    assert not any("recompute" in one["options"] or "seq-len" in one["options"] for one in found["advice"])
+    out = say("plan", *options).out
+    assert "may fit" in out
+    assert "  fits" not in out
+
+
 def test_what_fits_without_its_activations_is_not_said_to_fit(say):
     found = say("plan", CONFIGS / "mamba2.json", "--for", "train", "--gpu", "t4", "--detail", "summary")
     assert found.code == 0
