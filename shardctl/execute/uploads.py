@@ -40,6 +40,7 @@ class Uploads:
         """
         self._bucket = bucket
         self._plan = {"schema": _SCHEMA, **header, "files": sorted(files)}
+        self._etags: dict[str, str] = {}
         require_free(bucket)
         earlier = _read(bucket)
         if earlier is not None and (earlier != self._plan or not resume):
@@ -55,11 +56,15 @@ class Uploads:
         if part is None or etags is None:
             return None
         objects = {path: self._bucket.head(path) for path in part.files}
-        return part if all(there and there.etag == etags[path] for path, there in objects.items()) else None
+        if any(there is None or there.etag != etags[path] for path, there in objects.items()):
+            return None
+        self._etags |= etags
+        return part
 
     def upload(self, number: int, part: Part, tree: Path) -> Part:
         """Write the objects of a group, and note it."""
         etags = {path: self._bucket.upload(path, tree / path, size).etag for path, size in part.files.items()}
+        self._etags |= etags
         self._bucket.write(_note(number), dump(part, self._plan, etags))
         return part
 
@@ -71,7 +76,8 @@ class Uploads:
         """Write the record, if everything it speaks of is there, and remove the notes."""
         there = self._bucket.objects()
         for path, size in sizes.items():
-            if path not in there or there[path].size != size:
+            etag = self._etags.get(path)
+            if path not in there or there[path].size != size or etag not in {None, there[path].etag}:
                 raise DestinationError(
                     f"{self._bucket.name}/{path} was changed by another program",
                     hint="run the same command again; only one run may write to a destination",

@@ -10,6 +10,7 @@ import pytest
 from cloud_models import held, llama, on_disk, put, unfinished
 
 from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
+from shardctl.execute.uploads import Uploads
 from shardctl.mesh import Mesh
 from shardctl.storage import patience
 from shardctl.storage.cloud.bucket import PIECE, Bucket
@@ -149,6 +150,22 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
     assert 0 < done.kept_bytes < wanted.written_bytes
     assert done.record == wanted.record
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, monkeypatch):
+    wish, publish = Wish(to="hf", max_shard_size=30_000), Uploads.publish
+
+    def beaten(self, record, sizes):
+        path = min(path for path in sizes if path.endswith(".safetensors"))
+        s3.put_object(Bucket=bucket, Key=f"out/{path}", Body=bytes(sizes[path]))
+        publish(self, record, sizes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Uploads, "publish", beaten)
+        with pytest.raises(DestinationError, match="was changed by another program"):
+            reshard(source, f"s3://{bucket}/out", wish)
+    assert "shardctl.json" not in held(s3, bucket, "out/")
+    assert reshard(source, f"s3://{bucket}/out", wish).record.digest == digest(source).digest
 
 
 def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monkeypatch):
