@@ -58,6 +58,8 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
         "digest": found.digest,
         "warnings": list(found.warnings),
     }
+    if found.address:
+        document["address"] = found.address
     if found.training is not None:
         document["training"] = {
             "writer": found.training.writer,

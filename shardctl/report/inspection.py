@@ -31,7 +31,10 @@ def inspection(found: Inspected, *, tensors: bool = False, rules: bool = False) 
     return Group(*parts)
 
 
-def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
+def _files(found: Inspected) -> Iterator[tuple[str, str]]:
+    """Where the files are, and how they divide the model."""
+    if found.address:
+        yield "address", found.address
     yield "format", f"{found.format}, {plural(len(found.files), 'file')}, {file_size(found.file_bytes)}"
     if found.layout:
         yield "layout", f"{found.layout}, written by shardctl" + (f" for {found.mesh}" if found.mesh else "")
@@ -39,6 +42,10 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
         yield "mesh", f"{found.mesh} = {plural(found.mesh.world, 'rank')}"
     if len(found.stages) > 1:
         yield "stages", f"{', '.join(map(str, found.stages))} layers"
+
+
+def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
+    yield from _files(found)
     yield "model", _model(found)
     amount = f"{count(found.parameters)} parameters in {plural(len(found.tensors), 'tensor')}"
     yield "weights", f"{amount}, {file_size(found.nbytes)} ({memory_size(found.nbytes)})"

@@ -103,6 +103,8 @@ class Inspected:
     warnings: tuple[str, ...]
     training: TrainingLine | None = None
     """None if no trainer wrote it."""
+    address: str = ""
+    """Of a source that is elsewhere: where just these files are, with their commit if there is one."""
     hypothetical: bool = False
     """Whether there are no weights: all this is what the config describes."""
 
@@ -137,6 +139,7 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         rules=rule_table(model) if model else (),
         warnings=manifest.warnings,
         training=_training(manifest.training) if manifest.training is not None else None,
+        address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
     )
 

@@ -284,7 +284,7 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         reader=right.source,
         config=right.config or checkpoint.config,
         model=right.model or checkpoint.model,
-        folder=right.source.folder,
+        folder=right.source.folder or checkpoint.source.folder,  # side files travel along
     )
     record, ranks = checkpoint.record, rank_files.ranks_of(checkpoint.stored)
     candidate = Candidate(

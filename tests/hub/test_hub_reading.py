@@ -21,6 +21,8 @@ def files(hub):
 
 def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
     there, here = inspect(NAME), inspect(write(files, tmp_path / "here"))
+    assert there.address.startswith(f"hf://{NAME}@")
+    assert here.address == ""
     assert (there.tensors, there.dtypes, there.carried, there.dropped) == (
         here.tensors, here.dtypes, here.carried, here.dropped,
     )  # fmt: skip

@@ -71,7 +71,9 @@ def test_not_through_a_proxy(monkeypatch):
     assert not Sockets(1).reach("https://other.example/file")
 
 
-@pytest.mark.parametrize("url", ["ftp://store.example/file", "http://user:password@store.example/file"])
+@pytest.mark.parametrize(
+    "url", ["ftp://store.example/file", "http://user:password@store.example/file", "http://store.example/ä"]
+)
 def test_not_where_more_is_needed_than_an_address(url):
     assert not Sockets(1).reach(url)
 
