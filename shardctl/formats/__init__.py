@@ -11,6 +11,7 @@ from shardctl.formats import (
     deepspeed,
     megatron,
     meta,
+    orbax,
     pickled_ranks,
     safetensors,
     torch_dist,
@@ -37,6 +38,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     trtllm.FORMAT,
     deepseek_mp.FORMAT,
     vllm.FORMAT,
+    orbax.FORMAT,
 )
 """Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
 _ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT, vllm.FORMAT})

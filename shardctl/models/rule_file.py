@@ -12,6 +12,7 @@ from shardctl.models.binding import listed, meaning
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import LayerPattern, PatternList
+from shardctl.models.renaming import Renaming, parse_names
 from shardctl.placement import Cut, Section, Spec
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ class RuleFile:
     """Where layers stand in names; those of a second pattern follow those of the first."""
     last: PatternList = field(default_factory=lambda: PatternList(()))
     """The tensors of the last stage."""
+    names: Renaming | None = None
+    """Which tensors lie in which stored arrays, where the names of files are not the model's."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it says how tensors are cut; one that only names them leaves that to the family."""
+        return bool(self.rules or self.layers)
 
     def model(self, stored: Manifest, architecture: str = "") -> Model:
         """A model known from this file alone: canonical names are the stored ones.
@@ -159,13 +167,18 @@ def load_rules(path: str | Path) -> RuleFile:
     [layers]
     pattern = "model.layers.*"
     last = ["model.norm.**", "lm_head.**"]
+
+    [names]
+    "params.embed.embedding" = "model.embed_tokens.weight"
+    "params.layers.up.kernel" = { to = "model.layers.{n}.mlp.up_proj.weight", stacked = 0, transposed = true }
+    "opt_state.**" = ""  # left behind
     ```
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the rule file {path}: {error}") from error
-    _known(tables, ("rules", "layers"), str(path))
+    _known(tables, ("rules", "layers", "names"), str(path))
     rules, layers = _table(tables, "rules", path), _table(tables, "layers", path)
     _known(layers, ("pattern", "last"), f"[layers] of {path}")
     return RuleFile(
@@ -173,6 +186,7 @@ def load_rules(path: str | Path) -> RuleFile:
         rules=_checked([Rule(p, _axes(p, dims, str(path))) for p, dims in rules.items()]),
         layers=tuple(LayerPattern(p) for p in _words(layers.get("pattern", []), f"layers.pattern of {path}")),
         last=PatternList(_words(layers.get("last", []), f"layers.last of {path}")),
+        names=parse_names(_table(tables, "names", path), str(path)),
     )
 
 

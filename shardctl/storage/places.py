@@ -31,7 +31,7 @@ def open_source(text: str | Path) -> Source:
         AccessError: there is something, for others.
     """
     if isinstance(text, Path) or os.path.lexists(text):
-        return LocalSource(Path(text))
+        return _local(Path(text))
     match = _SCHEME.match(text)
     if match is None and _HUB_NAME.fullmatch(text) is None:
         return LocalSource(Path(text))
@@ -46,3 +46,13 @@ def open_source(text: str | Path) -> Source:
             return open_cloud(text)
         case other:
             raise UsageError(f"{other}:// is not a place that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}")
+
+
+def _local(path: Path) -> LocalSource:
+    """A directory or file that is here; what Orbax wrote is read through tensorstore."""
+    if (path / "_METADATA").is_file():
+        from shardctl.storage.orbax import OrbaxSource, is_orbax
+
+        if is_orbax(path):
+            return OrbaxSource(path)
+    return LocalSource(path)

@@ -145,7 +145,7 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
     config = _with_vocabulary(config, stored, reading)
-    rules = models.load_rules(reading.rules) if reading.rules else None
+    stored, rules = _named(stored, reading)
     manifest, model, problem = stored, None, None
     if config is not None or rules is not None or reading.rules_from is not None:
         try:
@@ -163,6 +163,14 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
         manifest = _as_recorded(manifest, record)
     _heed(manifest, reading)
     return Checkpoint(source, stored, manifest, model, problem, config, record)
+
+
+def _named(stored: Manifest, reading: Reading) -> tuple[Manifest, models.RuleFile | None]:
+    """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut."""
+    rules = models.load_rules(reading.rules) if reading.rules else None
+    if rules is None or rules.names is None:
+        return stored, rules
+    return rules.names.applied(stored), rules if rules.cuts else None
 
 
 def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading: Reading) -> Mapping[str, Any] | None:

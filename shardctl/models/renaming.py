@@ -1,0 +1,162 @@
+"""What a rule file's `[names]` says: which tensors of a model lie in which stored arrays, and how.
+
+JAX's libraries name arrays by a path in a tree, keep kernels as `[in, out]` or `[in, heads, head]`, and stack the
+layers of a scan. So a name may come with a stacked dim, a shape to see the rest in, and a transposition, in this order.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import UsageError
+from shardctl.manifest import Chunk, Region, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.manifest import Manifest
+
+_FIELDS: Final = ("to", "stacked", "shape", "transposed")
+_NUMBER: Final = re.compile(r"\{([a-z_]+)\}")
+_MATRIX: Final = 2
+_SHOWN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """One line of `[names]`."""
+
+    pattern: str
+    """Stored names: `{word}` is a number, `*` one part of a name, `**` any number of parts."""
+    to: str
+    """The tensor's name, with the numbers of the pattern; empty for arrays that are left behind."""
+    stacked: int | None = None
+    """The dim whose indices are tensors of their own, numbered by the one `{word}` that only `to` has."""
+    shape: tuple[int, ...] | None = None
+    """The shape in which the array, or an index of it, is seen; one extent may be -1."""
+    transposed: bool = False
+
+    def expression(self) -> re.Pattern[str]:
+        """The pattern, its numbers as groups."""
+        text = re.escape(self.pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]+")
+        return re.compile(re.sub(r"\\\{([a-z_]+)\\\}", r"(?P<\1>[0-9]+)", text))
+
+    def tensors(self, stored: Tensor, numbers: Mapping[str, str]) -> Iterator[Tensor]:
+        """The tensors that lie in an array.
+
+        Raises UsageError if the array has no such dim or shape, or is not stored as one whole.
+        """
+        if len(stored.chunks) != 1 or not isinstance(stored.chunks[0].where, Region):
+            raise UsageError(f"{stored.name} is stored in parts, and [names] is for arrays that are stored whole")
+        chunk, where = stored.chunks[0], stored.chunks[0].where
+        if self.stacked is None:
+            yield self._seen(self.to.format(**numbers), stored, chunk, stored.shape, where)
+            return
+        if not 0 <= self.stacked < len(stored.shape):
+            raise UsageError(f"[names] says stacked = {self.stacked} of {stored.name}, which is {list(stored.shape)}")
+        (counted,) = set(_NUMBER.findall(self.to)) - numbers.keys()
+        rest = (*stored.shape[: self.stacked], *stored.shape[self.stacked + 1 :])
+        strides = (*where.strides[: self.stacked], *where.strides[self.stacked + 1 :])
+        for index in range(stored.shape[self.stacked]):
+            at = Region(where.file, where.offset + index * where.strides[self.stacked], strides)
+            yield self._seen(self.to.format(**numbers, **{counted: index}), stored, chunk, rest, at)
+
+    def _seen(self, name: str, stored: Tensor, chunk: Chunk, shape: tuple[int, ...], where: Region) -> Tensor:
+        strides = where.strides
+        if self.shape is not None:
+            shape, strides = _reshaped(stored.name, shape, strides, self.shape)
+        if self.transposed:
+            if len(shape) != _MATRIX:
+                raise UsageError(f"[names] transposes {stored.name}, but it is {list(shape)}")
+            shape, strides = shape[::-1], strides[::-1]
+        there = replace(chunk, box=Box.whole(shape), where=replace(where, strides=strides))
+        return Tensor(name, stored.dtype, shape, (there,))
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """All of `[names]`."""
+
+    lines: tuple[Naming, ...]
+
+    def applied(self, stored: Manifest) -> Manifest:
+        """The checkpoint under the names that the file gives.
+
+        Raises UsageError for a name that no line matches, or that two arrays would have.
+        """
+        expressions = [line.expression() for line in self.lines]
+        tensors: dict[str, Tensor] = {}
+        unmatched = []
+        for name, tensor in stored.tensors.items():
+            found = next(((n, match) for n, e in enumerate(expressions) if (match := e.fullmatch(name))), None)
+            if found is None:
+                unmatched.append(name)
+                continue
+            line = self.lines[found[0]]
+            for made in line.tensors(tensor, found[1].groupdict()) if line.to else ():
+                if made.name in tensors:
+                    raise UsageError(f"[names] calls two arrays {made.name}: {name} is the second")
+                tensors[made.name] = made
+        if unmatched:
+            more = f" and {len(unmatched) - _SHOWN} more" if len(unmatched) > _SHOWN else ""
+            raise UsageError(
+                f"no line of [names] matches {', '.join(unmatched[:_SHOWN])}{more}",
+                hint='give each a name, or leave it behind: "opt_state.**" = ""',
+            )
+        return replace(stored, tensors=tensors)
+
+
+def parse_names(table: Mapping[str, object], path: str) -> Renaming | None:
+    """The lines of `[names]`; None if there are none. Raises UsageError for one that is not understood."""
+    return Renaming(tuple(_line(pattern, said, path) for pattern, said in table.items())) if table else None
+
+
+def _line(pattern: str, said: object, path: str) -> Naming:
+    where = f"the name {pattern!r} of {path}"
+    fields: dict[str, object] = {"to": said} if isinstance(said, str) else dict(said) if isinstance(said, dict) else {}
+    if "to" not in fields or not fields.keys() <= set(_FIELDS):
+        raise UsageError(f"{where} is not understood", hint=f"write a name, or a table of {', '.join(_FIELDS)}")
+    to, stacked = fields["to"], fields.get("stacked")
+    shape, transposed = fields.get("shape"), fields.get("transposed", False)
+    if not isinstance(to, str) or not isinstance(transposed, bool):
+        raise UsageError(f"{where} has to or transposed of the wrong kind")
+    if stacked is not None and (not isinstance(stacked, int) or isinstance(stacked, bool)):
+        raise UsageError(f"{where} has stacked = {stacked!r}, which is no dim")
+    if shape is not None and (
+        not isinstance(shape, list)
+        or not all(isinstance(extent, int) and not isinstance(extent, bool) and extent >= -1 for extent in shape)
+        or shape.count(-1) > 1
+    ):
+        raise UsageError(f"{where} has shape = {shape!r}, which is none")
+    extra = set(_NUMBER.findall(to)) - set(_NUMBER.findall(pattern))
+    if len(extra) != (stacked is not None):
+        raise UsageError(
+            f"{where} has {len(extra)} numbers that its pattern has not",
+            hint="the indices of a stacked dim are numbered by the one number that only the new name has",
+        )
+    return Naming(pattern, to, stacked, tuple(shape) if shape is not None else None, transposed)
+
+
+def _reshaped(
+    name: str, shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the same elements seen in another shape, without moving any."""
+    size = prod(shape)
+    known = prod(extent for extent in wanted if extent != -1)
+    full = tuple(size // known if extent == -1 and known else extent for extent in wanted)
+    if prod(full) != size:
+        raise UsageError(f"[names] sees {name} as {list(wanted)}, but its shape is {list(shape)}")
+    if not size:
+        return full, (0,) * len(full)
+    import numpy as np
+
+    seen = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, strides, writeable=False)
+    try:
+        view = seen.reshape(full, copy=False)
+    except ValueError as error:
+        raise UsageError(f"[names] sees {name} as {list(wanted)}, which its stacked dim does not allow") from error
+    return full, view.strides
