@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
 from shardctl.errors import DestinationError, UsageError
+from shardctl.execute.budget import budget
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.uploads import Uploads, require_free
 from shardctl.record import dump, hash_spans
 from shardctl.shares import Share, gathered, share
-from shardctl.storage.cloud.bucket import Bucket
+from shardctl.storage.cloud.bucket import Bucket, sending_bytes
 from shardctl.storage.room import free_space
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.frame import SUMS, completed, framed, overflow_warnings, sums_file, with_sums
@@ -65,6 +66,13 @@ def into_bucket(
         heed(stop)
         uploads.publish(dump(record), record.files)
     return record, parts, tuple(overflow_warnings(frame, parts))
+
+
+def with_sending(work: Draft) -> Draft:
+    """The same with room for sending in its budget; raises MemoryBudgetError if there is none."""
+    largest = max((file.size for file in work.plan.want.files.values()), default=0)
+    beside = work.checkpoint.source.held_bytes + sending_bytes(largest)
+    return replace(work, budget=budget(work.plan, work.wish.memory, work.budget.threads, beside=beside))
 
 
 def check_bucket(work: Draft, destination: str, *, overwrite: bool) -> Path:

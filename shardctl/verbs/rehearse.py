@@ -35,8 +35,9 @@ def rehearse(
         check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
         if isinstance(destination, str) and is_bucket(destination):
-            from shardctl.verbs.into_bucket import check_bucket
+            from shardctl.verbs.into_bucket import check_bucket, with_sending
 
+            work = with_sending(work)
             scratch = check_bucket(work, destination, overwrite=overwrite)
             return describe(str(path), work, scratch)
         destination = Path(destination)

@@ -74,8 +74,9 @@ def reshard(
         check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
         if isinstance(destination, str) and is_bucket(destination):
-            from shardctl.verbs.into_bucket import into_bucket
+            from shardctl.verbs.into_bucket import into_bucket, with_sending
 
+            work = with_sending(work)
             record, parts, warnings = into_bucket(
                 work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
             )

@@ -36,6 +36,16 @@ _QUICK: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 """Within one try; further ones are ours, because only between ours a signal is heard."""
 
 
+def piece_bytes(size: int) -> int:
+    """Bytes of each part in which an object of `size` bytes is sent."""
+    return max(PIECE, -(-size // _MOST_PARTS))
+
+
+def sending_bytes(size: int) -> int:
+    """Anonymous memory that sending an object of `size` bytes takes (50 MiB were measured for one of 26 MB)."""
+    return (_AT_ONCE + 2) * piece_bytes(size) + (16 << 20)
+
+
 @dataclass(frozen=True, slots=True)
 class Object:
     """What a listing says of an object."""
@@ -135,7 +145,7 @@ class Bucket:
 
     def upload(self, path: str, file: Path, size: int) -> Object:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays."""
-        piece = max(PIECE, -(-size // _MOST_PARTS))
+        piece = piece_bytes(size)
 
         def put() -> None:
             pieces = self._pieces(file, piece)
