@@ -14,11 +14,12 @@ from shardctl.mesh import Mesh
 from shardctl.storage import read
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from shardctl.dtype import DType
     from shardctl.storage import Source
+    from shardctl.workers import Stop
 
 RECORD: Final = "shardctl.json"
 SCHEMA: Final = "shardctl.checkpoint/1"
@@ -45,23 +46,32 @@ class Hashed:
     sha256: str
 
 
-def hash_spans(file: Path, spans: Sequence[tuple[int, int]]) -> Hashed:
-    """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read."""
-    state = hashlib.sha256()
+def hash_spans(file: Path, spans: Sequence[tuple[int, int]], stop: Stop | None = None) -> Hashed:
+    """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read.
+
+    Ends early, with a hash that means nothing, if `stop` is set on the way.
+    """
     with file.open("rb") as data:
-        for offset, size in spans:
+
+        def read_at(offset: int, size: int) -> bytes:
             data.seek(offset)
-            for start in range(0, size, _READ_BYTES):
-                state.update(data.read(min(_READ_BYTES, size - start)))
-    return Hashed(tuple(spans), state.hexdigest())
+            return data.read(size)
+
+        return _hashed(read_at, spans, stop)
 
 
-def hash_parts(source: Source, path: str, spans: Sequence[tuple[int, int]]) -> Hashed:
+def hash_parts(source: Source, path: str, spans: Sequence[tuple[int, int]], stop: Stop | None = None) -> Hashed:
     """The same of a file of a source; raises what its reads raise."""
+    return _hashed(lambda offset, size: read(source, path, offset, size), spans, stop)
+
+
+def _hashed(read_at: Callable[[int, int], bytes], spans: Sequence[tuple[int, int]], stop: Stop | None) -> Hashed:
     state = hashlib.sha256()
     for offset, size in spans:
         for start in range(0, size, _READ_BYTES):
-            state.update(read(source, path, offset + start, min(_READ_BYTES, size - start)))
+            if stop:
+                break
+            state.update(read_at(offset + start, min(_READ_BYTES, size - start)))
     return Hashed(tuple(spans), state.hexdigest())
 
 

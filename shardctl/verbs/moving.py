@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -172,18 +171,13 @@ def _check_unchanged(
             ) from cause
 
 
-def _checksums(paths: Iterable[str], tree: Path, stop: Stop) -> dict[str, str]:
+def _checksums(sizes: Mapping[str, int], tree: Path, stop: Stop) -> dict[str, str]:
     """The SHA-256 of every data and side file."""
     found = {}
-    for path in paths:
-        if path in {RECORD, SUMS}:
-            continue
-        state, buffer = hashlib.sha256(), bytearray(_COPY_BYTES)
-        with (tree / path).open("rb", buffering=0) as data:
-            while got := data.readinto(buffer):
-                heed(stop)
-                state.update(memoryview(buffer)[:got])
-        found[path] = state.hexdigest()
+    for path, size in sizes.items():
+        if path not in {RECORD, SUMS}:
+            found[path] = hash_spans(tree / path, [(0, size)], stop).sha256
+            heed(stop)
     return found
 
 

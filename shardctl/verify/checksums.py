@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.record import hash_parts
 from shardctl.storage import read
 from shardctl.verify.finding import Finding
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 SUMS: Final = "SHA256SUMS"
 _LINE: Final = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
-_READ_BYTES: Final = 1 << 20
 
 
 def check_sums(source: Source, stop: Stop) -> Iterator[Finding]:
@@ -38,16 +37,7 @@ def check_sums(source: Source, stop: Stop) -> Iterator[Finding]:
         path = found[2].removeprefix("./")
         if path not in files:
             yield Finding("error", "sha256", f"{path} is missing; {SUMS} lists it", file=path)
-        elif _sha256(source, path, files[path].size, stop) != found[1].lower() and not stop:
+            continue
+        known = hash_parts(source, path, [(0, files[path].size)], stop)
+        if known.sha256 != found[1].lower() and not stop:
             yield Finding("error", "sha256", f"{path} is not the file that {SUMS} lists", file=path)
-
-
-def _sha256(source: Source, path: str, size: int, stop: Stop) -> str:
-    state, buffer = hashlib.sha256(), bytearray(min(_READ_BYTES, size))
-    for offset in range(0, size, _READ_BYTES):
-        if stop:
-            break
-        view = memoryview(buffer)[: min(_READ_BYTES, size - offset)]
-        source.read_at(path, offset, view)
-        state.update(view)
-    return state.hexdigest()
