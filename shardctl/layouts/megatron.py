@@ -17,6 +17,7 @@ from shardctl.layouts.composed import Layout, composed, target
 from shardctl.layouts.pickle_writer import Name, Object
 from shardctl.layouts.torch_item import saved, tensor_value
 from shardctl.manifest import Chunk, File, Region
+from shardctl.models.config import Config
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron import SCHEMA, layers
 from shardctl.schemas.megatron.arguments import LAST_ROW, arguments_of
@@ -134,6 +135,12 @@ def _mesh(order: Order) -> Mesh:
     if mesh.degree("fsdp") > 1:
         raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
     tp = mesh.degree("tp")
+    heads = Config(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
+    if heads % tp:
+        raise CutError(
+            f"{TITLE} gives every tp rank as many attention heads, and {heads} have no {tp} equal parts",
+            hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
+        )
     ep, etp = (mesh.ep, mesh.etp) if layers.experts(order.model) else (1, tp)
     return least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
 
@@ -198,7 +205,7 @@ def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
     counts = dialect.numbers(megatron.LAYERS)
     first, last = _first_and_last(counts) if wanted.chunks == 1 and pp > 1 else (None, None)
     said: dict[str, Value] = {
-        name: list(value) if isinstance(value, tuple) else value
+        name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
         for name, value in arguments_of(order.config, model).items()
     }
     said |= {

@@ -125,6 +125,12 @@ def change(at: Path, **changed: object) -> None:
 
 class TestReading:
     @pytest.mark.parametrize("name", CASES)
+    def test_its_digest_is_the_models_and_nothing_is_wrong_with_it(self, name):
+        if not CASES[name].get("dtype"):
+            assert digest(FIXTURES / name, reading=reading(name)).digest == digest(source(name)).digest
+        assert verify(FIXTURES / name, reading=reading(name)).ok
+
+    @pytest.mark.parametrize("name", CASES)
     def test_what_the_owner_saves_is_the_model_bit_for_bit(self, name, tmp_path):
         reshard(FIXTURES / name, tmp_path / "hf", Wish(to="hf"), reading=reading(name))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(name)))
@@ -242,6 +248,16 @@ class TestWriting:
         with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with copies"):
             reshard(source("llama-tp1"), tmp_path / "out", wanted)
 
+    def test_a_sliding_window_travels_in_the_args(self, tmp_path):
+        at = tmp_path / "mistral"
+        shutil.copytree(FIXTURES / "hf" / "mistral", at)
+        config = json.loads((at / "config.json").read_text()) | {"sliding_window": 16}
+        (at / "config.json").write_text(json.dumps(config))
+        reshard(at, tmp_path / "out", Wish(to="megatron"))
+        assert load(tmp_path / "out" / "release" / "mp_rank_00" / FILE)["args"].window_size == (15, 0)
+        made = scan(LocalSource(tmp_path / "out")).own_config.values
+        assert (made["model_type"], made["sliding_window"]) == ("mistral", 16)
+
     def test_layers_that_predict_further_tokens_are_left_and_said_so(self, tmp_path):
         at = tmp_path / "model"
         shutil.copytree(source("deepseek-v3-tp2"), at)
@@ -356,6 +372,26 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="arrays of GraniteForCausalLM are not known here"):
             reshard(at, tmp_path / "out", Wish(to="megatron"))
 
+    @pytest.mark.parametrize(
+        ("model", "changed", "message"),
+        [
+            ("llama", {"hidden_act": "gelu"}, "no activation 'gelu'"),
+            (
+                "llama",
+                {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+                "rotary embeddings of the type 'linear'",
+            ),
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "no window that only some layers have"),
+        ],
+    )
+    def test_what_the_args_cannot_say(self, model, changed, message, tmp_path):
+        at = tmp_path / model
+        shutil.copytree(FIXTURES / "hf" / model, at)
+        config = json.loads((at / "config.json").read_text()) | changed
+        (at / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match=message):
+            reshard(at, tmp_path / "out", Wish(to="megatron"))
+
 
 class TestNames:
     def test_engine_names_are_undone(self):
@@ -391,3 +427,9 @@ class TestNames:
             Wanted.parse("virtual=0")
         with pytest.raises(UsageError, match="layers=local"):
             Wanted.parse("layers=local,layers=local")
+
+
+def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
+    """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
+    with pytest.raises(CutError, match="4 have no 8 equal parts"):
+        reshard(FOLDER / "hf" / "llama", tmp_path / "out", Wish(to="megatron", mesh=Mesh.of(tp=8)))

@@ -25,6 +25,7 @@ _CLASSES: Final = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -74,6 +75,9 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
     if any(arguments.get(name, usual) != usual for name, usual in _USUAL.items()):
         return None
     family = _family(arguments)
+    window = arguments.get("window_size")
+    if window is not None:  # the only ones of these whose every layer has one
+        family = {"llama": "mistral", "mixtral": "mixtral"}.get(family or "")
     if family is None:
         return None
     said = Config(arguments)
@@ -86,6 +90,9 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
         **({"dtype": dtype} if dtype else {}),
     }
     values |= _gpt2(said) if family == "gpt2" else _decoder(said, family)
+    if family in {"mistral", "mixtral"}:
+        left = window[0] if isinstance(window, tuple) and window else None
+        values["sliding_window"] = left + 1 if isinstance(left, int) else None
     warning = (
         f"config.json is made from {TITLE}'s args, which do not name the model: taken for {_CLASSES[family]} "
         "(or use --config)"
@@ -215,7 +222,7 @@ def _settings(said: Config) -> dict[str, Setting]:
 def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
     """Those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
 
-    Raises UnsupportedError for rotary embeddings, biases or layers of experts that it does not have.
+    Raises UnsupportedError for rotary embeddings, biases, windows or activations that it does not have.
     """
     if model.family == "gpt2":
         return {**_USUAL, **_arguments_of_gpt2(config, model)}
@@ -225,6 +232,8 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
     biased = f"{first}.o_proj.bias" in own
     if biased != ("model.layers.0.mlp.gate_proj.bias" in own):
         raise UnsupportedError(f"{TITLE} has biases in all projections or in none, but for those of q, k and v")
+    if said.text("hidden_act", "silu") not in {"silu", "swish"}:
+        raise UnsupportedError(f"{TITLE}'s args have no activation {config['hidden_act']!r} for models like this")
     hidden = own["model.embed_tokens.weight"].shape[1]
     found: dict[str, Setting] = {
         **_USUAL,
@@ -245,6 +254,7 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
         "qk_layernorm": latent or f"{first}.q_norm.weight" in own,
         "multi_latent_attention": latent,
         "untie_embeddings_and_output_weights": not is_tied(model),
+        "window_size": _window(config, model),
         **_rope(config, latent=latent),
     }
     if latent:
@@ -339,6 +349,19 @@ def _rope(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
             yarn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             return {**found, "rope_type": "yarn", **yarn}
     raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {kind!r} as this config has them")
+
+
+def _window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:
+    """How far back tokens look, as Megatron-LM counts it: without themselves; None if to the first.
+
+    Raises UnsupportedError where only some layers have a window.
+    """
+    width = config.get("sliding_window")
+    if not isinstance(width, int) or model.family not in {"mistral", "mixtral"}:
+        if config.get("use_sliding_window") is True:
+            raise UnsupportedError(f"{TITLE}'s args have no window that only some layers have")
+        return None
+    return width - 1, 0
 
 
 def _whole(value: object) -> int | None:
