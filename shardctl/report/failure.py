@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardctl.errors import HostileError, ShardctlError
+from shardctl.errors import HostileError, ShardctlError, UnsupportedError
 from shardctl.report.visible import visible
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
@@ -51,6 +51,8 @@ def failure(error: BaseException) -> Failure:
     """What to say about an error; one that is not ours is a bug, unless the system's own words tell enough."""
     if isinstance(error, ShardctlError):
         hint = error.hint or _HINTS.get(error.exit_code, _BUG)
+        if isinstance(error, UnsupportedError) and not error.hint:
+            hint = "docs/formats.md says what is read and written, and docs/models.md for which models"
         if isinstance(error, HostileError) and not error.hint:
             hint = "do not load this with anything; ask where it came from"
         return Failure(error.message, hint, error.exit_code)

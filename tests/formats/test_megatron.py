@@ -432,4 +432,4 @@ class TestNames:
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
     """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
     with pytest.raises(CutError, match="4 have no 8 equal parts"):
-        reshard(FOLDER / "hf" / "llama", tmp_path / "out", Wish(to="megatron", mesh=Mesh.of(tp=8)))
+        reshard(FIXTURES / "hf" / "llama", tmp_path / "out", Wish(to="megatron", mesh=Mesh.of(tp=8)))
