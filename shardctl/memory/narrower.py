@@ -24,6 +24,8 @@ _MATRIX: Final = 2
 _STACK: Final = 3
 _ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
 """What the modules are called that choose experts; quantisers leave them as they are."""
+_TABLES: Final = frozenset({"relative_attention_bias"})
+"""Names of what is looked up in layers: T5's biases of positions are an embedding."""
 _CONVOLUTIONS: Final = frozenset({"conv1d", "conv"})
 
 
@@ -106,7 +108,7 @@ def narrowed(inventory: Inventory, name: str) -> Inventory:
 def is_linear(kind: Kind) -> bool:
     """Whether it is a weight that quantisers replace."""
     parts = set(kind.example.split("."))
-    if not kind.trainable or not _in_layers(kind) or parts & _ROUTERS or parts & _CONVOLUTIONS:
+    if not kind.trainable or not _in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
         return False
     if len(kind.shape) == _STACK:
         return kind.spec.of_expert
