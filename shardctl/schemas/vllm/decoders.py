@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.schemas.composite import Composite, Entry, join
-from shardctl.schemas.vllm.rank import Heads, in_heads, zeros
+from shardctl.schemas.vllm.rank import Heads, Run, zeros
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ def _attention(here: Rank, have: str, new: str) -> Iterator[Entry]:
     for kind in _KINDS:
         if f"{have}.q_proj.{kind}" in here:
             parts = (
-                in_heads(here.take(f"{have}.{part}_proj.{kind}"), here.parts.unit(f"{have}.{part}_proj.weight"))
+                Run((here.take(f"{have}.{part}_proj.{kind}"),), here.parts.unit(f"{have}.{part}_proj.weight"))
                 for part in "qkv"
             )
             yield here.attention(f"{new}.qkv_proj.{kind}", Heads(*parts))
@@ -74,7 +74,7 @@ def _attention(here: Rank, have: str, new: str) -> Iterator[Entry]:
 
 def _sections(here: Rank, name: str) -> Heads:
     """The heads of an array that has all queries, then all keys, then all values."""
-    return Heads(*(in_heads(part, unit) for part, unit in sections(here, name)))
+    return Heads(*(Run((part,), unit) for part, unit in sections(here, name)))
 
 
 def sections(here: Rank, name: str, dim: int = 0) -> Iterator[tuple[Composite, int]]:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.schemas.composite import Entry
 from shardctl.schemas.vllm.decoders import sections
-from shardctl.schemas.vllm.rank import Heads, in_heads
+from shardctl.schemas.vllm.rank import Heads, Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models import Model
-    from shardctl.schemas.composite import Composite
     from shardctl.schemas.vllm.rank import Rank
 
 _KINDS: Final = ("weight", "bias")
@@ -34,9 +33,9 @@ def gpt2(here: Rank, model: Model) -> Iterator[Entry]:
         yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
         qkv = f"{layer}.attn.c_attn"
         weights = ((part.transposed, unit) for part, unit in sections(here, f"{qkv}.weight", 1))
-        yield here.attention(f"{qkv}.weight", Heads(*(in_heads(part, unit) for part, unit in weights)))
+        yield here.attention(f"{qkv}.weight", Heads(*(Run((part,), unit) for part, unit in weights)))
         biases = sections(here, f"{qkv}.bias")
-        yield here.attention(f"{qkv}.bias", Heads(*(in_heads(part, unit) for part, unit in biases)))
+        yield here.attention(f"{qkv}.bias", Heads(*(Run((part,), unit) for part, unit in biases)))
         yield from here.scales(f"{layer}.attn.attn")
         wide = here.take(f"{layer}.mlp.c_fc.weight").transposed
         yield Entry(f"{layer}.mlp.c_fc.weight", wide.share(0, here.index, here.tp))
@@ -89,12 +88,12 @@ def _heads(here: Rank, name: str, attention: str) -> Heads:
     """
     parts = list(sections(here, name))
     if len(parts) > 1:
-        return Heads(*(in_heads(part, unit) for part, unit in parts))
+        return Heads(*(Run((part,), unit) for part, unit in parts))
     (whole, group), queries = parts[0], here.parts.unit(f"{attention}.dense.weight", 1)
     head = (group - queries) // 2
-    groups = in_heads(whole, group)
+    groups = whole.shares(0, whole.shape[0] // group)
 
-    def rows(start: int, stop: int) -> list[Composite]:
-        return [head_ for each in groups for head_ in in_heads(each.part(0, start, stop), head)]
+    def rows(start: int, stop: int) -> Run:
+        return Run(tuple(each.part(0, start, stop) for each in groups), head)
 
     return Heads(rows(0, queries), rows(queries, queries + head), rows(queries + head, group))

@@ -32,12 +32,34 @@ _KINDS: Final = ("weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The rows of a projection to queries, keys and values, one array a head."""
+class Run:
+    """Heads that lie one behind another in runs of as many rows; one run, or the same part of several groups."""
 
-    queries: Sequence[Composite]
-    keys: Sequence[Composite]
-    values: Sequence[Composite]
+    groups: tuple[Composite, ...]
+    """Arrays of whole heads, as many in each."""
+    rows: int
+    """Of a head."""
+
+    def __len__(self) -> int:
+        return sum(group.shape[0] for group in self.groups) // self.rows
+
+    def between(self, start: int, stop: int) -> Composite:
+        """The heads from `start` to `stop`."""
+        each = self.groups[0].shape[0] // self.rows
+        parts = []
+        for number in range(start // each, -(-stop // each)):
+            first, last = max(start - number * each, 0), min(stop - number * each, each)
+            parts.append(self.groups[number].part(0, first * self.rows, last * self.rows))
+        return join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The rows of a projection to queries, keys and values."""
+
+    queries: Run
+    keys: Run
+    values: Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +151,12 @@ class Rank:
         first, last = self.index * count // self.tp, (self.index + 1) * count // self.tp
         start = self.index * shared // self.tp
         stop = start + max(shared // self.tp, 1)
-        runs = [join(heads.queries[first:last]), join(heads.keys[start:stop]), join(heads.values[start:stop])]
-        return Entry(new, behind(runs))
+        shares = (
+            heads.queries.between(first, last),
+            heads.keys.between(start, stop),
+            heads.values.between(start, stop),
+        )
+        return Entry(new, behind(shares))
 
     def scales(self, module: str) -> Iterator[Entry]:
         """The factors of an attention layer's cache."""
@@ -160,12 +186,17 @@ class Rank:
         held = [names[number] for number in self.held(len(names))]
         if not held:
             raise CutError(f"{new}: {len(names)} experts are too few for ep={self.tp}")
-        both = [join([self.inside(self.take(f"{name}.{part}"), 0) for part in (gate, up)]) for name in held]
-        yield Entry(f"{self.routed(new)}.w13_weight", stack(both))
-        yield Entry(
-            f"{self.routed(new)}.w2_weight", stack([self.inside(self.take(f"{name}.{down}"), 1) for name in held])
-        )
+        shapes = tuple(self.parts[f"{names[0]}.{part}"].shape for part in (gate, up, down))
+        share = (0, 1) if self.whole_experts else (self.index, self.tp)
+        both, narrow = _stacked(shapes, len(held), *share)
+        yield Entry(f"{self.routed(new)}.w13_weight", self.named(both, [f"{e}.{w}" for e in held for w in (gate, up)]))
+        yield Entry(f"{self.routed(new)}.w2_weight", self.named(narrow, [f"{e}.{down}" for e in held]))
         yield from self.expert_map(new, len(names))
+
+    def named(self, pattern: Composite, names: Sequence[str]) -> Composite:
+        """A composite whose tensors are numbers, with those that are called `names` in their place."""
+        self.seen.update(names)
+        return Composite(pattern.shape, tuple(Piece(names[int(p.tensor)], p.box, p.view) for p in pattern.pieces))
 
     def expert_map(self, new: str, experts: int) -> Iterator[Entry]:
         """Which expert is which of this rank's."""
@@ -175,11 +206,6 @@ class Rank:
             data = struct.pack(f"<{experts}i", *local)
             name = EXPERT_MAPS[0 if self.modern else 1]
             yield constant(f"{self.routed(new)}.{name}", (experts,), BY_NAME["I32"], data)
-
-
-def in_heads(rows: Composite, unit: int) -> list[Composite]:
-    """An array as one of `unit` rows a head."""
-    return rows.shares(0, rows.shape[0] // unit)
 
 
 def behind(parts: Sequence[Composite]) -> Composite:
@@ -196,6 +222,22 @@ def behind(parts: Sequence[Composite]) -> Composite:
             pieces.append(replace(piece, view=replace(piece.view, origin=origin)))
         start += part.shape[0]
     return Composite((start, *parts[0].shape[1:]), tuple(pieces))
+
+
+@lru_cache(maxsize=64)  # the layers of a model are alike, and each may have hundreds of experts
+def _stacked(shapes: tuple[tuple[int, ...], ...], count: int, index: int, ranks: int) -> tuple[Composite, Composite]:
+    """The arrays of `count` experts, of share `index` of `ranks` of each, whose projections have these shapes.
+
+    Tensors are called by their numbers: the gate and up projection of each expert in turn, and the down projections.
+    """
+    gate, up, down = shapes
+    both = [
+        join(
+            [Composite.whole(str(2 * n + turn), shape).share(0, index, ranks) for turn, shape in enumerate((gate, up))]
+        )
+        for n in range(count)
+    ]
+    return stack(both), stack([Composite.whole(str(n), down).share(1, index, ranks) for n in range(count)])
 
 
 def zeros(name: str, shape: tuple[int, ...], dtype: DType) -> Entry:
