@@ -62,6 +62,7 @@ _DIVISIBLE: Final = 128
 """Megatron-LM's own `--make-vocab-size-divisible-by`."""
 _NOTHING: Final = object_item([None])
 _WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
+_LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
 _BEHIND_ATTENTION: Final = ".linear_proj"
 _STATELESS: Final = ("router", "embeddings", "output_layer")
 """Modules that keep no extra state, whatever layers are used."""
@@ -106,12 +107,12 @@ def _vocabulary(order: Order) -> int:
 
 def _unlike(order: Order) -> bool:
     """Whether layers are of several kinds, so that Megatron-LM gives each arrays of its own (`moe_layer_freq`)."""
-    dialect = Dialect(NAME, facts={LAYERS: True})
-    kinds: dict[int, set[str]] = {}
-    for cell in cells(order.model, dialect):
-        if cell.layer is not None and cell.expert in {None, 0}:
-            kinds.setdefault(cell.layer, set()).add(cell.name.removeprefix(f"decoder.layers.{cell.layer}."))
-    return len({frozenset(names) for names in kinds.values()}) > 1
+    kinds: dict[str, set[str]] = {}
+    for tensor in order.model.own():
+        found = _LAYER.fullmatch(tensor.name)
+        if found is not None:
+            kinds.setdefault(found[1], set()).add(found[2])
+    return len(set(map(frozenset, kinds.values()))) > 1
 
 
 def _stages(order: Order) -> tuple[int, ...]:

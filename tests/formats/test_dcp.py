@@ -21,10 +21,12 @@ import torch.distributed.checkpoint as dcp
 from dcp_builder import Runs, changed
 from stored_bytes import check, scan
 
+from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.formats.dcp.items import Items
 from shardctl.formats.dcp.metadata import Item
+from shardctl.formats.dcp.save import _check_disjoint
 from shardctl.layouts.torch_item import tensor_item
 from shardctl.manifest import Region
 from shardctl.storage.local import LocalSource
@@ -548,7 +550,7 @@ def test_two_optimizers_of_one_model_are_not_guessed_between(tmp_path):
 
 
 def test_boxes_in_an_order_that_takes_forever_are_refused_soon(tmp_path):
-    """Thin boxes side by side, each as long as the tensor: along the one dim that tells them apart they all touch."""
+    """Thin boxes side by side, each a row below the last, and two that go past all of them: no dim tells them apart."""
 
     def change(metadata):
         tensor = metadata.state_dict_metadata["lm_head.weight"]
@@ -556,11 +558,33 @@ def test_boxes_in_an_order_that_takes_forever_are_refused_soon(tmp_path):
         tensor.size = torch.Size((2 * count, 2 * count))
         chunk = type(tensor.chunks[0])
         tensor.chunks = [chunk(torch.Size((n, 2 * n)), torch.Size((count, 1))) for n in range(count)]
+        tensor.chunks.append(chunk(torch.Size((0, 1)), torch.Size((1, 2 * count - 1))))
+        tensor.chunks.append(chunk(torch.Size((2 * count - 2, 0)), torch.Size((1, 2 * count - 2))))
 
     place = changed(FIXTURES / "tp", tmp_path / "slow", change)
     start = time.process_time()
     with pytest.raises(HostileError, match="in an order that nobody saves"):
         scan(place)
+    assert time.process_time() - start < 20
+
+
+def test_boxes_of_many_layers_and_experts_are_told_apart_soon():
+    """As Megatron-LM stacks them: 30,000 boxes, of which each dim alone tells a few hundred apart."""
+    boxes = [Box((layer, expert, 0), (1, 1, 4)) for expert in range(300) for layer in range(100)]
+    assert _check_disjoint("experts", tuple(boxes), 1_000_000) == len(boxes)
+    with pytest.raises(HostileError, match="overlap"):
+        _check_disjoint("experts", (*boxes, Box((99, 299, 3), (1, 1, 1))), 1_000_000)
+
+
+def test_boxes_of_which_only_one_can_be_told_apart_at_a_time_are_refused_soon():
+    count = 3_000  # rows and columns in turn, each as long as what the ones before have left
+    boxes = []
+    for n in range(count):
+        boxes.append(Box((n, n), (1, count - n)))
+        boxes.append(Box((n + 1, n), (count - n, 1)))
+    start = time.process_time()
+    with pytest.raises(HostileError, match="in an order that nobody saves"):
+        _check_disjoint("spiral", tuple(boxes), 1_000_000)
     assert time.process_time() - start < 20
 
 
