@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.formats.torch_tensors import Saved, View
-    from shardctl.storage import Source
+    from shardctl.storage import Source, Span
 
 _SUFFIXES: Final = (".bin", ".pt", ".pth")
 _SHARD: Final = ".bin"
@@ -48,6 +48,8 @@ _OTHERS: Final = re.compile(
 """What Trainer and accelerate keep to resume, and the files of DeepSpeed, Meta and Megatron-LM: containers of their
 own."""
 _HEAD: Final = 512
+_END: Final = 1 << 16
+"""Bytes of either end of a file that is far away in which pickle and directory usually are."""
 _TAR: Final = slice(257, 262)
 _REPEATED: Final = 16
 _REPEATED_FREE: Final = 256 << 20
@@ -80,6 +82,7 @@ def scan(source: Source) -> Manifest:
         UnsupportedError: a container or a tensor of a kind that is not converted.
     """
     chosen = _choose(source)
+    source.expect(span for path in chosen.files for span in _ends(path, source.files()[path].size))
     warnings = list(chosen.warnings)
     read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
@@ -110,6 +113,11 @@ def scan(source: Source) -> Manifest:
         objects=(*objects, *inside),
         warnings=(*warnings, *left),
     )
+
+
+def _ends(path: str, size: int) -> tuple[Span, Span]:
+    """Where the pickle of a file is, and the directory of its records."""
+    return (path, 0, _END), (path, max(size - _END, 0), _END)
 
 
 def read_saved(source: Source, path: str) -> Saved:

@@ -258,6 +258,8 @@ class _Reader:
 
     def _headers(self, entries: Sequence[_Entry], directory: int) -> Iterator[bytes]:
         """The local header of each entry with its name; neighbours share a read."""
+        sizes = ((entry.header, _LOCAL.size + len(entry.full)) for entry in entries)
+        self.source.expect((self.path, self.start + at, size) for at, size in sizes if at + size <= directory)
         run, base = b"", 0
         for i, entry in enumerate(entries):
             end = entry.header + _LOCAL.size + len(entry.full)

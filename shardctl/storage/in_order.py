@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _PATIENCE: Final = 60.0
 """Seconds that one thread waits for the stretch before its own; then the file's hash is given up."""
-_GRACE: Final = 0.3
+_GRACE: Final = 1.0
 """Seconds for the thread that has taken up the stretch before to begin fetching it."""
 
 

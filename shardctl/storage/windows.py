@@ -2,7 +2,8 @@
 
 A large read is fetched as it is. A small one fetches a window of `GLANCE` bytes, or of `STRIDE` where the file is
 read on from where the last fetch ended; at most so much is read without being asked for, and what follows is
-asked for as a rule, since tensors are read in the order of the file. `KEPT` bytes of windows are held.
+asked for as a rule, since tensors are read in the order of the file. At the end of a file a window begins earlier,
+because archives are read from there. `KEPT` bytes of windows are held.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from shardctl.workers import Stop, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from shardctl.storage import Span
 
@@ -69,10 +70,11 @@ class Windows:
                 ours = window is None
                 if window is None:
                     end = self._ends.get(path)
-                    length = STRIDE if end is not None and 0 <= start - end <= GLANCE else GLANCE
+                    on = end is not None and 0 <= start - end <= GLANCE
+                    length = STRIDE if on else GLANCE
                     self._ends[path] = start + max(len(rest), length)
                     if len(rest) < length:
-                        window = self._add(path, start, length)
+                        window = self._add(path, start if on else min(start, max(self._size(path) - length, 0)), length)
             if window is None:
                 self._fetch(path, start, rest)
                 return
@@ -85,11 +87,14 @@ class Windows:
             done += size
 
     def expect(self, spans: Iterable[Span]) -> None:
-        """Fetch windows for what will be read, several at once; those that cannot be held are left for later."""
+        """Fetch windows for what will be read, several at once; those that cannot be held are left for later.
+
+        Neighbours in a file that less than `GLANCE` bytes divide are one.
+        """
         wanted = []
         with self._lock:
-            room = KEPT - self._held
-            for path, offset, size in spans:
+            room = KEPT
+            for path, offset, size in _merged(spans):
                 length = min(size, self._size(path) - offset)
                 room -= length
                 if room < 0:
@@ -137,3 +142,16 @@ class Windows:
             self._by_path[other].remove(oldest)
             self._held -= len(oldest.data)
         return window
+
+
+def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+    held: Span | None = None
+    for path, offset, size in spans:
+        if held is not None and held[0] == path and 0 <= offset - held[1] <= held[2] + GLANCE:
+            held = path, held[1], max(held[2], offset + size - held[1])
+        else:
+            if held is not None:
+                yield held
+            held = path, offset, size
+    if held is not None:
+        yield held

@@ -1,5 +1,7 @@
 """What reading from the Hub costs: requests and bytes."""
 
+import io
+
 import pytest
 from hub_models import SHARDS, large, model
 
@@ -33,6 +35,20 @@ def test_without_an_index_a_header_is_guessed_to_have_64_kib(hub):
     inspect(NAME)
     ranges = [request.range for request in hub.asked("cdn")]
     assert ranges == ["bytes=0-65535"] * 4
+
+
+def test_pickles_are_read_from_both_ends(hub):
+    """Two requests a file and one a tensor that is not near another, several at once and none for more than 64 KiB."""
+    torch = pytest.importorskip("torch")
+    files = {}
+    for number in (1, 2, 3):
+        file = io.BytesIO()
+        torch.save({f"t{number}.{i}": torch.zeros(100_000) for i in range(4)}, file)
+        files[f"pytorch_model-0000{number}-of-00003.bin"] = file.getvalue()
+    hub.add(NAME, files)
+    assert len(inspect(NAME).tensors) == 12
+    assert len(hub.asked("cdn")) <= 3 * (2 + 4)
+    assert hub.sent["cdn"] < 3 * 150_000
 
 
 def test_every_byte_comes_once(hub, tmp_path):

@@ -66,9 +66,25 @@ def test_a_scale_between_two_weights_costs_one_request_and_no_byte_twice():
 
 
 def test_the_end_of_a_file_is_the_end_of_a_window():
+    """An archive is read backwards from there: its end record, its directory."""
     file = Fetched()
-    file.read(len(FILE) - 3, 3)
-    assert file.spans == [("a", len(FILE) - 3, 3)]
+    file.read(len(FILE) - 22, 22)
+    file.read(len(FILE) - 1000, 978)
+    file.read(len(FILE) - GLANCE, 10)
+    assert file.spans == [("a", len(FILE) - GLANCE, GLANCE)]
+
+
+def test_reading_on_to_the_end_reads_nothing_again():
+    file = Fetched()
+    for offset in range(0, len(FILE), 50_000):
+        file.read(offset, min(50_000, len(FILE) - offset))
+    assert sum(size for _, _, size in file.spans) == len(FILE)
+
+
+def test_neighbours_are_expected_together():
+    file = Fetched()
+    file.windows.expect([("a", 0, 30), ("a", 1000, 30), ("a", 1000 + GLANCE, 30), ("a", 9 * GLANCE, 30), ("b", 0, 30)])
+    assert sorted(file.spans) == [("a", 0, 1030 + GLANCE), ("a", 9 * GLANCE, 30), ("b", 0, 30)]
 
 
 def test_what_was_expected_is_not_fetched_again():
