@@ -8,7 +8,6 @@ weights, one for each block of 128 x 128, are cut with their weights. Layers tha
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import CutError, UnsupportedError
@@ -27,12 +26,12 @@ TITLE: Final = "DeepSeek's inference code"
 FAMILIES: Final = frozenset({"deepseek_v2", "deepseek_v3"})
 BLOCK: Final = 128
 """Rows and columns that share a scale, as `inference/model.py` has it."""
-_ENDS: Final = {
+_ENDS: Final[dict[str, tuple[str, int | None]]] = {
     "model.embed_tokens": ("embed", 0),
     "model.norm": ("norm", None),
     "lm_head": ("head", 0),
 }
-_PARTS: Final = {
+_PARTS: Final[dict[str, tuple[str, int | None]]] = {
     "input_layernorm": ("attn_norm", None),
     "post_attention_layernorm": ("ffn_norm", None),
     "self_attn.q_proj": ("attn.wq", 0),
@@ -58,19 +57,9 @@ _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What a tensor is called here, and which ranks have what of it."""
-
-    name: str
-    dim: int | None = None
-    """Along which it is cut."""
-    expert: int | None = None
-    """Of which routed expert it is."""
-
-
 def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
-    _check_model(model)
+    if rank == next(iter(dialect.ranks)):
+        _check_model(model)
     ranks = dialect.mesh.degree("tp")
     experts = _expert_count(model)
     if experts % ranks:
@@ -78,33 +67,35 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
             f"{TITLE} divides whole experts over its ranks: {experts} experts cannot be divided over tp={ranks}"
         )
     for tensor in model.own():
+        member = tensor.spec.member
+        if member is not None and member.index * ranks // experts != rank:
+            continue
         for name in (tensor.name, *tensor.ties):
-            place = _place(name, model)
-            if place.expert is not None and place.expert * ranks // experts != rank:
-                continue
+            to, dim = _place(name, model)
             whole = Composite.whole(tensor.name, tensor.shape)
-            if place.dim is not None:
-                _check_cut(tensor, place.dim, model, ranks)
-                whole = whole.share(place.dim, rank, ranks)
-            yield Entry(place.name, whole)
+            if dim is not None:
+                _check_cut(tensor, dim, model, ranks)
+                whole = whole.share(dim, rank, ranks)
+            yield Entry(to, whole)
 
 
-def _place(name: str, model: Model) -> _Place:
-    """Raises UnsupportedError for a tensor that DeepSeek's code has not."""
+def _place(name: str, model: Model) -> tuple[str, int | None]:
+    """What a tensor is called here, and the dim along which ranks cut it, None for one that is whole where it is.
+
+    Raises UnsupportedError for a tensor that DeepSeek's code has not.
+    """
     module, _, kind = name.rpartition(".")
     layer = _LAYER.fullmatch(module)
-    found: tuple[str, int | None] | None
     if layer is None:
         found, prefix = _ENDS.get(module), ""
     else:
         found, prefix = _PARTS.get(layer[2]), f"layers.{layer[1]}."
         expert = _EXPERT.fullmatch(layer[2])
-        if expert is not None and expert[2] in _EXPERTS and kind in _KINDS:
-            which = int(expert[1])
-            return _Place(f"{prefix}ffn.experts.{which}.{_EXPERTS[expert[2]]}.{_KINDS[kind]}", expert=which)
+        if expert is not None and expert[2] in _EXPERTS:
+            found = f"ffn.experts.{expert[1]}.{_EXPERTS[expert[2]]}", None
     if found is None or kind not in _KINDS:
         raise UnsupportedError(f"{TITLE} has no place for {name} of {model.architecture}")
-    return _Place(f"{prefix}{found[0]}.{_KINDS[kind]}", found[1])
+    return f"{prefix}{found[0]}.{_KINDS[kind]}", found[1]
 
 
 def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
