@@ -3,7 +3,7 @@
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.execute.worker import Worker
+from shardctl.execute.worker import Worker, job
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "8"}
@@ -58,3 +58,10 @@ def test_a_worker_that_cannot_be_is_an_error(text):
 
 def test_a_worker_is_written_as_it_is_read():
     assert str(Worker.parse("0/3", TORCHRUN)) == "0/3"
+
+
+def test_a_job_has_the_name_that_its_launcher_keeps():
+    assert job(SLURM | {"SLURM_JOB_ID": "7"}) == "slurm 7"
+    assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "train-1", "SLURM_JOB_ID": "7"}) == "torchrun train-1"
+    assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert job(KUBERNETES) == "", "there a pod that is started again has the host name of its predecessor"

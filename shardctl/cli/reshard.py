@@ -144,7 +144,8 @@ def reshard(
     if dry_run:
         _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
     else:
-        run = _on_ray if engine == "ray" else _reshard if crew is None else partial(_contribute, crew)
+        launched = worker == "auto"
+        run = _on_ray if engine == "ray" else _reshard if crew is None else partial(_contribute, crew, launched)
         resume = not no_resume
         run(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
 
@@ -227,6 +228,7 @@ def _reshard(
 
 def _contribute(
     worker: "Worker",
+    launched: bool,  # noqa: FBT001 - given by the one caller
     src: str,
     dst: str,
     wish: "Wish",
@@ -239,6 +241,7 @@ def _contribute(
     json: bool,
 ) -> None:
     from shardctl.cli.progress import watching
+    from shardctl.execute.worker import job
     from shardctl.report import documents
     from shardctl.report.conversion import contribution
     from shardctl.verbs.contribute import contribute as verb
@@ -250,6 +253,7 @@ def _contribute(
             dst,
             wish,
             worker=worker,
+            run=job(os.environ) if launched else "",
             reading=reading,
             overwrite=overwrite,
             resume=resume,

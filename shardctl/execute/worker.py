@@ -23,6 +23,23 @@ _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 """Set by torchrun for what it starts, which Slurm or Kubernetes may have started it for."""
 
 
+_JOBS: Final = (("torchrun", _TORCHRUN), ("slurm", "SLURM_JOB_ID"))
+"""What names a job, and stays when the launcher starts a worker of it again."""
+_UNNAMED: Final = frozenset({"", "none"})
+
+
+def job(environment: Mapping[str, str]) -> str:
+    """The name of the job that this process is started for; empty where the launcher gives none.
+
+    Whoever starts worker I of a job has seen its predecessor die, also on another machine.
+
+    >>> job({"SLURM_JOB_ID": "4711"})
+    'slurm 4711'
+    """
+    found = ((launcher, environment.get(name, "")) for launcher, name in _JOBS)
+    return next((f"{launcher} {name}" for launcher, name in found if name not in _UNNAMED), "")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Worker:
     """One of `count` workers that share a conversion."""

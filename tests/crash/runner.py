@@ -71,7 +71,7 @@ def run(job):
     try:
         if "worker" in job:
             worker = Worker(*job["worker"])
-            part = contribute(job["source"], job["destination"], wish, worker=worker, **options)
+            part = contribute(job["source"], job["destination"], wish, worker=worker, run=job.get("run", ""), **options)
             return {
                 "code": 0,
                 "kept": part.part.kept_bytes,

@@ -210,3 +210,17 @@ def test_a_worker_started_anew_forgets_what_it_had(site, wanted):
     assert (again["before"], again["kept"]) == (False, 0)
     assert json.loads((site.staging / "workers.json").read_text())["workers"] == COUNT
     finished(site, wanted)
+
+
+def test_a_worker_that_died_on_another_machine_is_replaced_by_its_own_launcher_only(site, wanted):
+    all_work(site, (0, 2))
+    elsewhere = {"host": "node17", "boot": "another", "pid": 4711, "start": "1", "run": "slurm 7"}
+    (site.staging / "worker-00001.lock").write_text(json.dumps(elsewhere))
+    for run in ("", "slurm 8"):
+        refused = work(site, 1, run=run)
+        assert refused["code"] == 6
+        assert "process 4711 on node17" in refused["message"]
+        assert str(site.staging / "worker-00001.lock") in refused["hint"]
+    assert site.run(finish=True)["code"] == 6
+    assert work(site, 1, run="slurm 7")["code"] == 0
+    finished(site, wanted)
