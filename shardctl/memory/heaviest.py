@@ -43,15 +43,16 @@ class Heaviest:
         wheres = (kind.spec.where for kind in self.inventory.kinds)
         self.layer_of = [one[0][1] if len(one) == 1 and one[0][0] == "layer" else None for one in wheres]
 
-    def hold(self, mesh: Mesh, stages: Sequence[int]) -> tuple[Holding, ...]:
-        """One holding for each stage, which stands for all ranks of it.
+    def hold(self, mesh: Mesh, stages: Sequence[int], *, most: int | None = None) -> tuple[Holding, ...]:
+        """One holding for each stage, or for the first `most` of them, which stands for all ranks of it.
 
         Raises CutError, naming a tensor, if the mesh cannot cut it.
         """
         first = mesh.coordinate(0)
         starts = [sum(stages[:n]) for n in range(len(stages) + 1)]
         spans = [range(a, b) for a, b in pairwise(starts)]
-        held = self._parts(mesh, spans, first)
+        spans = spans[:most]
+        held = self._parts(mesh, spans, first, last=len(stages) - 1)
         below = _stride(mesh)
         ranks = mesh.world // mesh.degree("pp")
         return tuple(
@@ -67,31 +68,36 @@ class Heaviest:
             for stage, span in enumerate(spans)
         )
 
-    def _parts(self, mesh: Mesh, spans: Sequence[range], first: Mapping[str, int]) -> tuple[tuple[Part, ...], ...]:
-        """The parts of each stage; meshes that differ only in copies have the same."""
+    def _parts(
+        self, mesh: Mesh, spans: Sequence[range], first: Mapping[str, int], *, last: int
+    ) -> tuple[tuple[Part, ...], ...]:
+        """The parts of the stages of `spans`, of which `last` is the number of the last one there is.
+
+        Meshes that differ only in copies have the same.
+        """
         for kind in self.groups:
             check(kind.example, kind.shape, kind.spec, mesh)
         sizes = tuple(sizes_at(kind, mesh, first) for kind in self.groups)
-        key = (tuple(span.stop for span in spans), mesh.ep, sizes)
+        key = (tuple(span.stop for span in spans), last, mesh.ep, sizes)
         if key in self.known:
             return self.known[key]
         stage_of = [stage for stage, span in enumerate(spans) for _ in span]
         held: list[list[Part]] = [[] for _ in spans]
-        last = len(spans) - 1
-        for layer, part in self._all(mesh, sizes, first):
+        for layer, part in self._all(mesh, sizes, first, spans[-1].stop):
             if layer is not None:
                 held[stage_of[layer]].append(part)
                 continue
             for stage in _stages(part.kind, stage_of, last):
-                held[stage].append(part)
+                if stage < len(held):
+                    held[stage].append(part)
         self.known[key] = tuple(map(tuple, held))
         return self.known[key]
 
     def _all(
-        self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int]
+        self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int], stop: int
     ) -> tuple[tuple[int | None, Part], ...]:
-        """The parts of all kinds of which there is anything, in whatever stage."""
-        key = (mesh.ep, sizes)
+        """The parts of all kinds of which there is anything outside of layers, or in those before `stop`."""
+        key = (mesh.ep, sizes, stop)
         if key not in self.uncut:
             if mesh.ep not in self.counts:
                 self.counts[mesh.ep] = [members(kind, mesh, first) for kind in self.inventory.kinds]
@@ -99,7 +105,7 @@ class Heaviest:
             self.uncut[key] = tuple(
                 (layer, Part(kind, count, *sizes[group]))
                 for kind, layer, group, count in kinds
-                if count and (sizes[group][0] or not all(kind.shape))
+                if count and (layer is None or layer < stop) and (sizes[group][0] or not all(kind.shape))
             )
         return self.uncut[key]
 
@@ -115,5 +121,6 @@ def _stride(mesh: Mesh) -> int:
 
 
 def _stages(kind: Kind, stage_of: Sequence[int], last: int) -> set[int]:
-    where = kind.spec.where
+    """The stages that have a kind, those of layers beyond `stage_of` left out."""
+    where = [(place, n) for place, n in kind.spec.where if place != "layer" or n < len(stage_of)]
     return {stage_of[n] if place == "layer" else 0 if place == "first" else last for place, n in where}

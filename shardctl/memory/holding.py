@@ -89,16 +89,17 @@ class Holding:
 
     def merged(self) -> tuple[Part, ...]:
         """The parts, those together that differ in nothing but their layer."""
-        first: dict[tuple[object, ...], Part] = {}
-        counts: Counter[tuple[object, ...]] = Counter()
+        found: dict[tuple[object, ...], tuple[Part, list[int]]] = {}
         for part in self.parts:
             kind, spec = part.kind, part.kind.spec
             inside = spec.where[0][0] == "layer"
             # An inventory has equal cuts once, and to compare them by value takes long.
             key = (kind.shape, kind.dtype.name, id(spec.cuts), spec.of_expert, kind.trainable, inside, part.elements)
-            first.setdefault(key, part)
-            counts[key] += part.count
-        return tuple(Part(part.kind, counts[key], part.gathered, part.elements) for key, part in first.items())
+            if key in found:
+                found[key][1].append(part.count)
+            else:
+                found[key] = part, [part.count]
+        return tuple(Part(part.kind, sum(counts), part.gathered, part.elements) for part, counts in found.values())
 
     def _some(self, *, expert: bool | None, trainable: bool | None) -> Iterator[Part]:
         for part in self.parts:

@@ -86,9 +86,8 @@ class Explorer:
 
     def _needed(self, mesh: Mesh, stages: tuple[int, ...], *, first: bool) -> Estimate:
         if (mesh, first) not in self.known:
-            held = self.heaviest.hold(mesh, stages)
-            some = held[:1] if first else held
-            self.known[mesh, first] = needs(self.about, some, mesh, stages, self.work_on(mesh))
+            held = self.heaviest.hold(mesh, stages, most=1 if first else None)
+            self.known[mesh, first] = needs(self.about, held, mesh, stages, self.work_on(mesh))
         return self.known[mesh, first]
 
     def once(self, *, expert: bool) -> int:

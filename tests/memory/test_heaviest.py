@@ -34,6 +34,8 @@ def test_they_hold_what_hold_says_and_no_rank_holds_more(path):
                 heaviest.hold(mesh, stages)
             continue
         found = heaviest.hold(mesh, stages)
+        assert heaviest.hold(mesh, stages, most=1) == found[:1]
+        assert Heaviest(inventory).hold(mesh, stages, most=1) == found[:1]
         assert [one.stage for one in found] == list(range(pp))
         assert sum(one.ranks for one in found) == mesh.world
         for one in found:

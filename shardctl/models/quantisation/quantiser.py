@@ -158,6 +158,8 @@ class _Quantiser:
 
     def quantised(self, weight: _Weight) -> bool:
         """Whether the weight is quantised: by what is stored, else by the config."""
+        if not self.present:
+            return not self.spared(weight)
         plain = self.present.get(weight.tensor.name)
         companions = (name for name in weight.storage.names if name not in ("weight", "bias"))
         if any(f"{weight.module}.{name}" in self.present for name in companions) or (
@@ -200,7 +202,7 @@ class _Quantiser:
         tensor, there, tabled = weight.tensor, {}, []
         for name in weight.storage.names:
             full = f"{weight.module}.{name}"
-            if full in self.present:
+            if self.present and full in self.present:
                 there[name] = self.present[full]
             if full in self.plain.tensors and full != tensor.name:
                 tabled.append(name)
@@ -213,7 +215,7 @@ class _Quantiser:
 
     def cache_scales(self, weight: _Weight) -> Iterator[ModelTensor]:
         """The scales of the key/value cache that are stored beside or in this projection."""
-        names = _cache_names(weight.module)
+        names = _cache_names(weight.module) if self.present else ()
         rows = _cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
         for name, row in zip(names, rows, strict=True):
             stored = self.present.get(name)
