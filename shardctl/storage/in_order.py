@@ -17,6 +17,8 @@ _PATIENCE: Final = 60.0
 """Seconds that one thread waits for the stretch before its own; then the file's hash is given up."""
 _GRACE: Final = 1.0
 """Seconds for the thread that has taken up the stretch before to begin fetching it."""
+_NEAR: Final = 256 << 20
+"""Bytes between a stretch and the one that is due, beyond which no thread is about to fetch that."""
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class InOrder:
     def _wait(self, file: Promise, start: int, stop: int) -> int | None:
         """Where in the file to go on hashing, once it is the turn of this stretch; None if it brings nothing new."""
         now = time.monotonic()
-        end, soon = now + _PATIENCE, now + _GRACE
+        end, soon = now + _PATIENCE, now + (_GRACE if start - file.position < _NEAR else 0.0)
         while not file.over and file.position < stop:
             if start <= file.position and not file.busy:
                 return file.position
