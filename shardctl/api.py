@@ -1,10 +1,13 @@
 """The public Python API: every verb as a function that returns a dataclass and raises a `ShardctlError`."""
 
 from shardctl.errors import ShardctlError
+from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
+from shardctl.verbs.contribute import Contributed, contribute
 from shardctl.verbs.diff import Diffed, diff
 from shardctl.verbs.digest import Digested, digest
 from shardctl.verbs.drafting import Wish
+from shardctl.verbs.finish import Finished, finish
 from shardctl.verbs.inspect import Inspected, inspect
 from shardctl.verbs.load import lens, load
 from shardctl.verbs.opening import Reading
@@ -14,9 +17,11 @@ from shardctl.verbs.verify import Verified, verify
 from shardctl.workers import Effort
 
 __all__ = [
+    "Contributed",
     "Diffed",
     "Digested",
     "Effort",
+    "Finished",
     "Inspected",
     "Mesh",
     "Planned",
@@ -25,8 +30,11 @@ __all__ = [
     "ShardctlError",
     "Verified",
     "Wish",
+    "Worker",
+    "contribute",
     "diff",
     "digest",
+    "finish",
     "inspect",
     "lens",
     "load",
