@@ -1,5 +1,6 @@
 """Large bodies come straight from the socket, where the library's client would do the same, and in no other case."""
 
+import shutil
 import ssl
 import subprocess
 import threading
@@ -109,6 +110,8 @@ class _Secret(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     """A server with a certificate that only we believe; its address and the certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     subprocess.run(
