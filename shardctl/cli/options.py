@@ -130,6 +130,14 @@ VllmProfile = Annotated[
     Literal["0.25", "0.11"] | None,
     typer.Option(show_default=False, rich_help_panel=_WRITING, help="Whose names --to vllm writes. Default: 0.25."),
 ]
+TrtllmEmbedding = Annotated[
+    Literal["whole", "vocabulary", "hidden"] | None,
+    typer.Option(
+        show_default=False,
+        rich_help_panel=_WRITING,
+        help="Whether and along which dim --to trtllm cuts the embedding. Default: whole.",
+    ),
+]
 Megatron = Annotated[
     str | None,
     typer.Option(

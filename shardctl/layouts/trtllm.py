@@ -22,11 +22,15 @@ from shardctl.schemas.trtllm import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardctl.dialect import Fact
     from shardctl.layouts.composed import Order
     from shardctl.manifest import Manifest
 
 _CONFIG: Final = "config.json"
 _ORDER: Final = ("pp", "cp", "tp")
+_EMBEDDING: Final = "trtllm_embedding"
+_CUTS: Final = {"whole": None, "vocabulary": 0, "hidden": 1}
+"""By option the dim of the embedding that is cut."""
 _TYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
 _ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
@@ -49,7 +53,7 @@ def pack(order: Order) -> Manifest:
         )
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
-    facts = {PARALLEL_EMBEDDING: order.options.get(PARALLEL_EMBEDDING) == "true", EMBEDDING_DIM: 0}
+    facts = _facts(order.options.get(_EMBEDDING, "whole"))
     dialect = Dialect(NAME, mesh, {rank: f"rank{n}/" for rank, n in numbers.items()}, stages, facts)
     builder = FileBuilder({"format": "pt"})
     arrays = composed(order, SCHEMA, dialect)
@@ -58,6 +62,14 @@ def pack(order: Order) -> Manifest:
     content = (json.dumps(_config(order, dialect), indent=4) + "\n").encode()
     files = {**builder.files, _CONFIG: File(_CONFIG, len(content), ((0, content),))}
     return target(NAME, order, SCHEMA, dialect, files, builder.stored())
+
+
+def _facts(embedding: str) -> dict[str, Fact]:
+    """What `--trtllm-embedding` asks for."""
+    if embedding not in _CUTS:
+        raise UsageError(f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_CUTS)}")
+    dim = _CUTS[embedding]
+    return {PARALLEL_EMBEDDING: dim is not None, EMBEDDING_DIM: dim or 0}
 
 
 def _mesh(order: Order) -> Mesh:
@@ -180,4 +192,4 @@ def _prefix(dialect: Dialect, rank: int) -> str:
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({PARALLEL_EMBEDDING}))
+LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({_EMBEDDING}))

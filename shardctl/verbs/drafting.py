@@ -72,6 +72,8 @@ class Wish:
     exclude: str | None = None
     vllm_profile: str | None = None
     """Which version of vLLM the files are for."""
+    trtllm_embedding: str | None = None
+    """How TensorRT-LLM's ranks share the embedding; by default each has the whole of it."""
     megatron: str | None = None
     """Which of Megatron-LM's layers the files are for, and how it runs them, as `layouts.megatron.Wanted` reads it."""
     optimizer_states: States = None
@@ -235,7 +237,11 @@ def _order(checkpoint: Checkpoint, wish: Wish, layout: str, have: Manifest, dtyp
 
 def _special(wish: Wish) -> dict[str, str | None]:
     """The options that only some layouts have."""
-    return {"vllm_profile": wish.vllm_profile, "megatron": wish.megatron}
+    return {
+        "vllm_profile": wish.vllm_profile,
+        "trtllm_embedding": wish.trtllm_embedding,
+        "megatron": wish.megatron,
+    }
 
 
 def _check_meaningful(wish: Wish, layout: str, mesh: Mesh) -> None:

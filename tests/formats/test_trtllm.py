@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.formats import detect, scan
 from shardctl.formats.trtllm.config import describe
-from shardctl.layouts.composed import Order
-from shardctl.layouts.trtllm import pack
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
 from shardctl.schemas.trtllm import even_stages
@@ -23,7 +21,7 @@ from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -180,6 +178,27 @@ class TestWriting:
         assert len(list((tmp_path / "out").glob("rank*"))) == 4
         assert json.loads((tmp_path / "out" / "config.json").read_text())["mapping"]["world_size"] == 8
         assert diff(source, tmp_path / "out").equal
+
+    @pytest.mark.parametrize("embedding", ["whole", "vocabulary", "hidden"])
+    def test_embeddings_of_every_cut(self, embedding, tmp_path):
+        source = FIXTURES / "llama_tied_tp2" / "source"
+        made = reshard(source, tmp_path / "out", wish("llama_tied_tp2", trtllm_embedding=embedding))
+        whole = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, 1))
+        cut = {"whole": [whole, whole], "vocabulary": padded.chunk(2), "hidden": whole.chunk(2, dim=1)}[embedding]
+        for rank in range(2):
+            arrays = load_file(tmp_path / "out" / f"rank{rank}.safetensors")
+            assert same(arrays["transformer.vocab_embedding.weight"], cut[rank])
+            assert same(arrays["lm_head.weight"], padded.chunk(2)[rank])
+        assert verify(tmp_path / "out", against=str(source)).ok
+        back = reshard(tmp_path / "out", tmp_path / "hf", Wish(to="hf"))
+        assert back.record.digest == made.record.digest == digest(source).digest
+
+    def test_another_cut_of_the_embedding(self, tmp_path):
+        with pytest.raises(UsageError, match="unknown --trtllm-embedding 'rows'"):
+            reshard(FIXTURES / "llama_pp3" / "source", tmp_path / "out", wish("llama_pp3", trtllm_embedding="rows"))
+        with pytest.raises(UsageError, match="--trtllm-embedding means nothing to --to hf"):
+            reshard(FIXTURES / "llama_pp3" / "source", tmp_path / "out", Wish(to="hf", trtllm_embedding="whole"))
 
     def test_layers_that_are_left_over_go_to_the_first_stages(self):
         for layers in range(1, 20):
@@ -354,47 +373,13 @@ class TestConfigs:
         assert found.get("num_experts", found.get("num_local_experts")) == (4 if "router" in str(arrays) else None)
 
 
-def wish(name: str) -> Wish:
-    return Wish(to="trtllm", mesh=MESHES[name])
+def wish(name: str, **options: str) -> Wish:
+    return Wish(to="trtllm", mesh=MESHES[name], **options)
 
 
 def written(name: str, out: Path) -> Path:
     """A case's model as the layout writes it, its embedding cut where the exporter cut it."""
-    from shardctl.copyplan import join
-
-    source = FIXTURES / name / "source"
-    parallel = json.loads((FIXTURES / name / "exported" / "config.json").read_text())["use_parallel_embedding"]
-    if not parallel:
-        reshard(source, out, wish(name), reading=Reading(kv_heads="replicate"))
-        return out
-    with opened(source, Reading(kv_heads="replicate")) as checkpoint:
-        have = checkpoint.manifest
-        dtypes = {key: tensor.dtype for key, tensor in have.tensors.items()}
-        options = {"parallel_embedding": "true"}
-        order = Order(have, checkpoint.model, MESHES[name], dtypes, checkpoint.config, options=options)
-        want = pack(order)
-        join(have, want)
-        _fill(source, have, want, out)
+    said = json.loads((FIXTURES / name / "exported" / "config.json").read_text())
+    options = {"trtllm_embedding": "vocabulary"} if said["use_parallel_embedding"] else {}
+    reshard(FIXTURES / name / "source", out, wish(name, **options), reading=Reading(kv_heads="replicate"))
     return out
-
-
-def _fill(source: Path, have, want, out: Path) -> None:
-    """Write a plan's files one element at a time: another way than the engine's."""
-    import numpy as np
-
-    from shardctl.copyplan import join
-
-    out.mkdir()
-    made = {path: bytearray(file.size) for path, file in want.files.items()}
-    for path, file in want.files.items():
-        for offset, data in file.literals:
-            made[path][offset : offset + len(data)] = data
-    for copy in join(have, want).copies:
-        for read, write in copy.strided_copies():
-            data = (source / read.where.file).read_bytes()
-            unit = f"V{read.dtype.unit_bytes}"
-            taken = np.ndarray(read.box.shape, unit, data, read.where.offset, read.where.strides)
-            given = np.ndarray(write.box.shape, unit, made[write.where.file], write.where.offset, write.where.strides)
-            given[...] = taken
-    for path, data in made.items():
-        (out / path).write_bytes(data)
