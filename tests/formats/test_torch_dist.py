@@ -172,6 +172,17 @@ def test_the_folder_above_is_that_of_its_last_iteration(place, folder):
         assert not any("iter_0000005" in o.name for o in checkpoint.manifest.objects)
 
 
+def test_the_weights_of_nemo_are_beside_its_description(place):
+    iteration = place()
+    root = iteration.parent / "nemo"
+    (root / "context").mkdir(parents=True)
+    (root / "context" / "model.yaml").write_text("_target_: LlamaModel\n")
+    iteration.rename(root / "weights")
+    with opened(root) as checkpoint:
+        check(root, checkpoint.manifest.tensors, published("stacked"))
+        assert [o.name for o in checkpoint.manifest.objects if o.policy == "carry"] == ["context/model.yaml"]
+
+
 def edited(where: Path, change) -> None:
     """Rewrite a `.metadata`, with torch's own classes."""
     path = where / ".metadata"
