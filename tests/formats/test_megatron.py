@@ -176,6 +176,24 @@ class TestReading:
         engine = scan(LocalSource(FIXTURES / "llama-te"))
         assert any("_extra_state of Transformer Engine's layers" in note for note in engine.training.notes)
 
+    def test_layers_that_predict_further_tokens_are_left_behind(self, written, tmp_path):
+        change(written, args_mtp_num_layers=1)
+        path = written / "release" / "mp_rank_00_000" / FILE
+        saved = load(path)
+        saved["model"]["mtp.layers.0.enorm.weight"] = torch.ones(32)
+        torch.save(saved, path)
+        with pytest.raises(SourceError, match=r"1 arrays mtp\.\* of layers that predict further tokens"):
+            reshard(written, tmp_path / "hf", Wish(to="hf"), reading=Reading(strict=True))
+        back = reshard(written, tmp_path / "hf", Wish(to="hf"))
+        assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
+
+    def test_the_oldest_name_of_the_degree_of_tp(self, written):
+        for path in written.rglob(FILE):
+            saved = load(path)
+            saved["args"].model_parallel_size = saved["args"].__dict__.pop("tensor_model_parallel_size")
+            torch.save(saved, path)
+        assert scan(LocalSource(written)).dialect.mesh.degree("tp") == 2
+
     def test_another_config_overrides_the_args(self, tmp_path):
         made = reshard(
             FIXTURES / "mistral-tp2", tmp_path / "hf", Wish(to="hf"), reading=Reading(config=source("mistral-tp2"))

@@ -18,7 +18,7 @@ from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron.arguments import LAST_ROW, config_of
 from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE
-from shardctl.schemas.megatron.names import EXTRA_STATE
+from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER
 from shardctl.schemas.megatron.ranks import least_mesh
 from shardctl.training import Training
 
@@ -78,7 +78,7 @@ def scan(source: Source) -> Manifest:
         tensors={tensor.name: tensor for name, each in files.items() for tensor in _tensors(name, each)},
         files={path: File(path, source.files()[path].size) for path in found.files.values()},
         objects=(*(_sorted_out(each) for each in side), *(each for file in files.values() for each in _inside(file))),
-        warnings=(*left, *_beside(found)),
+        warnings=(*left, *_beside(found), *_further(files)),
         training=Training(
             writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_notes(source, found, files))
         ),
@@ -203,6 +203,12 @@ def _beside(found: Directory) -> Iterator[str]:
     if found.others:
         others = ", ".join(each.rstrip("/") for each in found.others)
         yield f"{found.folder.rstrip('/') or 'this iteration'} is read; {others} is left behind"
+
+
+def _further(files: Mapping[str, RankFile]) -> Iterator[str]:
+    count = sum(file.others.get(FURTHER, 0) for file in files.values())
+    if count:
+        yield f"{count} arrays {FURTHER}* of layers that predict further tokens are left behind, as by transformers"
 
 
 def _notes(source: Source, found: Directory, files: Mapping[str, RankFile]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from shardctl.formats.pickle_tree import Call, Global, mapping
 from shardctl.formats.torch_save import check_total, read_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.schemas.megatron import chunk_prefix
-from shardctl.schemas.megatron.names import EXTRA_STATE, is_before_core, local_name
+from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER, is_before_core, local_name
 from shardctl.training import as_setting
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def read_rank(source: Source, path: str) -> RankFile:
             if own.endswith(EXTRA_STATE):
                 others[EXTRA_STATE] = others.get(EXTRA_STATE, 0) + 1
                 scales = scales or node is not None
+                continue
+            if own.startswith(FURTHER):
+                others[FURTHER] = others.get(FURTHER, 0) + 1
                 continue
             name, old = local_name(own), old or is_before_core(own)
             view = None if _COMPUTED.fullmatch(name) else as_tensor(node, f"{path}: tensor {own!r}")

@@ -41,7 +41,6 @@ _USUAL: Final[dict[str, Setting]] = {
     "squared_relu": False,
     "heterogeneous_layers_config_path": None,
     "hybrid_override_pattern": None,
-    "mtp_num_layers": None,
 }
 """What all the models below have; a field that is absent has it, too."""
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
@@ -225,7 +224,7 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
     Raises UnsupportedError for rotary embeddings, biases, windows or activations that it does not have.
     """
     if model.family == "gpt2":
-        return {**_USUAL, **_arguments_of_gpt2(config, model)}
+        return {**_USUAL, "mtp_num_layers": None, **_arguments_of_gpt2(config, model)}
     said, own = Config(config), model.tensors
     first = "model.layers.0.self_attn"
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
@@ -237,6 +236,7 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
     hidden = own["model.embed_tokens.weight"].shape[1]
     found: dict[str, Setting] = {
         **_USUAL,
+        "mtp_num_layers": None,
         "num_layers": model.layers,
         "hidden_size": hidden,
         "ffn_hidden_size": said.size("intermediate_size"),

@@ -12,6 +12,8 @@ from typing import Final
 
 EXTRA_STATE: Final = "_extra_state"
 """How the names end under which layers keep what is no weight: nothing, or Transformer Engine's scales of 8 bits."""
+FURTHER: Final = "mtp."
+"""How the names of layers begin that predict further tokens (`multi_token_prediction.py`)."""
 _FUSED: Final = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
