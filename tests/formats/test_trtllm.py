@@ -299,6 +299,7 @@ class TestRefusals:
             ({"mapping": {"tp_size": 8, "world_size": 8, "enable_attention_dp": True}}, "enable_attention_dp"),
             ({"mapping": {"tp_size": 8, "world_size": 8, "moe_cluster_size": 2}}, "clusters of experts"),
             ({"mapping": [8]}, "where an object is expected"),
+            ({"mapping": {"tp_size": 1 << 20, "pp_size": 1}}, "mapping of 1,048,576 ranks; more than"),
             ({"num_hidden_layers": "1"}, "where a positive whole number is expected"),
         ],
     )

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
 from shardctl.dialect import Dialect
 from shardctl.errors import SourceError
 from shardctl.formats.format import Format, given_file
-from shardctl.formats.impostors import refuse_unfinished
-from shardctl.formats.links import check_link
-from shardctl.formats.safetensors_header import read_header
+from shardctl.formats.rank_arrays import rank_arrays, rank_prefix
 from shardctl.formats.side_files import side_files
-from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Manifest
 from shardctl.mesh import Mesh
 from shardctl.schemas import deepseek_mp
 
@@ -39,18 +36,7 @@ def scan(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
     """
     files = _files(source)
-    arrays: dict[str, Tensor] = {}
-    sizes: dict[str, File] = {}
-    for rank, path in enumerate(files):
-        refuse_unfinished(source, path)
-        check_link(source, path)
-        header = read_header(source, path)
-        sizes[path] = File(path, header.size)
-        for array in header.arrays:
-            name = f"rank{rank}/{array.name}"
-            where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
-            chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
-            arrays[name] = Tensor(name, array.dtype, array.shape, (chunk,))
+    arrays, sizes = rank_arrays(source, dict(enumerate(files)))
     side, left = side_files(source, set(sizes))
     ranks = len(files)
     return Manifest(
@@ -62,7 +48,7 @@ def scan(source: Source) -> Manifest:
         dialect=Dialect(
             deepseek_mp.NAME,
             Mesh.of(tp=ranks, ep=ranks, etp=1),
-            {rank: f"rank{rank}/" for rank in range(ranks)},
+            {rank: rank_prefix(rank) for rank in range(ranks)},
         ),
     )
 

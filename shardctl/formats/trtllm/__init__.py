@@ -7,16 +7,13 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
 from shardctl.dialect import Dialect
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.format import Format, given_file
-from shardctl.formats.impostors import refuse_unfinished
-from shardctl.formats.links import check_link
-from shardctl.formats.safetensors_header import read_header
+from shardctl.formats.rank_arrays import rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.trtllm.config import Description, describe
-from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Manifest
 from shardctl.models.config import Config
 from shardctl.schemas import trtllm
 from shardctl.storage import read
@@ -24,6 +21,7 @@ from shardctl.storage import read
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
 CONFIG: Final = "config.json"
@@ -53,18 +51,9 @@ def scan(source: Source) -> Manifest:
         UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
     """
     files = _files(source)
-    arrays: dict[str, Tensor] = {}
-    sizes: dict[str, File] = {}
-    for number, path in files.items():
-        refuse_unfinished(source, path)
-        check_link(source, path)
-        header = read_header(source, path)
-        sizes[path] = File(path, header.size)
-        for array in header.arrays:
-            _refuse_quantised(path, array.name, array.dtype.name)
-            name, whole = f"rank{number}/{array.name}", Box.whole(array.shape)
-            where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
-            arrays[name] = Tensor(name, array.dtype, array.shape, (Chunk(whole, array.dtype, where, array.name),))
+    arrays, sizes = rank_arrays(source, files)
+    for tensor in arrays.values():
+        _refuse_quantised(tensor)
     found = describe(_config(source), {name.partition("/")[2] for name in arrays})
     _check_ranks(found, files)
     side, left = side_files(source, set(sizes))
@@ -132,11 +121,13 @@ def _missing(names: Iterable[str], why: str) -> str:
     return f"{', '.join(listed[:_SHOWN])}{more} {'is' if len(listed) == 1 else 'are'} missing: {why}"
 
 
-def _refuse_quantised(path: str, name: str, dtype: str) -> None:
-    if _SCALES.fullmatch(name) or dtype not in _PLAIN:
-        what = f"is {dtype}" if dtype not in _PLAIN else "scales quantised weights"
+def _refuse_quantised(array: Tensor) -> None:
+    (chunk,) = array.chunks
+    plain = array.dtype.name in _PLAIN
+    if not plain or _SCALES.fullmatch(chunk.name):
         raise UnsupportedError(
-            f"{name} in {path} {what}: quantised checkpoints of TensorRT-LLM are not read",
+            f"{chunk.name} in {array.files[0]} {'scales quantised weights' if plain else f'is {array.dtype}'}: "
+            "quantised checkpoints of TensorRT-LLM are not read",
             hint="convert the model that was quantised",
         )
 

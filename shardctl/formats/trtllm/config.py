@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.rank_arrays import rank_prefix
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
@@ -42,6 +43,8 @@ _MULTIPLIERS: Final = (
     "residual_multiplier",
     "output_multiplier_scale",
 )
+_MOST_RANKS: Final = 100_000
+"""Beyond this a config is damaged or hostile."""
 _RENORMALISE: Final = 1
 """`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE` of tensorrt_llm/layers/moe.py."""
 
@@ -71,7 +74,7 @@ def describe(config: Config, arrays: Collection[str]) -> Description:
         raise SourceError(f"config.json has {pp} stages for {layers} layers")
     return Description(
         mesh=mesh,
-        ranks={stage * cp * tp + n: f"rank{stage * tp + n}/" for stage in range(pp) for n in range(tp)},
+        ranks={stage * cp * tp + n: rank_prefix(stage * tp + n) for stage in range(pp) for n in range(tp)},
         stages=even_stages(layers, pp),
         facts={
             PARALLEL_EMBEDDING: config.switch("use_parallel_embedding", default=False),
@@ -115,6 +118,8 @@ def _mesh(mapping: Config) -> Mesh:
     if _given(mapping, "moe_cluster_size", 1) != 1:
         raise UnsupportedError("config.json has a mapping with clusters of experts, whose cuts are not known")
     world = mapping.size("world_size", tp * pp * cp)
+    if world > _MOST_RANKS:
+        raise SourceError(f"config.json has a mapping of {world:,} ranks; more than {_MOST_RANKS:,} are not read")
     if world != tp * pp * cp:
         raise SourceError(f"config.json has a mapping of {world} ranks, but tp={tp} x pp={pp} x cp={cp}")
     etp, ep = _given(mapping, "moe_tp_size", None), _given(mapping, "moe_ep_size", None)

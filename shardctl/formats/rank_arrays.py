@@ -1,0 +1,42 @@
+"""The arrays of safetensors files, one file a rank, each under the rank's own prefix: what a `Dialect` speaks of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardctl.box import Box
+from shardctl.formats.impostors import refuse_unfinished
+from shardctl.formats.links import check_link
+from shardctl.formats.safetensors_header import header_span, read_header
+from shardctl.manifest import Chunk, File, Region, Tensor, dense_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.storage import Source
+
+
+def rank_prefix(rank: int) -> str:
+    """What stands before the names of a rank's arrays."""
+    return f"rank{rank}/"
+
+
+def rank_arrays(source: Source, files: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, File]]:
+    """Every array by its rank's prefix and its name, and the files by path; `files` are those of the ranks.
+
+    Raises as `read_header`, SourceError for a download that has not ended, HostileError for a link that leaves.
+    """
+    arrays: dict[str, Tensor] = {}
+    sizes: dict[str, File] = {}
+    source.expect((path, 0, header_span(None)) for path in files.values())
+    for rank, path in files.items():
+        refuse_unfinished(source, path)
+        check_link(source, path)
+        header = read_header(source, path)
+        sizes[path] = File(path, header.size)
+        for array in header.arrays:
+            name = f"{rank_prefix(rank)}{array.name}"
+            where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
+            chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
+            arrays[name] = Tensor(name, array.dtype, array.shape, (chunk,))
+    return arrays, sizes
