@@ -159,7 +159,7 @@ class TestWriting:
         [
             ("llama/0.25-tp8", "llama/0.11-tp2"),
             ("mixtral/0.11-tp2-ep2", "mixtral/0.25-tp2"),
-            ("deepseek_v3/0.25-tp2-ep2", "deepseek_v3/0.25-tp2-mla"),
+            ("deepseek_v3/0.11-tp2-ep2", "deepseek_v3/0.25-tp2-ep2-mla"),
         ],
     )
     def test_from_one_mesh_and_version_to_another(self, owner, want, tmp_path):
