@@ -50,7 +50,7 @@ def open_source(text: str | Path) -> Source:
 
 def _local(path: Path) -> LocalSource:
     """A directory or file that is here; what Orbax wrote is read through tensorstore."""
-    if (path / "_METADATA").is_file():
+    if os.path.isfile(path / "_METADATA"):  # noqa: PTH113 - which is False where it cannot be known
         from shardctl.storage.orbax import OrbaxSource, is_orbax
 
         if is_orbax(path):
