@@ -23,7 +23,7 @@ from shardctl.layouts.pickle_writer import Name, Object, Value
 from shardctl.layouts.torch_item import object_item
 from shardctl.manifest import Chunk, File, dense_strides
 from shardctl.schemas.megatron.arguments import arguments_of
-from shardctl.schemas.megatron.layers import TITLE, experts
+from shardctl.schemas.megatron.layers import TITLE, check_model, experts
 from shardctl.schemas.torch_dist import (
     EXPERTS,
     HALVES,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from shardctl.layouts.composed import Order
     from shardctl.manifest import Manifest
     from shardctl.schemas.composite import Composite
-    from shardctl.training import Setting
 
 FOLDER: Final = "release/"
 _TRACKER: Final = ("latest_checkpointed_iteration.txt", b"release")
@@ -73,6 +72,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    check_model(order.model)
     mesh = order.mesh
     vocabulary = padded_vocabulary(_vocabulary(order), mesh.degree("tp"))
     facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: vocabulary, SPELT: True}
@@ -237,8 +237,11 @@ def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes
     """The content of `common.pt`."""
     mesh, dtype = order.mesh, dtypes["embedding.word_embeddings.weight"]
     known: dict[str, Value] = {
-        **{name: _writable(value) for name, value in arguments_of(order.config, order.model).items()},
-        "seq_length": _context(order.config),
+        name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
+        for name, value in arguments_of(order.config, order.model).items()
+    }
+    known |= {
+        "seq_length": known["max_position_embeddings"],
         "vocab_size": _vocabulary(order),
         "padded_vocab_size": vocabulary,
         "make_vocab_size_divisible_by": _DIVISIBLE,
@@ -269,16 +272,6 @@ def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes
             "content_metadata": dict(_CONTENT),
         }
     )
-
-
-def _writable(value: Setting) -> Value:
-    """Megatron-LM has lists where settings are tuples."""
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _context(config: Mapping[str, object]) -> int:
-    value = config.get("max_position_embeddings", config.get("n_positions"))
-    return value if isinstance(value, int) else 4_096
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError
 from shardctl.schemas.composite import Composite, Entry, join
 from shardctl.schemas.megatron import layers
 from shardctl.schemas.megatron.layers import TITLE, Variant
@@ -85,7 +85,8 @@ class Cell:
 def cells(model: Model, dialect: Dialect) -> Iterator[Cell]:
     """Everything that the arrays are made of, in the model's order.
 
-    Raises UnsupportedError, by name, for a model that Megatron-LM has no place for.
+    Raises UnsupportedError, by name, for a model that Megatron-LM has no place for, and SourceError for a padded
+    vocabulary that is smaller than the model's.
     """
     layers.check_model(model)
     parts = Parts(model, TITLE)
@@ -103,6 +104,11 @@ def cells(model: Model, dialect: Dialect) -> Iterator[Cell]:
 
 
 def _vocabulary(name: str, tokens: Composite, padded: int) -> Cell:
+    if 0 < padded < tokens.shape[0]:
+        raise SourceError(
+            f"{name} has {padded:,} rows, but the model has {tokens.shape[0]:,} tokens",
+            hint="the config, or --true-vocab, may belong to another model",
+        )
     return Cell(name, (tokens.padded(padded) if padded else tokens,), 0)
 
 

@@ -439,6 +439,7 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
     for changed, what in (
         ({"num_hidden_layers": 3}, r"has shape \[2, 16\], but the model gives it \[3, 16\]"),
         ({"tie_word_embeddings": True}, "output_layer.weight"),
+        ({"vocab_size": 65}, "embedding.word_embeddings.weight has 64 rows, but the model has 65 tokens"),
         ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, "not known here"),
     ):
         path = tmp_path / "config.json"
