@@ -195,6 +195,7 @@ class _Stored:
 def _unsharded(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
     """The tensors of files that hold each whole, and once."""
     tensors: dict[str, Tensor] = {}
+    alike: dict[tuple[str, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
     for path, header in headers.items():
         for array in header.arrays:
             name, shape = array.name, array.shape
@@ -206,8 +207,12 @@ def _unsharded(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> 
                     hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
                     f"the {KEY} that says which part each holds",
                 )
-            region = Region(path, array.offset, _strides(array.dtype, shape))
-            tensors[name] = Tensor(name, array.dtype, shape, (Chunk(Box.whole(shape), array.dtype, region, name),))
+            dtype = array.dtype
+            if (dtype.name, shape) not in alike:
+                alike[dtype.name, shape] = Box.whole(shape), _strides(dtype, shape)
+            box, strides = alike[dtype.name, shape]
+            chunk = Chunk(box, dtype, Region(path, array.offset, strides), name)
+            tensors[name] = Tensor(name, dtype, shape, (chunk,))
     return tensors
 
 

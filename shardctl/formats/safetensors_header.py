@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,8 +54,8 @@ _BESIDES: Final = 512
 """Bytes of a header besides its entries: its length, its metadata, and what pads it."""
 _U64: Final = 1 << 64
 _METADATA: Final = "__metadata__"
-_quoted: Final = json.JSONEncoder(ensure_ascii=False).encode
-"""A string as JSON."""
+_quoted: Final = encode_basestring
+"""A string as JSON, characters beyond ASCII as they are."""
 _FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
 _PLAIN_MEMBER: Final = re.compile(

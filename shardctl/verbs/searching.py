@@ -140,7 +140,10 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
         fewest = smallest(law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert)
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
-    found = search(devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=quick)
+    # In serving the heaviest stage, which rejections name, may be any, and is found soon.
+    found = search(
+        devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=None if space.stored else quick
+    )
     step = sequences(work, devices) if isinstance(work, Training) else None
     return Explored(found, fewest[1] if fewest else None, step)
 
