@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 MARK: Final = "metadata.json"
+COMMON: Final = "common.pt"
+"""What all ranks have alike, a file of torch.save."""
+_METADATA: Final = ".metadata"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Beside the folders of iterations: the number of the last one, or `release`."""
 _FOLDERS: Final = ("weights", "model_weights")
@@ -38,12 +41,24 @@ class ShardedBackend:
 
 def sharded_backend(source: Source) -> ShardedBackend | None:
     """What the source's `metadata.json` says, or that of the iteration that is the last; None if there is none."""
-    for folder in ("", *_iteration(source), *(f"{name}/" for name in _FOLDERS)):
+    for folder in _folders(source):
         said = _read(source, folder + MARK)
         if said is not None:
             name = said.get(_KEY)
             return ShardedBackend(folder, str(name), said.get(f"{_KEY}_version"), said.get("common_backend"))
     return None
+
+
+def is_megatron(source: Source) -> bool:
+    """Whether there is such a file, or all else of such a checkpoint: nobody should take it for one of torch alone."""
+    files = source.files()
+    return sharded_backend(source) is not None or any(
+        f"{folder}{COMMON}" in files and f"{folder}{_METADATA}" in files for folder in _folders(source)
+    )
+
+
+def _folders(source: Source) -> tuple[str, ...]:
+    return ("", *_iteration(source), *(f"{name}/" for name in _FOLDERS))
 
 
 def last_iteration(source: Source) -> int | None:

@@ -9,7 +9,7 @@ from shardctl.errors import SourceError
 from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX, Collector
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.formats.format import Format
-from shardctl.formats.sharded_backend import sharded_backend
+from shardctl.formats.sharded_backend import is_megatron
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -27,7 +27,7 @@ def detect(source: Source) -> bool:
 
     Megatron-LM's are such saves, too, and have a reader of their own.
     """
-    return sharded_backend(source) is None and any(_is_mark(path) for path in source.files())
+    return not is_megatron(source) and any(_is_mark(path) for path in source.files())
 
 
 def _is_mark(path: str) -> bool:

@@ -9,7 +9,7 @@ from shardctl.formats.dcp.checkpoint import METADATA
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.formats.dcp.save import Save
 from shardctl.formats.format import Format
-from shardctl.formats.sharded_backend import MARK, ShardedBackend, sharded_backend
+from shardctl.formats.sharded_backend import MARK, ShardedBackend, is_megatron, sharded_backend
 from shardctl.formats.torch_dist.checkpoint import manifest
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _VERSION: Final = 1
 
 
 def detect(source: Source) -> bool:
-    """Whether Megatron-LM's `metadata.json` is there, or beside it: in the last iteration's folder, or in NeMo's."""
-    return sharded_backend(source) is not None
+    """Whether Megatron-LM's files are there, or in a folder: that of the last iteration, or NeMo's."""
+    return is_megatron(source)
 
 
 def scan(source: Source, weights: Weights = None) -> Manifest:
@@ -40,7 +40,7 @@ def scan(source: Source, weights: Weights = None) -> Manifest:
     backend = sharded_backend(source)
     if backend is None:
         raise SourceError(
-            f"{source.name} has no {MARK} of Megatron-LM, which is written last",
+            f"{source.name} has no {MARK} of Megatron-LM that can be read; it is written last",
             hint="the save did not finish, or the file was not copied",
         )
     _check(backend)

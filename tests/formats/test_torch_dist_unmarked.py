@@ -1,0 +1,28 @@
+"""Megatron-LM's distributed checkpoints whose `metadata.json` is gone or broken: none of torch's, and said so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardctl.errors import SourceError
+from shardctl.formats import detect
+from shardctl.storage.local import LocalSource
+from shardctl.verbs.opening import Reading, opened
+
+HERE = Path(__file__).parents[2] / "fixtures" / "torch_dist"
+
+
+@pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "torch_', "[]"])
+def test_they_are_not_taken_for_checkpoints_of_torch(tmp_path, content):
+    where = shutil.copytree(HERE / "stacked" / "iter", tmp_path / "iter")
+    mark = where / "metadata.json"
+    mark.unlink()
+    if content is not None:
+        mark.write_text(content)
+    assert detect(LocalSource(where)).name == "torch_dist"
+    reading = Reading(config=HERE / "stacked" / "hf")
+    with pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"), opened(where, reading):
+        pass
