@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.formats import detect, scan
 from shardctl.mesh import Mesh
+from shardctl.schemas.vllm import FAMILIES
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -196,6 +197,11 @@ class TestWriting:
         with opened(source("llama/")) as checkpoint:
             save(tmp_path / "plan.json", draft(checkpoint, wish("llama/0.11-tp2")))
         assert load(tmp_path / "plan.json").wish.vllm_profile == "0.11"
+
+
+def test_no_model_is_known_whose_arrays_vllm_has_not_shown():
+    shown = {json.loads(path.read_text())["model_type"] for path in FIXTURES.glob("*/hf/config.json")}
+    assert shown == FAMILIES.keys()
 
 
 class TestRefusals:
