@@ -22,6 +22,7 @@ def diff(
     config: options.Config = None,
     rules: options.Rules = None,
     weights: options.Weights = None,
+    true_vocab: options.TrueVocab = None,
     strict: options.Strict = False,
 ) -> int:
     """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
@@ -30,7 +31,7 @@ def diff(
     from shardctl.report.difference import difference
     from shardctl.verbs.diff import diff as verb
 
-    reading = options.reading(config, rules, strict=strict, weights=weights)
+    reading = options.reading(config, rules, strict=strict, weights=weights, true_vocab=true_vocab)
     with effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
     if json:

@@ -23,6 +23,7 @@ from shardctl.storage import read
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
+from shardctl.verbs.opening import Reading
 from shardctl.verbs.optimizer import (
     filtered_states,
     settings_file,
@@ -81,6 +82,15 @@ class Wish:
     memory: int = 1 << 30
     """Bytes of anonymous host memory."""
     threads: int | None = None
+
+
+def understood(reading: Reading | None, wish: Wish) -> Reading:
+    """How a source is to be understood to say what `wish` means for devices.
+
+    Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
+    """
+    reading = reading or Reading()
+    return replace(reading, kv_heads="replicate") if wish.to in _COMPOSED else reading
 
 
 @dataclass(frozen=True, slots=True)

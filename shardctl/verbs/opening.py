@@ -176,6 +176,8 @@ def _named(stored: Manifest, reading: Reading) -> tuple[Manifest, models.RuleFil
 def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading: Reading) -> Mapping[str, Any] | None:
     """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
     if reading.true_vocab is not None:
+        if stored.dialect is None and config is not None and config.get("vocab_size") == reading.true_vocab:
+            return config  # the other side of a comparison
         if stored.dialect is None or config is None:
             raise UsageError(
                 "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",
@@ -183,6 +185,8 @@ def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading
             )
         return {**config, "vocab_size": reading.true_vocab}
     if stored.dialect is not None and config is not None and config.get("vocab_size", 0) is None:
+        if reading.unbound:
+            return None
         raise SourceError(
             "the files do not say how many tokens the vocabulary has, only to how many rows it was padded",
             hint="give the number with --true-vocab N, or the model's config with --config PATH",

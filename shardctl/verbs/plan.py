@@ -13,7 +13,7 @@ from shardctl.storage.room import existing, free_space
 from shardctl.verbs import plan_file
 from shardctl.verbs.advising import Counsel, counsel
 from shardctl.verbs.collecting import uncollected
-from shardctl.verbs.drafting import Wish, divide, draft, filtered
+from shardctl.verbs.drafting import Wish, divide, draft, filtered, understood
 from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.purpose import Purpose
@@ -132,7 +132,7 @@ def plan(
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     purpose = purpose or Purpose()
-    with opened(path, replace(reading or Reading(), described=True)) as checkpoint:
+    with opened(path, replace(understood(reading, wish), described=True)) as checkpoint:
         about = _otherwise(checkpoint, wish, purpose)
         explored = explore(about or subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
         if explored is not None and wish.mesh is None and explored.found.ranked:

@@ -10,7 +10,7 @@ from shardctl.errors import AccessError, DestinationError
 from shardctl.execute.staging import Staging
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.room import existing, free_space
-from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.drafting import Wish, draft, understood
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.plan import describe
 from shardctl.verbs.reshard import check_apart
@@ -31,7 +31,8 @@ def rehearse(
     plan: PlanFile | None = None,
 ) -> Planned:
     """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
+    wanted = wish or (plan.wish if plan else Wish())
+    with opened(path, understood(reading or (plan.reading if plan else None), wanted)) as checkpoint:
         check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
         if isinstance(destination, str) and is_bucket(destination):
