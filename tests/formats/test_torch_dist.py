@@ -252,9 +252,12 @@ def test_newer_versions_keep_what_is_common_in_an_item(place):
         metadata.storage_data[MetadataIndex(key)] = type(some)("__9_0.distcp", 0, len(saved.getvalue()))
 
     edited(where, add)
+    (where / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (where / "integrity.json").write_text("{}")
     with opened(where) as checkpoint:
         assert dict(checkpoint.config) == said
         check(where, checkpoint.manifest.tensors, published("stacked"))
+        assert not [o.name for o in checkpoint.manifest.objects if o.policy == "carry"]
 
 
 # Writing

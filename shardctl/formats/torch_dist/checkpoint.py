@@ -29,7 +29,7 @@ _MASTERS: Final = ("param", "fp32_param")
 _VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
 _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
-_FRAMEWORK: Final = frozenset({MARK, TRACKER, FILE, METADATA, "modelopt_run_config.yaml"})
+_FRAMEWORK: Final = frozenset({MARK, TRACKER, FILE, METADATA, "integrity.json", "modelopt_run_config.yaml"})
 _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
