@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, disjoint
-from shardctl.errors import UnsupportedError
+from shardctl.errors import CutError, UnsupportedError
 from shardctl.manifest import Chunk, Manifest, Region, dense_strides
 
 if TYPE_CHECKING:
@@ -132,6 +132,10 @@ def _composed(order: Order, schema: Schema, entry: Entry) -> Composed:
         raise UnsupportedError(
             f"{entry.name} of {schema.title} cannot hold both {first}, which is {one}, and {second}, which is {two}",
             hint="cast to one type with --dtype",
+        )
+    if entry.dtype is None and not kinds:
+        raise CutError(
+            f"{entry.name} of {schema.title} would be padding alone on one of the ranks", hint="use a smaller --tp"
         )
     dtype = entry.dtype or next(iter(kinds))
     if dtype.unit_elements > 1:

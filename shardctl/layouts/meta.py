@@ -45,6 +45,8 @@ def pack(
         UnsupportedError: a model that Meta's code has no place for.
         CutError: a mesh of more than tp, or parts that would not be equal.
     """
+    if model.family != "llama":
+        raise UnsupportedError(f"Meta's code is for Llama 2 and 3, not for {model.architecture or 'this model'}")
     ranks = placed.mesh.world if placed is not None else 1
     if placed is not None and placed.mesh.degree("tp") != ranks:
         raise CutError(f"Meta's files are those of tp ranks, but the mesh is {placed.mesh}", hint="use --tp alone")
@@ -93,7 +95,7 @@ def _ranks(have: Manifest, placed: Placed | None, *, hidden: bool) -> Iterator[t
 
 def _named(name: str, model: Model) -> str:
     meant = metas_name(name)
-    if meant is None or model.family != "llama":
+    if meant is None:
         raise UnsupportedError(
             f"Meta's Llama has no place for {name} of {model.architecture or 'this model'}",
             hint="it holds Llama 2 and 3 without biases",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardctl.errors import ShardctlError
+from shardctl.errors import ShardctlError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
@@ -283,3 +283,12 @@ def test_what_metas_code_has_no_place_for_is_refused(change, wish, message, tmp_
     LlamaForCausalLM(LlamaConfig(**(small | change))).save_pretrained(tmp_path / "hf")
     with pytest.raises(ShardctlError, match=message):
         reshard(tmp_path / "hf", tmp_path / "meta", wish)
+
+
+def test_another_model_is_refused_by_its_name(converted, tmp_path):
+    config = json.loads((converted["llama2"] / "config.json").read_text())
+    other = tmp_path / "config.json"
+    other.write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
+    wish, reading = Wish(to="meta", mesh=Mesh.of(tp=2)), Reading(config=other)
+    with pytest.raises(UnsupportedError, match="is for Llama 2 and 3, not for MistralForCausalLM"):
+        reshard(converted["llama2"] / "model.safetensors", tmp_path / "meta", wish, reading=reading)
