@@ -203,7 +203,11 @@ def _experts(here: _Rank, have: str, new: str) -> Iterator[Entry]:
 
 
 def _has_experts(model: Model) -> bool:
-    return any(f"model.layers.0.{module}.gate.weight" in model.tensors for module in ("mlp", "block_sparse_moe"))
+    return any(
+        f"model.layers.{layer}.{module}.gate.weight" in model.tensors
+        for layer in range(model.layers)
+        for module in ("mlp", "block_sparse_moe")
+    )
 
 
 def _check_model(model: Model) -> None:

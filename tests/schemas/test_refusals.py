@@ -41,3 +41,11 @@ def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):
     saved(tmp_path, "llama", vocab_size=3, num_attention_heads=4)
     with opened(tmp_path) as checkpoint, pytest.raises(CutError, match=r"lm_head\.weight .* padding alone"):
         draft(checkpoint, Wish(to="trtllm", mesh=Mesh.of(tp=4)))
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+def test_experts_in_some_layers_are_nothing_for_tensorrt(name, dense, tmp_path):
+    saved(tmp_path, name, decoder_sparse_step=1, mlp_only_layers=[dense])
+    with opened(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match=f"in every layer .* layer {dense} has"):
+        draft(checkpoint, Wish(to="trtllm"))
