@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dialect import Dialect
 from shardctl.errors import CutError, UsageError
 from shardctl.layouts.composed import Layout, composed, target
-from shardctl.layouts.pickle_writer import Name, Object
+from shardctl.layouts.megatron_args import arguments
 from shardctl.layouts.torch_item import saved, tensor_value
 from shardctl.manifest import Chunk, File, Region
 from shardctl.models.config import Config
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron import SCHEMA, layers
-from shardctl.schemas.megatron.arguments import LAST_ROW, arguments_of
+from shardctl.schemas.megatron.arguments import LAST_ROW
 from shardctl.schemas.megatron.layers import TITLE
 from shardctl.schemas.megatron.names import EXTRA_STATE, engine_name
 from shardctl.schemas.megatron.ranks import FILE, folders, least_mesh
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.layouts.composed import Composed, Order
-    from shardctl.layouts.pickle_writer import Value
+    from shardctl.layouts.pickle_writer import Object, Value
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
@@ -198,49 +198,29 @@ def _first_and_last(stages: Sequence[int]) -> tuple[int | None, int | None]:
 
 def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
     """The `args` of the run that might have written this."""
-    mesh, model = dialect.mesh, order.model
-    tp, pp = mesh.degree("tp"), mesh.degree("pp")
-    embedding = _EMBEDDING[model.family == "gpt2"]
-    dtype = order.dtypes[embedding]
+    embedding = _EMBEDDING[order.model.family == "gpt2"]
     counts = dialect.numbers(megatron.LAYERS)
-    first, last = _first_and_last(counts) if wanted.chunks == 1 and pp > 1 else (None, None)
-    said: dict[str, Value] = {
-        name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
-        for name, value in arguments_of(order.config, model).items()
-    }
-    said |= {
-        "encoder_num_layers": model.layers,
-        "seq_length": said["max_position_embeddings"],
-        "vocab_size": model.tensors[embedding].shape[0],
+    several = dialect.mesh.degree("pp") > 1
+    first, last = _first_and_last(counts) if wanted.chunks == 1 and several else (None, None)
+    more: dict[str, Value] = {
+        "encoder_num_layers": order.model.layers,
+        "vocab_size": order.model.tensors[embedding].shape[0],
         "padded_vocab_size": dialect.number(megatron.VOCABULARY),
         "make_vocab_size_divisible_by": wanted.multiple,
         LAST_ROW: wanted.last_row,
         "tokenizer_type": "HuggingFaceTokenizer",
-        "tensor_model_parallel_size": tp,
-        "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": wanted.chunks if wanted.chunks > 1 else None,
         "num_layers_per_virtual_pipeline_stage": counts[0] if wanted.chunks > 1 else None,
         "decoder_first_pipeline_num_layers": first,
         "decoder_last_pipeline_num_layers": last,
         "pipeline_model_parallel_layout": None,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
-        "context_parallel_size": 1,
-        "data_parallel_size": mesh.degree("dp"),
-        "world_size": mesh.world,
         "transformer_impl": "local" if wanted.local else "transformer_engine",
         "moe_grouped_gemm": wanted.grouped,
         "moe_use_legacy_grouped_gemm": wanted.grouped and wanted.local,
         "use_legacy_models": False,
-        "params_dtype": Name("torch", dtype.torch),
-        "bf16": dtype.name == "BF16",
-        "fp16": dtype.name == "F16",
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
         "ckpt_format": "torch",
     }
-    return Object(Name("argparse", "Namespace"), said)
+    return arguments(order, dialect.mesh, order.dtypes[embedding], more)
 
 
 class _Namer:

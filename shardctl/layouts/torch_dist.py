@@ -19,10 +19,9 @@ from shardctl.errors import CutError, UnsupportedError
 from shardctl.layouts.composed import Layout, target
 from shardctl.layouts.dcp_files import DcpFiles
 from shardctl.layouts.hf import USUAL_SHARD
-from shardctl.layouts.pickle_writer import Name, Object, Value
+from shardctl.layouts.megatron_args import arguments
 from shardctl.layouts.torch_item import object_item
 from shardctl.manifest import Chunk, File, dense_strides
-from shardctl.schemas.megatron.arguments import arguments_of
 from shardctl.schemas.megatron.layers import TITLE, check_model, experts
 from shardctl.schemas.torch_dist import (
     EXPERTS,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.layouts.composed import Order
+    from shardctl.layouts.pickle_writer import Value
     from shardctl.manifest import Manifest
     from shardctl.schemas.composite import Composite
 
@@ -235,37 +235,17 @@ def _objects(cell: Cell) -> Iterator[str]:
 
 def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes:
     """The content of `common.pt`."""
-    mesh, dtype = order.mesh, dtypes["embedding.word_embeddings.weight"]
-    known: dict[str, Value] = {
-        name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
-        for name, value in arguments_of(order.config, order.model).items()
-    }
-    known |= {
-        "seq_length": known["max_position_embeddings"],
+    more: dict[str, Value] = {
         "vocab_size": _vocabulary(order),
         "padded_vocab_size": vocabulary,
         "make_vocab_size_divisible_by": _DIVISIBLE,
-        "tensor_model_parallel_size": mesh.degree("tp"),
-        "pipeline_model_parallel_size": mesh.degree("pp"),
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": mesh.degree("cp"),
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
-        "data_parallel_size": mesh.degree("dp") * mesh.degree("fsdp"),
-        "world_size": mesh.world,
         "rank": 0,
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
-        "params_dtype": Name("torch", dtype.torch),
-        "bf16": dtype.name == "BF16",
-        "fp16": dtype.name == "F16",
     }
     return object_item(
         {
-            "args": Object(Name("argparse", "Namespace"), known),
+            "args": arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
             "checkpoint_version": _VERSION,
             "iteration": 0,
             "num_floating_point_operations_so_far": 0,

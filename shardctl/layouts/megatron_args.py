@@ -1,0 +1,46 @@
+"""The `args` of the run of Megatron-LM that might have written a checkpoint, which both of its formats carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardctl.layouts.pickle_writer import Name, Object
+from shardctl.schemas.megatron.arguments import arguments_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.layouts.composed import Order
+    from shardctl.layouts.pickle_writer import Value
+    from shardctl.mesh import Mesh
+
+
+def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> Object:
+    """The namespace for a model on a mesh whose weights are of `dtype`; `more` is what one format has beside.
+
+    Raises UnsupportedError for a model that Megatron-LM's arguments cannot say.
+    """
+    said: dict[str, Value] = {
+        name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
+        for name, value in arguments_of(order.config, order.model).items()
+    }
+    said |= {
+        "seq_length": said["max_position_embeddings"],
+        "tensor_model_parallel_size": mesh.degree("tp"),
+        "pipeline_model_parallel_size": mesh.degree("pp"),
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": mesh.degree("cp"),
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "data_parallel_size": mesh.degree("dp") * mesh.degree("fsdp"),
+        "world_size": mesh.world,
+        "params_dtype": Name("torch", dtype.torch),
+        "bf16": dtype.name == "BF16",
+        "fp16": dtype.name == "F16",
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        **more,
+    }
+    return Object(Name("argparse", "Namespace"), said)
