@@ -304,6 +304,31 @@ def test_redirects_within_the_hub_are_followed_with_the_token(hub, files, monkey
     assert [request.token for request in hub.asked("resolve")] == ["hf_good"] * 2
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:abc/x?Signature=secret",
+        "http://127.0.0.1:99999/x?Signature=secret",
+        "http://[::1/x?Signature=secret",
+        f"http://{'a' * 300}/x?Signature=secret",
+        "file:///etc/passwd?Signature=secret",
+        "ftp://127.0.0.1/x?Signature=secret",
+    ],
+)
+def test_a_redirect_to_what_is_no_address_is_refused_without_saying_it(hub, address):
+    hub.fail("resolve", status(302, Location=address), path=SHARD)
+    with pytest.raises(SourceError, match="redirected to what is no address of HTTP") as raised:
+        digest(NAME)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_signed_address_with_a_space_is_never_said(hub):
+    hub.fail("resolve", *[status(302, Location="http://127.0.0.1:1/x y?Signature=secret")] * 20, path=SHARD)
+    with pytest.raises(TransientError, match="the connection failed") as raised:
+        digest(NAME)
+    assert "secret" not in str(raised.value)
+
+
 def test_redirects_without_end(hub):
     commit = hub.repositories[NAME].references["main"]
     hub.fail("resolve", *[status(302, Location=f"/{NAME}/resolve/{commit}/config.json")] * 9)

@@ -157,7 +157,7 @@ class Ranges:
                 if status not in REDIRECTS or not location:
                     stack.push(attempt.pop_all())
                     return place, response
-                url = urljoin(url, location)
+                url = _followed(url, location, path)
         raise SourceError(f"the Hub redirects requests for {path} without end")
 
     @contextmanager
@@ -302,6 +302,19 @@ def _check(response: Response, path: str, size: int, start: int, stop: int) -> i
 _BETWEEN: Final = (
     "a proxy or a mirror between here and the Hub changes answers; go around it, or download the files first"
 )
+
+
+def _followed(url: str, location: str, path: str) -> str:
+    """Where a redirect leads; raises SourceError if that is no address, without saying it: it may be a signed one."""
+    try:
+        found = urljoin(url, location)
+        scheme, host, _ = _origin(found)
+        host.encode("idna")
+    except ValueError:
+        scheme = host = ""
+    if scheme not in {"http", "https"} or not host:
+        raise SourceError(f"a request for {path} is redirected to what is no address of HTTP", hint=_BETWEEN)
+    return found
 
 
 def _bare(etag: str) -> str:

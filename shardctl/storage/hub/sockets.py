@@ -60,7 +60,8 @@ class Sockets:
     def reach(self, url: str) -> bool:
         """Whether the address can be asked directly, as the library's client would."""
         parts = urlsplit(url)
-        if not self._usual or not url.isascii() or parts.scheme not in {"http", "https"} or parts.username is not None:
+        plain = url.isascii() and url.isprintable() and " " not in url  # `http.client` refuses others, and says them
+        if not self._usual or not plain or parts.scheme not in {"http", "https"} or parts.username is not None:
             return False
         if parts.netloc not in self._direct:
             proxied = not urllib.request.getproxies().keys().isdisjoint({parts.scheme, "all"})
