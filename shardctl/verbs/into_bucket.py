@@ -127,9 +127,9 @@ class _Sender:
         self._progress, self._stop, self._sha256 = _Whole(progress, work), stop, sha256
 
     def group(self, number: int, mine: Share) -> Part:
-        """Files with tensors."""
+        """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then."""
         found = self._uploads.group(number)
-        if found is not None:
+        if found is not None and found.files.keys() == mine.plan.want.files.keys():
             size = sum(found.files.values())
             self._progress.advance(size, kept=True)
             return replace(found, written_bytes=0, kept_bytes=found.written_bytes + found.kept_bytes)

@@ -152,6 +152,33 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["less room then", "more room then"])
+def test_an_earlier_run_may_have_had_another_room_for_groups(s3, bucket, source, tmp_path, monkeypatch, order):
+    wanted = reshard(source, tmp_path / "out", TP2)
+    one_file = max(size for path, size in wanted.record.files.items() if path.endswith(".safetensors")) + 1
+    before, now = [one_file, 1 << 30][::order]
+    upload = Uploads.upload
+    with monkeypatch.context() as patched:
+        patched.setattr("shardctl.verbs.into_bucket.free_space", lambda _: before)
+        patched.setattr(Uploads, "upload", lambda self, n, *rest: upload(self, n, *rest) if n < 1 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            reshard(source, f"s3://{bucket}/out", TP2)
+    assert ".shardctl/group-00000" in held(s3, bucket, "out/")
+    monkeypatch.setattr("shardctl.verbs.into_bucket.free_space", lambda _: now)
+    assert reshard(source, f"s3://{bucket}/out", TP2).record == wanted.record
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+def test_folders_that_were_made_in_a_web_page_are_no_files(s3, bucket, source):
+    put(s3, bucket, "m/", source)
+    for folder in ("m/", "m/sub/", "m/1_Pooling/"):
+        s3.put_object(Bucket=bucket, Key=folder, Body=b"")
+    s3.put_object(Bucket=bucket, Key="m/empty.txt", Body=b"")
+    there = reshard(f"s3://{bucket}/m", f"s3://{bucket}/out", TP2)
+    assert {"sub", "1_Pooling"}.isdisjoint(there.record.files)
+    assert {"empty.txt", "1_Pooling/config.json"} <= there.record.files.keys()
+
+
 def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, monkeypatch):
     wish, publish = Wish(to="hf", max_shard_size=30_000), Uploads.publish
 

@@ -41,7 +41,10 @@ class CloudSource:
             found = parent.head(last)
             if found is not None:
                 self._bucket, self._single, objects = parent, last, {last: found}
-        self._objects: dict[str, Object] = {k: o for k, o in objects.items() if not k.startswith(_STATE)}
+        kept = {path: found for path, found in objects.items() if not path.startswith(_STATE)}
+        self._objects: dict[str, Object] = {  # a folder made in a web page is an empty object `NAME/`, listed as `NAME`
+            path: found for path, found in kept.items() if found.size or self._bucket.head(path) is not None
+        }
         if not self._objects:
             raise SourceError(f"{bucket.name} does not exist", hint="check the bucket and the path")
         self._name = bucket.name
