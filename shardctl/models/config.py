@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _LARGEST: Final = 1 << 40
 """No dim or count is this large; a config that says so is damaged or hostile."""
+_MOST_LAYERS: Final = 500_000
+"""Each has a tensor at least, and of more `models.table` describes none; some layers are listed before it counts."""
+_LAYERS: Final = ("layer", "layers")
 _DEFAULT_LABELS: Final = 2
 """What transformers assumes, and therefore leaves out (`configuration_utils.py`, `num_labels`)."""
 
@@ -39,6 +42,8 @@ class Config:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
             raise SourceError(f"config.json has {key} = {value!r} where a positive whole number is expected")
+        if value > _MOST_LAYERS and key.rpartition("_")[2] in _LAYERS:
+            raise SourceError(f"config.json describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
         return value
 
     def called(self, names: Mapping[str, str]) -> Config:

@@ -273,6 +273,16 @@ def test_a_damaged_config_is_refused_with_the_key(changes, message):
         describe(fixture("llama", **changes))
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt2", "jamba", "qwen3_moe", "qwen3_next", "t5"])
+def test_layers_without_number_are_refused_before_any_is_listed(name):
+    counts = [key for key in fixture(name) if key.rpartition("_")[2] in {"layer", "layers"}]
+    many = {key: 1 << 39 for key in counts if isinstance(fixture(name)[key], int)}
+    began = time.process_time()
+    with pytest.raises(SourceError, match=f"more than 500000 tensors: it has ({'|'.join(many)}) = "):
+        describe(fixture(name, layer_types=None, **many))
+    assert time.process_time() - began < 1
+
+
 def test_a_hundred_thousand_tensors_are_described_within_a_second_or_so():
     began = time.process_time()
     model = describe({**LLAMA_8B, "num_hidden_layers": 10_000})
