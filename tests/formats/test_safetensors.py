@@ -270,10 +270,8 @@ def test_a_count_may_be_wider_than_the_number(tmp_path):
 
 def test_the_same_name_in_two_files_is_refused(tmp_path):
     for rank in range(2):
-        save_file(some_tensors(), tmp_path / f"model-rank-{rank}-part-0.safetensors")
-    with pytest.raises(
-        SourceError, match=r"is in both model-rank-0-part-0\.safetensors and model-rank-1-part-0"
-    ) as raised:
+        save_file(some_tensors(), tmp_path / f"weights-of-rank-{rank}.safetensors")
+    with pytest.raises(SourceError, match=r"is in both weights-of-rank-0\.safetensors and weights-of-rank-1") as raised:
         scan(tmp_path)
     assert "DCP_SHARDING_INFO" in raised.value.hint
 
