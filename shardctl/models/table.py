@@ -161,8 +161,11 @@ class _Builder:
                 for plan in group:
                     self.add(plan, at)
                 continue
+            values = self.facts.indices[name].values
+            if len(values) > MOST_TENSORS:
+                raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
             innermost = all(len(plan.indices) == depth + 1 for plan in group)
-            for value in self.facts.indices[name].values:
+            for value in values:
                 held = group if at else [plan for plan in group if plan.holds_at(value)]
                 if innermost:
                     for plan in held:

@@ -147,7 +147,13 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
 def _why(checkpoint: Checkpoint) -> str:
     if checkpoint.model:
         return ""
-    return checkpoint.model_error.message if checkpoint.model_error else "there is no config.json"
+    if checkpoint.model_error:
+        return checkpoint.model_error.message
+    if checkpoint.stored.own_config is not None:
+        return "no file says how many tokens the vocabulary has (--true-vocab N, or --config PATH)"
+    if checkpoint.stored.dialect is not None:
+        return "there is no config.json (--config PATH); counted are the arrays of every rank"
+    return "there is no config.json"
 
 
 def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:

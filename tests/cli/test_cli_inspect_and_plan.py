@@ -1,9 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 from cli_checkpoints import llama
 
 from shardctl.cli.sizes import parse_size
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,13 @@ def test_inspect_says_when_the_model_is_not_known(say, source, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     assert "  model    unknown: there is no config.json\n" in say("inspect", tmp_path).out
     assert "LlamaForCausalLM" in say("inspect", tmp_path, "--config", source).out
+
+
+def test_inspect_says_what_a_checkpoint_of_an_engine_lacks(say):
+    megatron, deepseek = FIXTURES / "megatron" / "llama-tp2-pp2", FIXTURES / "deepseek_mp" / "bf16" / "mp2"
+    assert "  model    unknown: no file says how many tokens the vocabulary has (--true" in say("inspect", megatron).out
+    assert "  model    LlamaForCausalLM" in say("inspect", megatron, "--true-vocab", "101").out
+    assert "  model    unknown: there is no config.json (--config PATH); counted are" in say("inspect", deepseek).out
 
 
 def test_inspect_as_json(say, tied):

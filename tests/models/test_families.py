@@ -283,6 +283,15 @@ def test_layers_without_number_are_refused_before_any_is_listed(name):
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_experts_without_number_are_refused_before_any_is_described(name):
+    many = {key: 1 << 39 for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in fixture(name)}
+    began = time.process_time()
+    with pytest.raises(SourceError, match="more than 500000 tensors"):
+        describe(fixture(name, **many))
+    assert time.process_time() - began < 1
+
+
 def test_a_hundred_thousand_tensors_are_described_within_a_second_or_so():
     began = time.process_time()
     model = describe({**LLAMA_8B, "num_hidden_layers": 10_000})
