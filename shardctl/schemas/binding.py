@@ -97,7 +97,7 @@ def _pulled(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
     if tensor.shape != entry.declared:
         raise SourceError(
             f"{tensor.name} has shape {list(tensor.shape)}, but the model gives it {list(entry.declared)}",
-            hint="the config may belong to another model, or the files to another mesh",
+            hint="the config may belong to another model, or files of the last ranks may be missing",
         )
     pieces = entry.content.pieces
     index = _index(tuple(piece.view.image(piece.box.shape) for piece in pieces))

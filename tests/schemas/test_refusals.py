@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.layouts import COMPOSED, meta
 from shardctl.mesh import Mesh
 from shardctl.models import describe
 from shardctl.verbs.drafting import Wish, draft
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import Reading, opened
 
-CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CONFIGS = FIXTURES / "configs"
 
 
 def saved(place: Path, name: str, **changes: object) -> dict[str, object]:
@@ -49,3 +51,22 @@ def test_experts_in_some_layers_are_nothing_for_tensorrt(name, dense, tmp_path):
     saved(tmp_path, name, decoder_sparse_step=1, mlp_only_layers=[dense])
     with opened(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match=f"in every layer .* layer {dense} has"):
         draft(checkpoint, Wish(to="trtllm"))
+
+
+@pytest.mark.parametrize("name", ["megatron/llama-tp2-pp2", "torch_dist/stacked/iter"])
+def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
+    with (
+        pytest.raises(SourceError, match=r"has [0-9]+ rows, but the model has 5,000 tokens") as error,
+        opened(FIXTURES / name, Reading(true_vocab=5000)),
+    ):
+        pass
+    assert "--true-vocab" in error.value.hint
+
+
+def test_a_last_rank_that_is_missing_is_thought_of(tmp_path):
+    source = FIXTURES / "vllm" / "llama" / "0.25-tp2"
+    for file in ("config.json", "model-rank-0-part-0.safetensors"):
+        shutil.copy(source / file, tmp_path)
+    with pytest.raises(SourceError, match="has shape") as error, opened(tmp_path):
+        pass
+    assert "files of the last ranks may be missing" in error.value.hint

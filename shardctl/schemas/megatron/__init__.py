@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import CutError
+from shardctl.errors import CutError, SourceError
 from shardctl.schemas.composite import Composite, Entry, join, stack
 from shardctl.schemas.megatron import layers
 from shardctl.schemas.megatron.layers import BY_GROUP, TITLE, Variant, Whole
@@ -140,6 +140,11 @@ def _grouped(mine: dict[str, list[Composite]], prefix: str) -> Iterator[Entry]:
 def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) -> Entry:
     """A rank's rows of the vocabulary."""
     rows = dialect.number(VOCABULARY) or tokens.shape[0]
+    if rows < tokens.shape[0]:
+        raise SourceError(
+            f"{name} has {rows:,} rows, but the model has {tokens.shape[0]:,} tokens",
+            hint="the config, or --true-vocab, may belong to another model",
+        )
     if rows % shared.count:
         raise CutError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
     start, stop = shared.index * rows // shared.count, (shared.index + 1) * rows // shared.count
