@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import AccessError, DestinationError, SourceError
+from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
 from shardctl.storage import Stat, linux
 from shardctl.storage.descriptors import Descriptors
 from shardctl.storage.durable import flush, told
@@ -213,7 +213,12 @@ class LocalTarget:
         self._syncs: dict[str, threading.Lock] = {}
 
     def create(self, path: str, size: int) -> None:
-        """Make a file of `size` bytes with its space reserved; an existing one of that size is kept."""
+        """Make a file of `size` bytes with its space reserved; an existing one of that size is kept.
+
+        Raises HostileError for a path that does not stay below the directory.
+        """
+        if not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise HostileError(f"{path!r} would be written outside of {self.root}")
         full = self.root / path
         with told(path, "creating"):
             full.parent.mkdir(parents=True, exist_ok=True)

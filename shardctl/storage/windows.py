@@ -36,7 +36,7 @@ class Fetch(Protocol):
         """Fill `into`, or raise."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Window:
     start: int
     data: bytearray
@@ -55,7 +55,8 @@ class Windows:
         self._fetch = fetch
         self._size = sizes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], _Window] = OrderedDict()
+        self._kept: OrderedDict[_Window, str] = OrderedDict()
+        """Each with its path, the one that was used last at the end; two may begin at the same byte."""
         self._by_path: dict[str, list[_Window]] = {}
         self._held = 0
         self._ends: dict[str, int] = {}
@@ -119,7 +120,7 @@ class Windows:
 
     def _drop(self, path: str, window: _Window) -> None:
         with self._lock:
-            if self._kept.pop((path, window.start), None) is not None:
+            if self._kept.pop(window, None) is not None:
                 self._by_path[path].remove(window)
                 self._held -= len(window.data)
         window.failed = True
@@ -128,17 +129,17 @@ class Windows:
     def _covering(self, path: str, at: int) -> _Window | None:
         for window in self._by_path.get(path, ()):
             if window.start <= at < window.stop:
-                self._kept.move_to_end((path, window.start))
+                self._kept.move_to_end(window)
                 return window
         return None
 
     def _add(self, path: str, start: int, length: int) -> _Window:
         window = _Window(start, bytearray(min(length, self._size(path) - start)))
-        self._kept[path, start] = window
+        self._kept[window] = path
         self._by_path.setdefault(path, []).append(window)
         self._held += len(window.data)
         while self._held > KEPT and len(self._kept) > 1:
-            (other, _), oldest = self._kept.popitem(last=False)
+            oldest, other = self._kept.popitem(last=False)
             self._by_path[other].remove(oldest)
             self._held -= len(oldest.data)
         return window

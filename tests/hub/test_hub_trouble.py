@@ -9,7 +9,7 @@ from hub_models import content, model, write
 from hub_server import status
 from huggingface_hub import constants
 
-from shardctl.errors import AccessError, ChangedError, Interrupted, SourceError, TransientError
+from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
 from shardctl.mesh import Mesh
 from shardctl.storage import patience
 from shardctl.storage.hub import ranges
@@ -320,6 +320,22 @@ def test_a_redirect_to_what_is_no_address_is_refused_without_saying_it(hub, addr
     with pytest.raises(SourceError, match="redirected to what is no address of HTTP") as raised:
         digest(NAME)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "a/../../evil.py", "a//evil.py", "./evil.py", "e\0.py", ""])
+def test_names_that_lead_out_of_the_repository_are_refused(hub, files, tmp_path, name):
+    hub.repositories[NAME].push({**files, name: b"evil"})
+    with pytest.raises(HostileError, match="outside of its repository"):
+        reshard(NAME, tmp_path / "deep" / "out", WISH)
+    assert list(tmp_path.rglob("*evil*")) == []
+
+
+@pytest.mark.parametrize("size", [-1, "12", None])
+def test_sizes_that_are_none_are_refused(hub, size):
+    entries = [{"type": "file", "path": "config.json", "size": size, "oid": "0" * 40}]
+    hub.fail("tree", lambda handler, *_: handler.json(entries))
+    with pytest.raises(SourceError, match="with a size of"):
+        inspect(NAME)
 
 
 def test_a_signed_address_with_a_space_is_never_said(hub):

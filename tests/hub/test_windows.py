@@ -159,3 +159,16 @@ def test_bytes_are_right_in_any_order(reads, kept):
         file = Fetched(FILE[: 4 << 20])
         for offset, size in reads:
             file.read(offset, size)
+
+
+def test_windows_that_begin_at_the_same_byte_are_two():
+    file = Fetched(FILE[:50_000])
+    file.windows.expect([("a", 0, 3000)])
+    file.read(10_000, 10)
+    file.read(5000, 10)
+    assert [span[1] for span in file.spans] == [0, 10_000, 0]
+    for number in range(KEPT // 50_000 + 3):
+        file.read(0, 10, path=str(number))
+    file.read(100, 3)
+    kept = sum(len(window.data) for held in file.windows._by_path.values() for window in held)
+    assert file.windows._held == kept <= KEPT

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
-from shardctl.errors import SourceError
+from shardctl.errors import HostileError, SourceError
 from shardctl.storage.hub.refusals import offline, refusal, unreachable
 from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
@@ -26,6 +27,7 @@ _SHA256: Final = 64
 """Hexadecimal digits."""
 _FIRST_TRIES: Final = 3
 """Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
 
 
@@ -124,7 +126,15 @@ def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answ
 
 
 def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
-    """The files in sorted order, without those in folders that programs keep for themselves."""
+    """The files in sorted order, without those in folders that programs keep for themselves.
+
+    Raises HostileError for a name that git does not allow either, such as one that leads out of the directory.
+    """
+    for path, file in files.items():
+        if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
+            raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
+        if not isinstance(file.size, int) or file.size < 0:
+            raise SourceError(f"the Hub lists {path!r} with a size of {file.size!r}")
     return {path: files[path] for path in sorted(files) if _HIDDEN.isdisjoint(path.split("/")[:-1])}
 
 
@@ -161,7 +171,9 @@ def _from_cache(address: Address) -> Listing:
         reference = folder / "refs" / address.revision
         if not reference.is_file():
             raise offline(address, f"is neither a path here nor in the Hub's cache at {address.revision}")
-        commit = reference.read_text().strip()
+        commit = reference.read_text(errors="replace").strip()
+        if _COMMIT.fullmatch(commit) is None:
+            raise offline(address, f"has no commit in the Hub's cache for {address.revision}")
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir():
         raise offline(address, f"is not in the Hub's cache at {commit}")
