@@ -63,6 +63,18 @@ def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
     assert "--true-vocab" in error.value.hint
 
 
+def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
+    reading, name = Reading(true_vocab=128), "qwen3-moe-ep2-etp1"
+    with opened(FIXTURES / "megatron" / name, reading) as checkpoint:
+        assert not any("exchanged" in warning for warning in checkpoint.stored.warnings)
+    folder = shutil.copytree(FIXTURES / "megatron" / name, tmp_path / name) / "iter_0000010"
+    (folder / "mp_rank_00_000").rename(folder / "kept")
+    (folder / "mp_rank_01_001").rename(folder / "mp_rank_00_000")
+    (folder / "kept").rename(folder / "mp_rank_01_001")
+    with opened(tmp_path / name, reading) as checkpoint:
+        assert sum("were folders exchanged?" in warning for warning in checkpoint.manifest.warnings) == 2
+
+
 def test_a_last_rank_that_is_missing_is_thought_of(tmp_path):
     source = FIXTURES / "vllm" / "llama" / "0.25-tp2"
     for file in ("config.json", "model-rank-0-part-0.safetensors"):

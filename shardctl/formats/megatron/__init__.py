@@ -78,7 +78,7 @@ def scan(source: Source) -> Manifest:
         tensors={tensor.name: tensor for name, each in files.items() for tensor in _tensors(name, each)},
         files={path: File(path, source.files()[path].size) for path in found.files.values()},
         objects=(*(_sorted_out(each) for each in side), *(each for file in files.values() for each in _inside(file))),
-        warnings=(*left, *_beside(found), *_further(files)),
+        warnings=(*left, *_beside(found), *_swapped(files, ranks, mesh), *_further(files)),
         training=Training(
             writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_notes(source, found, files))
         ),
@@ -203,6 +203,17 @@ def _beside(found: Directory) -> Iterator[str]:
     if found.others:
         others = ", ".join(each.rstrip("/") for each in found.others)
         yield f"{found.folder.rstrip('/') or 'this iteration'} is read; {others} is left behind"
+
+
+def _swapped(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> Iterator[str]:
+    """Where the ranks that the args name, if each file has its own, are not of the folders: tp is always innermost."""
+    said = {name: files[name].arguments.get("rank") for name in ranks.values()}
+    if len({value for value in said.values() if isinstance(value, int)}) < len(said):
+        return
+    for rank, name in ranks.items():
+        value, index = said[name], mesh.coordinate(rank)["tp"]
+        if isinstance(value, int) and value % mesh.degree("tp") != index:
+            yield f"{files[name].path} was written by rank {value}, not by one of tp{index}: were folders exchanged?"
 
 
 def _further(files: Mapping[str, RankFile]) -> Iterator[str]:
