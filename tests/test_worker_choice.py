@@ -65,3 +65,8 @@ def test_a_job_has_the_name_that_its_launcher_keeps():
     assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "train-1", "SLURM_JOB_ID": "7"}) == "torchrun train-1"
     assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == ""
     assert job(KUBERNETES) == "", "there a pod that is started again has the host name of its predecessor"
+
+
+def test_a_slip_of_the_finger_is_not_a_hundred_billion_workers():
+    with pytest.raises(UsageError, match="more than 100,000"):
+        Worker.parse("0/99999999999", {})

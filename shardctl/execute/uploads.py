@@ -62,7 +62,12 @@ class Uploads:
         return part
 
     def upload(self, number: int, part: Part, tree: Path) -> Part:
-        """Write the objects of a group, and note it."""
+        """Write the objects of a group, and note it; raises DestinationError if another command has taken the place."""
+        if _read(self._bucket) != self._plan:
+            raise DestinationError(
+                f"{self._bucket.name} was taken by another run, which has finished or goes on",
+                hint="only one run may write to a destination: choose another prefix for this one",
+            )
         etags = {path: self._bucket.upload(path, tree / path, size).etag for path, size in part.files.items()}
         self._etags |= etags
         self._bucket.write(_note(number), dump(part, self._plan, etags))

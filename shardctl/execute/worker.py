@@ -25,6 +25,8 @@ _TORCHRUN: Final = "TORCHELASTIC_RUN_ID"
 
 _JOBS: Final = (("torchrun", _TORCHRUN), ("slurm", "SLURM_JOB_ID"))
 """What names a job, and stays when the launcher starts a worker of it again."""
+_MOST: Final = 100_000
+"""Workers: each is looked for by every other."""
 _UNNAMED: Final = frozenset({"", "none"})
 
 
@@ -56,6 +58,8 @@ class Worker:
                 if self.count > 0
                 else "the first of two workers is 0/2",
             )
+        if self.count > _MOST:
+            raise UsageError(f"{self.count:,} workers are more than {_MOST:,}", hint="no more than files are needed")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

@@ -195,6 +195,22 @@ def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, mon
     assert reshard(source, f"s3://{bucket}/out", wish).record.digest == digest(source).digest
 
 
+def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
+    wish, upload, others = Wish(to="hf", max_shard_size=30_000), Uploads.upload, []
+
+    def overtaken(self, number, part, tree):
+        if number == 1 and not others:
+            others.append(None)
+            reshard(source, f"s3://{bucket}/out", Wish(to="hf", dtype="bf16", max_shard_size=30_000))
+            others.append(held(s3, bucket, "out/"))
+        return upload(self, number, part, tree)
+
+    monkeypatch.setattr(Uploads, "upload", overtaken)
+    with pytest.raises(DestinationError, match="was taken by another run"):
+        reshard(source, f"s3://{bucket}/out", wish)
+    assert held(s3, bucket, "out/") == others[1]
+
+
 def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(

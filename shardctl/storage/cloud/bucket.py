@@ -34,6 +34,8 @@ _AT_ONCE: Final = 4
 """Parts of one upload on their way at once."""
 _QUICK: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
 """Within one try; further ones are ours, because only between ours a signal is heard."""
+_ONE_REQUEST: Final = timedelta(minutes=5)
+"""For all of one, body included: obstore's 30 s are too few for four parts on their way at less than 1.1 MB/s."""
 
 
 def piece_bytes(size: int) -> int:
@@ -75,7 +77,7 @@ class Bucket:
     def _store(self) -> Any:  # noqa: ANN401 - obstore's stores have no common type
         endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
         plain = self.root.startswith("s3:") and endpoint.startswith("http://")
-        options = {"allow_http": True} if plain else None
+        options = {"timeout": _ONE_REQUEST, "allow_http": plain}
         with self._told("opening"):
             return self._obstore.store.from_url(self.root, client_options=options, retry_config=_QUICK)
 
