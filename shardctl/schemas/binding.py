@@ -36,6 +36,7 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
     chunks: dict[str, list[Chunk]] = {}
     known: set[str] = set()
     missing: list[str] = []
+    padded: list[str] = []
     for name, entry in _entries(schema, model, dialect):
         known.add(name)
         tensor = stored.tensors.get(name)
@@ -47,6 +48,8 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
         else:
             for part, chunk in _pulled(entry, tensor):
                 chunks.setdefault(part, []).append(chunk)
+            if entry.content.padding and not _is_zero(entry, tensor, read):
+                padded.append(name)
     unknown = [name for name in stored.tensors if name not in known]
     if unknown:
         raise UnsupportedError(
@@ -59,7 +62,12 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
             hint="a file may be missing, or the config may belong to another model",
         )
     tensors = {name: _tensor(model, name, chunks[name]) for name in model.tensors if name in chunks}
-    bound = replace(stored, tensors=tensors, dialect=None, warnings=(*stored.warnings, *_changed(tensors.values())))
+    bound = replace(
+        stored,
+        tensors=tensors,
+        dialect=None,
+        warnings=(*stored.warnings, *_changed(tensors.values()), *_dropped(padded)),
+    )
     if stored.training is not None:
         bound = replace(bound, training=_training(schema, model, dialect, stored.training))
     return bound
@@ -75,6 +83,28 @@ def _changed(tensors: Iterable[Tensor]) -> Iterator[str]:
         yield (
             f"{_listed([tensor.name for tensor in changed])} are stored as {kinds}: "
             "read back, and rounded to that type where it cannot hold the sum"
+        )
+
+
+def _is_zero(entry: Entry, tensor: Tensor, read: Callable[[str, int, int], bytes]) -> bool:
+    """Whether the first row behind the tensors of an array that is stored in one piece is zero, as padding is."""
+    rows = entry.content.shape[0] - entry.content.padding // (entry.content.size // entry.content.shape[0])
+    for stored in tensor.chunks:
+        chunk = _reshaped(entry, stored)
+        at = rows - chunk.box.origin[0]
+        if isinstance(chunk.where, Region) and 0 <= at < chunk.box.shape[0] and not any(chunk.box.origin[1:]):
+            size = chunk.dtype.nbytes((1, *chunk.box.shape[1:]))
+            if any(read(chunk.where.file, chunk.where.offset + at * chunk.where.strides[0], size)):
+                return False
+    return True
+
+
+def _dropped(padded: list[str]) -> Iterator[str]:
+    """What to say of arrays whose padding is none, or was trained."""
+    if padded:
+        yield (
+            f"the rows of {_listed(padded)} behind the last token are not zero, and are left behind as padding; "
+            "if they are tokens, --true-vocab or vocab_size is too small"
         )
 
 

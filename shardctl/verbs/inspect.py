@@ -134,7 +134,7 @@ def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
         dtypes=_dtypes(checkpoint),
         tensors=tuple(_lines(checkpoint)),
         carried=tuple(o.name for o in manifest.objects if o.policy == "carry"),
-        dropped=tuple(o.name for o in manifest.objects if o.policy == "drop"),
+        dropped=tuple(dict.fromkeys(o.name for o in manifest.objects if o.policy == "drop")),
         digest=record.digest if record else "",
         rules=rule_table(model) if model else (),
         warnings=manifest.warnings,

@@ -21,7 +21,7 @@ from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading
+from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -451,3 +451,10 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
     """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
     with pytest.raises(CutError, match="4 have no 8 equal parts"):
         reshard(FIXTURES / "hf" / "llama", tmp_path / "out", Wish(to="megatron", mesh=Mesh.of(tp=8)))
+
+
+def test_a_vocabulary_that_is_said_too_small_is_noticed():
+    """What is left behind as padding is not zero then; it may also be padding that was trained, so it is a warning."""
+    with opened(FIXTURES / "mistral-tp2", Reading(true_vocab=50)) as checkpoint:
+        (said,) = [text for text in checkpoint.manifest.warnings if "behind the last token are not zero" in text]
+    assert "--true-vocab" in said
