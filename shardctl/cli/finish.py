@@ -24,7 +24,10 @@ def finish(
     *,
     json: options.Json = False,
 ) -> None:
-    """Check that all workers of reshard --worker are done, write shardctl.json, and publish."""
+    """Check that all workers of reshard --worker are done, write shardctl.json, and publish.
+
+    Exit code 3 if workers are missing, which it names; 4 if none has begun; 6 while one is running.
+    """
     from shardctl.report import documents
     from shardctl.report.conversion import finished
     from shardctl.verbs.finish import finish as verb

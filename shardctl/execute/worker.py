@@ -55,7 +55,9 @@ class Worker:
             raise UsageError(
                 f"there is no worker {self.number} of {self.count}",
                 hint=f"workers are counted from 0: 0/{self.count} to {self.count - 1}/{self.count}"
-                if self.count > 0
+                if self.count > 1
+                else "the only worker of 1 is 0/1"
+                if self.count == 1
                 else "the first of two workers is 0/2",
             )
         if self.count > _MOST:

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
 from shardctl.mesh import Mesh
 from shardctl.storage import patience
-from shardctl.storage.hub import ranges
+from shardctl.storage.hub import listing, ranges
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
@@ -227,6 +227,20 @@ def test_the_hub_is_not_there(hub, monkeypatch):
     with pytest.raises(TransientError, match=r"is no path here, and .* cannot be reached") as trouble:
         inspect(NAME)
     assert "HF_HUB_OFFLINE" in trouble.value.hint
+
+
+def test_a_hub_that_says_nothing_is_asked_again(hub, monkeypatch):
+    """huggingface_hub waits for a page of a listing for ever."""
+    monkeypatch.setattr(listing, "_SILENCE", 0.5)
+    said = threading.Event()
+    hub.fail("tree", lambda *_: said.wait(30))
+    try:
+        assert inspect(NAME).files
+        hub.fail("tree", *[lambda *_: said.wait(30)] * 3)
+        with pytest.raises(TransientError, match=r"it said nothing for 0\.5 s"):
+            inspect(NAME)
+    finally:
+        said.set()
 
 
 def test_a_page_that_asks_to_log_in_to_a_network_is_no_answer(hub):

@@ -149,15 +149,20 @@ class Bucket:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays."""
         piece = piece_bytes(size)
 
+        made: list[str] = []
+
         def put() -> None:
             pieces = self._pieces(file, piece)
             key = self._key(path)
-            self._obstore.put(
+            done = self._obstore.put(
                 self._store, key, pieces, chunk_size=piece, max_concurrency=_AT_ONCE, use_multipart=size > piece
             )
+            made[:] = [str(done["e_tag"] or "")]
 
         self._tried("writing", path, put)
         there = self.head(path)
+        if there is not None and made[0] and there.etag != made[0]:
+            raise ChangedError(f"{self.name}/{path} was written by somebody else meanwhile", hint="run again alone")
         if there is None or there.size != size:
             raise DestinationError(f"{self.name}/{path} has not the {size:,} bytes that were sent")
         return there
@@ -204,6 +209,11 @@ class Bucket:
             ) from error
         except errors.BaseError as error:
             self._heed()
+            if "invalid path" in str(error):
+                raise SourceError(
+                    f"{doing} failed: a key in it is no path: {_first_line(error)}",
+                    hint="rename that object, or remove it",
+                ) from error
             status = _STATUS.search(str(error))
             refusal = _refusal(doing, int(status[1]), _first_line(error)) if status else None
             raise refusal or TroubleError(_first_line(error)) from error

@@ -6,6 +6,8 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
@@ -15,18 +17,21 @@ from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import TypeVar
 
     from shardctl.storage.hub.address import Address
     from shardctl.workers import Stop
 
     Answer = TypeVar("Answer")
+    Entry = TypeVar("Entry")
 
 _SHA256: Final = 64
 """Hexadecimal digits."""
 _FIRST_TRIES: Final = 3
 """Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
+_SILENCE: Final = 60.0
+"""Seconds without an entry after which a listing is asked for again."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
 
@@ -88,7 +93,7 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
         return found.sha
 
     def files(commit: str) -> dict[str, HubFile]:
-        entries = api.list_repo_tree(name, recursive=True, revision=commit)
+        entries = _steadily(lambda: api.list_repo_tree(name, recursive=True, revision=commit))
         return {
             entry.path: HubFile(
                 entry.lfs.size if entry.lfs else entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else ""
@@ -99,6 +104,31 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
 
     commit = address.commit or _asked(resolve, address, stop)
     return Listing(commit, _visible(_asked(lambda: files(commit), address, stop)), _folder(address))
+
+
+def _steadily(entries: Callable[[], Iterable[Entry]]) -> Iterator[Entry]:
+    """What the library lists, page by page; it waits for a page for ever, and this raises TimeoutError."""
+    found: SimpleQueue[Entry | BaseException | None] = SimpleQueue()
+
+    def listed() -> None:
+        try:
+            for entry in entries():
+                found.put(entry)
+            found.put(None)
+        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
+            found.put(error)
+
+    Thread(target=listed, daemon=True).start()
+    while True:
+        try:
+            entry = found.get(timeout=_SILENCE)
+        except Empty as error:
+            raise TimeoutError from error
+        if entry is None:
+            return
+        if isinstance(entry, BaseException):
+            raise entry
+        yield entry
 
 
 def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answer:
@@ -121,6 +151,8 @@ def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answ
             patience.wait(TroubleError(str(error) or type(error).__name__), last=cause)
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
+        except TimeoutError:
+            patience.wait(TroubleError(f"it said nothing for {_SILENCE:g} s"))
         except ValueError as error:  # a page that asks to log in to a network, for one
             patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
 

@@ -27,7 +27,7 @@ def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> Shardctl
     if isinstance(error, errors.GatedRepoError):
         return AccessError(
             f"{name} is gated, and its authors have not let you in (HTTP {status})",
-            hint=f"accept its terms at {constants.ENDPOINT}/{name}, then {_LOG_IN}",
+            hint=f"accept its terms at {_public(constants.ENDPOINT)}/{name}, then {_LOG_IN}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
@@ -37,7 +37,7 @@ def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> Shardctl
     if isinstance(error, errors.RevisionNotFoundError):
         return SourceError(
             f"{name} has no revision {address.revision!r}",
-            hint=f"{constants.ENDPOINT}/{name}/tree/main lists its branches and tags",
+            hint=f"{_public(constants.ENDPOINT)}/{name}/tree/main lists its branches and tags",
         )
     if isinstance(error, errors.EntryNotFoundError):
         return SourceError(f"{path or address.inside} is missing in {name} on the Hub")
@@ -64,9 +64,20 @@ def unreachable(error: Exception, address: Address) -> ShardctlError:
     from huggingface_hub import constants
 
     return TransientError(
-        f"{address.repository} is no path here, and {constants.ENDPOINT} cannot be reached: {error}",
+        f"{address.repository} is no path here, and {_public(constants.ENDPOINT)} cannot be reached: {error}",
         hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 what is in the Hub's cache is read",
     )
+
+
+def _public(endpoint: str) -> str:
+    """An address without the name and password that it may have.
+
+    >>> _public("https://me:secret@mirror/hub"), _public("https://huggingface.co")
+    ('https://mirror/hub', 'https://huggingface.co')
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def _what(path: str, name: str) -> str:
