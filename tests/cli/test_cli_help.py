@@ -70,7 +70,14 @@ def test_plan_and_reshard_take_the_same_wishes(say):
     def options(verb):
         return set(re.findall(r"--[a-z0-9-]+", say(verb, "--help").out.partition("Examples:")[0]))
 
-    assert options("reshard") - options("plan") == {"--dry-run", "--overwrite", "--no-resume", "--hash", "--worker", "--engine"}
+    assert options("reshard") - options("plan") == {
+        "--dry-run",
+        "--overwrite",
+        "--no-resume",
+        "--hash",
+        "--worker",
+        "--engine",
+    }
     own = {
         "--detail",
         "--out",
