@@ -13,14 +13,13 @@ import ml_dtypes
 import numpy as np
 
 from shardctl.errors import UnsupportedError
+from shardctl.manifest import GAMMA_LESS_ONE
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from shardctl.dtype import DType
 
-GAMMA_LESS_ONE: Final = "gamma-1"
-"""Stored is the weight of a norm less one."""
 _ADDED: Final = {GAMMA_LESS_ONE: np.float32(1)}
 """By name, what is added to what is stored."""
 _FLOATS: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

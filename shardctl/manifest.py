@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError
 from shardctl.value import value
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from shardctl.dialect import Dialect
     from shardctl.dtype import DType
     from shardctl.training import Training
+
+
+GAMMA_LESS_ONE: Final = "gamma-1"
+"""The name of a change: stored is the weight of a norm less one (`shardctl/affine.py`)."""
 
 
 @value
@@ -55,7 +59,7 @@ class Chunk:
     name: str = ""
     """The stored array's name in its file, for messages and for writing."""
     affine: str = ""
-    """A *named* element-wise change between storage and meaning, such as `gamma-1`; empty for none."""
+    """A *named* element-wise change between storage and meaning, such as `GAMMA_LESS_ONE`; empty for none."""
 
 
 @value

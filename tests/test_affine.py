@@ -6,12 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardctl.affine import GAMMA_LESS_ONE
 from shardctl.bands import Band, ChunkIndex
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, Region
+from shardctl.manifest import GAMMA_LESS_ONE, Chunk, Region
 
 KINDS = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 

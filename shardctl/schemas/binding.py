@@ -192,7 +192,8 @@ def _training(schema: Schema, model: Model, dialect: Dialect, stored: Training) 
                     f"{tensor.name} has shape {list(tensor.shape)}, unlike its parameter {list(entry.declared)}"
                 )
             for part, chunk in _pulled(entry, tensor):
-                found.setdefault(part, {}).setdefault(state_name(state, part), []).append(chunk)
+                plain = replace(chunk, affine="")  # a gradient is the same, whatever is added to its parameter
+                found.setdefault(part, {}).setdefault(state_name(state, part), []).append(plain)
     unknown = [name for name in by_array if name not in parts]
     if unknown:
         raise UnsupportedError(f"{schema.title} has no {_listed(unknown)}, of which there are optimizer states")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.schemas.composite import Composite
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from shardctl.dialect import Dialect
     from shardctl.models import Model
     from shardctl.schemas.composite import Entry
+
+
+_NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
 
 
 def _nothing(model: Model, dialect: Dialect) -> frozenset[str]:
@@ -45,6 +49,8 @@ class Parts:
     model: Model
     title: str
     """Of the schema, for messages."""
+    norms: str = ""
+    """A *named* change of the weights of norms, as `Chunk.affine`; empty if they are stored as they are meant."""
 
     def __contains__(self, name: str) -> bool:
         return self.model.aliases.get(name, name) in self.model.tensors
@@ -54,7 +60,8 @@ class Parts:
         known = self.model.tensors.get(self.model.aliases.get(name, name))
         if known is None:
             raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
-        return Composite.whole(known.name, known.shape)
+        affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
+        return Composite.whole(known.name, known.shape, affine)
 
     def unit(self, name: str, dim: int = 0) -> int:
         """Elements along a dim of a tensor that stay together when it is cut: those of a head."""

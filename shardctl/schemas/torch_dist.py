@@ -89,7 +89,7 @@ def cells(model: Model, dialect: Dialect) -> Iterator[Cell]:
     vocabulary that is smaller than the model's.
     """
     layers.check_model(model)
-    parts = Parts(model, TITLE)
+    parts = layers.parts_of(model, dialect)
     padded = dialect.number(VOCABULARY)
     (name, tokens), *others = layers.embeddings(parts)
     yield _vocabulary(name, tokens, padded)

@@ -85,6 +85,8 @@ def placed(parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, T
     """
     for key, memory in loaded.items():
         for tensor, chunk in parts.get(key, ()):
+            if chunk.affine:
+                raise UnsupportedError(f"{chunk.name} is stored as {chunk.affine}, which is not what is loaded")
             yield Placed(tensor, chunk, _values(chunk, stored[key], as_integers(memory)))
 
 

@@ -458,3 +458,24 @@ def test_a_vocabulary_that_is_said_too_small_is_noticed():
     with opened(FIXTURES / "mistral-tp2", Reading(true_vocab=50)) as checkpoint:
         (said,) = [text for text in checkpoint.manifest.warnings if "behind the last token are not zero" in text]
     assert "--true-vocab" in said
+
+
+def test_norms_that_are_kept_less_one_are_read_and_that_is_said(tmp_path):
+    """With `--apply-layernorm-1p` the files hold gamma - 1, rounded as they are; transformers' Llama has gamma."""
+    shutil.copytree(FIXTURES / "llama-tp2-pp2", tmp_path / "in")
+    for path in (tmp_path / "in").rglob(FILE):
+        saved = load(path)
+        saved["args"].apply_layernorm_1p = True
+        for key, tensor in saved["model"].items():
+            if key.endswith(("norm.weight", "norm_weight")):
+                tensor.sub_(1)
+        torch.save(saved, path)
+    given = Reading(true_vocab=100)
+    with opened(tmp_path / "in", given) as checkpoint:
+        assert any("are stored as gamma-1 in BF16" in text for text in checkpoint.manifest.warnings)
+    reshard(tmp_path / "in", tmp_path / "out", Wish(to="hf"), reading=given)
+    ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", source("llama-tp2-pp2")))
+    for name, tensor in theirs.items():
+        expected = (tensor - 1) + 1 if name.endswith("norm.weight") else tensor
+        assert torch.equal(ours[name], expected), name
+    assert verify(tmp_path / "out", level="full", against=tmp_path / "in", reading=given).ok

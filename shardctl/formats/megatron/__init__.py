@@ -16,8 +16,8 @@ from shardctl.formats.sharded_backend import TRACKER
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor
 from shardctl.schemas import megatron
-from shardctl.schemas.megatron.arguments import LAST_ROW, config_of
-from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE
+from shardctl.schemas.megatron.arguments import LAST_ROW, config_of, zero_centred
+from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER
 from shardctl.schemas.megatron.ranks import least_mesh
 from shardctl.training import Training
@@ -178,6 +178,7 @@ def _facts(first: RankFile, files: Mapping[str, RankFile], mesh: Mesh) -> dict[s
         megatron.ROWS: _ROWS[first.version],
         megatron.LATENTS_CUT: cut,
         megatron.GROUPED: grouped,
+        ZERO_CENTRED: zero_centred(first.arguments),
     }
 
 

@@ -15,6 +15,7 @@ from shardctl.formats.torch_dist.config import own_config, written_for
 from shardctl.formats.torch_dist.flattened import unflattened
 from shardctl.formats.torch_dist.keys import Keys, dialect, sort_keys
 from shardctl.manifest import Manifest, Opaque
+from shardctl.schemas.megatron.arguments import zero_centred
 from shardctl.training import Training, state_name
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ def manifest(name: str, save: Save, folder: str, weights: Weights) -> Manifest:
             states=states,
             notes=tuple(_notes(keys, common, masters, weights)),
         ),
-        dialect=dialect({each.name: each.shape for each in tensors.values()}, mesh),
+        dialect=dialect(
+            {each.name: each.shape for each in tensors.values()},
+            mesh,
+            centred=common is not None and zero_centred(common.arguments),
+        ),
         own_config=own_config(common, tensors),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect
+from shardctl.schemas.megatron.layers import ZERO_CENTRED
 from shardctl.schemas.torch_dist import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ def _is_ours(key: str, wrapper: str) -> bool:
     return key.removeprefix(wrapper).startswith(_ROOTS)
 
 
-def dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Dialect:
-    """The variant that weights of these names and shapes are in; `mesh` is the one that wrote them."""
+def dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> Dialect:
+    """The variant that weights of these names and shapes are in.
+
+    `mesh` is the one that wrote them, and `centred` says whether norms keep their weights less one.
+    """
     facts: dict[str, Fact] = {
         LAYERS: _any(_OF_LAYER, shapes),
         EXPERTS: _any(_OF_EXPERT, shapes),
         HALVES: _any(_HALF, shapes),
+        ZERO_CENTRED: centred,
     }
     embedding = shapes.get(_EMBEDDING)
     if embedding:

@@ -65,7 +65,7 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     counts, stages = dialect.numbers(LAYERS), dialect.mesh.degree("pp")
     if sum(counts) != model.layers:
         raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
-    parts, chunks = Parts(model, TITLE), chunks_of(dialect)
+    parts, chunks = layers.parts_of(model, dialect), chunks_of(dialect)
     if rank == next(iter(dialect.ranks)):
         parts.refuse_others(_placed(parts))
     stage = dialect.mesh.coordinate(rank)["pp"]

@@ -36,7 +36,6 @@ _USUAL: Final[dict[str, Setting]] = {
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
     "rotary_seq_len_interpolation_factor": None,
-    "apply_layernorm_1p": False,
     "attention_output_gate": False,
     "squared_relu": False,
     "heterogeneous_layers_config_path": None,
@@ -97,6 +96,11 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
         "(or use --config)"
     )
     return OwnConfig(values, (warning,))
+
+
+def zero_centred(arguments: Mapping[str, Setting]) -> bool:
+    """Whether norms keep their weights less one."""
+    return any(arguments.get(name) is True for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - one for each

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
+from shardctl.manifest import GAMMA_LESS_ONE
 from shardctl.schemas.composite import Composite, interleave, join
+from shardctl.schemas.schema import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardctl.dialect import Dialect
     from shardctl.dtype import DType
     from shardctl.models import Model
-    from shardctl.schemas.schema import Parts
 
 TITLE: Final = "Megatron-LM"
 FAMILIES: Final = frozenset(
@@ -33,6 +35,8 @@ BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
 In 1.0 the first row of a head's query, of its key and of its value take turns with the second and so on; in 0 all
 queries of a rank stand before all its keys (`fix_query_key_value_ordering` of `megatron/training/checkpointing.py`).
 """
+ZERO_CENTRED: Final = "zero_centred"
+"""The fact that says whether norms keep their weights less one (`--apply-layernorm-1p`)."""
 _KINDS: Final = ("weight", "bias")
 _LATENT: Final = (
     ("linear_q_proj", "q_proj", True),
@@ -101,6 +105,11 @@ class Variant:
     """How rows of queries, keys and values follow each other."""
     latents_cut: bool = False
     """Whether the projections down to latents are divided, as by local layers; Transformer Engine's are whole."""
+
+
+def parts_of(model: Model, dialect: Dialect) -> Parts:
+    """The model's tensors, as the dialect's norms keep them."""
+    return Parts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
 
 
 def layer(parts: Parts, number: int, variant: Variant, held: range | None = None) -> Iterator[Whole]:
