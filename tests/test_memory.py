@@ -135,8 +135,10 @@ def test_reading_ranks_and_hashing_stay_within_it(large, tmp_path):
 @linux
 def test_many_tensors_are_counted(tmp_path):
     tensors = {f"model.layers.{i}.some_module.weight": np.zeros(8, np.float32) for i in range(10_000)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    run = measured(tmp_path, tmp_path.with_name("out"), "--threads", 1, "--memory", "112MiB")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    run = measured(source, tmp_path / "out", "--threads", 1, "--memory", "112MiB")
     assert_kept(run, 112 * MIB, spare=1.7)
 
 

@@ -20,8 +20,10 @@ def test_many_chunks_of_a_worker_are_counted(tmp_path, worker):
 @linux
 def test_the_worker_that_keeps_the_names_of_all_tensors_has_room_for_them(tmp_path):
     tensors = {f"model.layers.{i}.some_module.weight": np.zeros(8, np.float32) for i in range(10_000)}
-    save_file(tensors, tmp_path / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
     args = ("--max-shard-size", "160kB", "--threads", 1, "--memory", "112MiB", "--worker", "0/2")
-    run = measured(tmp_path, tmp_path.with_name("out"), *args)
+    run = measured(source, tmp_path / "out", *args)
     assert run.code == 0, run.last
     assert run.peak <= run.projected <= 112 * MIB
