@@ -2,10 +2,11 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +29,8 @@ _BESIDE_A_PLAN = frozenset(
     | {"worker", "engine"}
 )
 """What may be given with `--plan`: places, effort, and what shapes no byte."""
+_Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
+"""A verb that moves bytes, and what makes a document and a text of its result and the seconds that it took."""
 
 
 def reshard(
@@ -145,11 +148,32 @@ def reshard(
         )
     if dry_run:
         _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
+        return
+    if engine == "ray":
+        verb, document, view = _on_ray()
     else:
-        launched = worker == "auto"
-        run = _on_ray if engine == "ray" else _reshard if crew is None else partial(_contribute, crew, launched)
-        resume = not no_resume
-        run(src, dst, wish, reading, file, overwrite=overwrite, resume=resume, checksums=checksums, json=json)
+        verb, document, view = _as_worker(crew, launched=worker == "auto") if crew is not None else _on_this_machine()
+    from shardctl.cli.progress import watching
+
+    began = time.monotonic()
+    with watching("reshard", json=json) as progress:
+        done = verb(
+            src,
+            dst,
+            wish,
+            reading=reading,
+            overwrite=overwrite,
+            resume=not no_resume,
+            sha256=checksums == "sha256",
+            progress=progress,
+            plan=file,
+        )
+    seconds = time.monotonic() - began
+    streams.warn(done.warnings)
+    if json:
+        streams.record(document(done, seconds))
+    else:
+        streams.show(view(done, seconds))
 
 
 def _worker(text: str | None) -> "Worker | None":
@@ -190,120 +214,27 @@ def _rehearse(
         streams.talk("dry run: nothing was written\n")
 
 
-def _reshard(
-    src: str,
-    dst: str,
-    wish: "Wish",
-    reading: "Reading",
-    plan: "PlanFile | None",
-    *,
-    overwrite: bool,
-    resume: bool,
-    checksums: str | None,
-    json: bool,
-) -> None:
-    from shardctl.cli.progress import watching
-    from shardctl.report import documents
+def _on_this_machine() -> _Way:
     from shardctl.report.conversion import conversion
+    from shardctl.report.documents import resharded
     from shardctl.verbs.reshard import reshard as verb
 
-    began = time.monotonic()
-    with watching("reshard", json=json) as progress:
-        done = verb(
-            src,
-            dst,
-            wish,
-            reading=reading,
-            overwrite=overwrite,
-            resume=resume,
-            sha256=checksums == "sha256",
-            progress=progress,
-            plan=plan,
-        )
-    seconds = time.monotonic() - began
-    streams.warn(done.warnings)
-    if json:
-        streams.record(documents.resharded(done, seconds))
-    else:
-        streams.show(conversion(done, seconds))
+    return verb, resharded, conversion
 
 
-def _contribute(
-    worker: "Worker",
-    launched: bool,  # noqa: FBT001 - given by the one caller
-    src: str,
-    dst: str,
-    wish: "Wish",
-    reading: "Reading",
-    plan: "PlanFile | None",
-    *,
-    overwrite: bool,
-    resume: bool,
-    checksums: str | None,
-    json: bool,
-) -> None:
-    from shardctl.cli.progress import watching
+def _as_worker(worker: "Worker", *, launched: bool) -> _Way:
+    """The part of one worker of several; `launched` if what started it told it which one it is."""
     from shardctl.execute.worker import job
-    from shardctl.report import documents
     from shardctl.report.conversion import contribution
+    from shardctl.report.documents import contributed
     from shardctl.verbs.contribute import contribute as verb
 
-    began = time.monotonic()
-    with watching("reshard", json=json) as progress:
-        done = verb(
-            src,
-            dst,
-            wish,
-            worker=worker,
-            run=job(os.environ) if launched else "",
-            reading=reading,
-            overwrite=overwrite,
-            resume=resume,
-            sha256=checksums == "sha256",
-            progress=progress,
-            plan=plan,
-        )
-    seconds = time.monotonic() - began
-    streams.warn(done.warnings)
-    if json:
-        streams.record(documents.contributed(done, seconds))
-    else:
-        streams.show(contribution(done, seconds))
+    return partial(verb, worker=worker, run=job(os.environ) if launched else ""), contributed, contribution
 
 
-def _on_ray(
-    src: str,
-    dst: str,
-    wish: "Wish",
-    reading: "Reading",
-    plan: "PlanFile | None",
-    *,
-    overwrite: bool,
-    resume: bool,
-    checksums: str | None,
-    json: bool,
-) -> None:
-    from shardctl.cli.progress import watching
+def _on_ray() -> _Way:
     from shardctl.report import documents
     from shardctl.report.conversion import finished
     from shardctl.verbs.on_ray import reshard_on_ray as verb
 
-    began = time.monotonic()
-    with watching("reshard", json=json) as progress:
-        done = verb(
-            src,
-            dst,
-            wish,
-            reading=reading,
-            overwrite=overwrite,
-            resume=resume,
-            sha256=checksums == "sha256",
-            progress=progress,
-            plan=plan,
-        )
-    seconds = time.monotonic() - began
-    streams.warn(done.warnings)
-    if json:
-        streams.record(documents.finished(done, seconds, verb="reshard"))
-    else:
-        streams.show(finished(done, seconds))
+    return verb, partial(documents.finished, verb="reshard"), finished
