@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from shardctl.errors import Interrupted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -21,6 +23,16 @@ class Stop:
 
     def __bool__(self) -> bool:
         return self.signal != 0
+
+
+def heed(stop: Stop) -> None:
+    """Raise Interrupted if a signal asked to stop; the caller has kept what it finished."""
+    if stop:
+        raise Interrupted(
+            "interrupted; everything finished so far is kept",
+            signal=stop.signal,
+            hint="run the same command again: it goes on where this one stopped",
+        )
 
 
 class Watcher(Protocol):

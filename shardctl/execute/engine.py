@@ -14,12 +14,11 @@ from shardctl.bands import Band, ChunkIndex, fastest_dim, split
 from shardctl.box import Box
 from shardctl.cast import cast
 from shardctl.digest import Sums, partial
-from shardctl.errors import Interrupted
 from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
 from shardctl.manifest import Fill
 from shardctl.shares import Portion
-from shardctl.workers import Stop, spread
+from shardctl.workers import Stop, heed, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -80,12 +79,7 @@ def execute(
         spread(run.tasks(), run.worker, budget.threads, stop)
     finally:
         run.settle()
-    if stop:
-        raise Interrupted(
-            "interrupted; everything finished so far is kept",
-            signal=stop.signal,
-            hint="run the same command again: it goes on where this one stopped",
-        )
+    heed(stop)
     run.prove()
     return run.outcome
 

@@ -1,10 +1,11 @@
-"""The arrays of safetensors files, one file a rank, each under the rank's own prefix: what a `Dialect` speaks of."""
+"""The arrays of ranks' safetensors files, each under its rank's own prefix: what a `Dialect` speaks of."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
+from shardctl.errors import SourceError
 from shardctl.formats.impostors import refuse_unfinished
 from shardctl.formats.links import check_link
 from shardctl.formats.safetensors_header import header_span, read_header
@@ -21,21 +22,27 @@ def rank_prefix(rank: int) -> str:
     return f"rank{rank}/"
 
 
-def rank_arrays(source: Source, files: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, File]]:
-    """Every array by its rank's prefix and its name, and the files by path; `files` are those of the ranks.
+def rank_arrays(source: Source, files: Mapping[int, list[str]]) -> tuple[dict[str, Tensor], dict[str, File]]:
+    """Every array by its rank's prefix and its name, and the files by path; `files` are those of each rank.
 
-    Raises as `read_header`, SourceError for a download that has not ended, HostileError for a link that leaves.
+    Raises as `read_header`, SourceError for a download that has not ended and for an array that two files of a rank
+    have, HostileError for a link that leaves.
     """
     arrays: dict[str, Tensor] = {}
     sizes: dict[str, File] = {}
-    source.expect((path, 0, header_span(None)) for path in files.values())
-    for rank, path in files.items():
+    source.expect((path, 0, header_span(None)) for paths in files.values() for path in paths)
+    for rank, path in ((rank, path) for rank, paths in files.items() for path in paths):
         refuse_unfinished(source, path)
         check_link(source, path)
         header = read_header(source, path)
         sizes[path] = File(path, header.size)
         for array in header.arrays:
             name = f"{rank_prefix(rank)}{array.name}"
+            if name in arrays:
+                raise SourceError(
+                    f"{array.name} is in {path} and in {arrays[name].files[0]}",
+                    hint="files of two saves may have been mixed",
+                )
             where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
             chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
             arrays[name] = Tensor(name, array.dtype, array.shape, (chunk,))

@@ -6,7 +6,8 @@ import random
 import time
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import Interrupted, TransientError
+from shardctl.errors import TransientError
+from shardctl.workers import heed
 
 if TYPE_CHECKING:
     from shardctl.errors import ShardctlError
@@ -63,13 +64,3 @@ class Patience:
             heed(self._stop)
             time.sleep(min(left, _LOOK))
         heed(self._stop)
-
-
-def heed(stop: Stop) -> None:
-    """Raise Interrupted if a signal asked to stop."""
-    if stop:
-        raise Interrupted(
-            "interrupted; everything finished so far is kept",
-            signal=stop.signal,
-            hint="run the same command again: it goes on where this one stopped",
-        )

@@ -19,10 +19,10 @@ from shardctl.shares import divide, share
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
-from shardctl.verbs.moving import heed, move, versions_of
+from shardctl.verbs.moving import move, versions_of
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import check_apart, result_name
-from shardctl.workers import Stop
+from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from shardctl.shares import Share

@@ -19,8 +19,8 @@ from shardctl.storage.cloud.bucket import Bucket, sending_bytes
 from shardctl.storage.room import free_space
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.frame import SUMS, completed, framed, overflow_warnings, sums_file, with_sums
-from shardctl.verbs.moving import heed, move, versions_of
-from shardctl.workers import Stop
+from shardctl.verbs.moving import move, versions_of
+from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import ChangedError, Interrupted, SourceError
+from shardctl.errors import ChangedError, SourceError
 from shardctl.execute.engine import Outcome, execute
 from shardctl.execute.journal import Journal
 from shardctl.execute.part import Part
@@ -14,7 +14,7 @@ from shardctl.storage.durable import told
 from shardctl.storage.local import LocalTarget
 from shardctl.verbs.frame import SUMS
 from shardctl.verify.agreement import require_agreement
-from shardctl.workers import Effort
+from shardctl.workers import Effort, heed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,16 +43,6 @@ def versions_of(work: Draft) -> Versions:
 
 def _matters(path: str, work: Draft) -> bool:
     return path in work.have.files or any(side.file == path for side in work.carried)
-
-
-def heed(stop: Stop) -> None:
-    """Raise Interrupted if somebody asked for a stop."""
-    if stop:
-        raise Interrupted(
-            "interrupted; everything finished so far is kept",
-            signal=stop.signal,
-            hint="run the same command again: it goes on where this one stopped",
-        )
 
 
 def move(

@@ -27,10 +27,9 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.contribute import contribute
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.moving import heed
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import check_apart
-from shardctl.workers import Stop, usual_threads
+from shardctl.workers import Stop, heed, usual_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

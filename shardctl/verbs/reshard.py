@@ -20,9 +20,9 @@ from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.frame import SUMS, Frame, completed, framed, overflow_warnings, sums_file, with_sums
-from shardctl.verbs.moving import heed, move, versions_of
+from shardctl.verbs.moving import move, versions_of
 from shardctl.verbs.opening import Reading, opened
-from shardctl.workers import Stop
+from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

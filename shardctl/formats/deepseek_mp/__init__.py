@@ -36,7 +36,7 @@ def scan(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
     """
     files = _files(source)
-    arrays, sizes = rank_arrays(source, dict(enumerate(files)))
+    arrays, sizes = rank_arrays(source, {rank: [path] for rank, path in enumerate(files)})
     side, left = side_files(source, set(sizes))
     ranks = len(files)
     return Manifest(

@@ -51,7 +51,7 @@ def scan(source: Source) -> Manifest:
         UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
     """
     files = _files(source)
-    arrays, sizes = rank_arrays(source, files)
+    arrays, sizes = rank_arrays(source, {rank: [path] for rank, path in files.items()})
     for tensor in arrays.values():
         _refuse_quantised(tensor)
     found = describe(_config(source), {name.partition("/")[2] for name in arrays})

@@ -9,18 +9,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.format import Format, given_file
-from shardctl.formats.impostors import refuse_unfinished
-from shardctl.formats.links import check_link
-from shardctl.formats.safetensors_header import read_header
+from shardctl.formats.rank_arrays import rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.vllm.profile import recognised
-from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Manifest
 
 if TYPE_CHECKING:
-    from shardctl.formats.safetensors_header import Array
+    from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
 _FILE: Final = re.compile(r"model-rank-(0|[1-9][0-9]{0,4})-part-(0|[1-9][0-9]{0,5})\.safetensors")
@@ -47,25 +44,9 @@ def scan(source: Source) -> Manifest:
         UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
     """
     files = _files(source)
-    arrays: dict[str, Tensor] = {}
-    sizes: dict[str, File] = {}
-    for rank, paths in enumerate(files):
-        for path in paths:
-            refuse_unfinished(source, path)
-            check_link(source, path)
-            header = read_header(source, path)
-            sizes[path] = File(path, header.size)
-            for array in header.arrays:
-                _refuse_quantised(path, array)
-                name = f"rank{rank}/{array.name}"
-                if name in arrays:
-                    raise SourceError(
-                        f"{array.name} is in {path} and in {arrays[name].files[0]}",
-                        hint="files of two saves may have been mixed",
-                    )
-                where = Region(path, array.offset, dense_strides(array.dtype, array.shape))
-                chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
-                arrays[name] = Tensor(name, array.dtype, array.shape, (chunk,))
+    arrays, sizes = rank_arrays(source, dict(enumerate(files)))
+    for tensor in arrays.values():
+        _refuse_quantised(tensor)
     side, left = side_files(source, set(sizes))
     return Manifest(
         format=FORMAT.name,
@@ -100,11 +81,12 @@ def _files(source: Source) -> list[list[str]]:
     return [[found[rank][part] for part in range(len(found[rank]))] for rank in range(len(found))]
 
 
-def _refuse_quantised(path: str, array: Array) -> None:
-    if array.dtype.name not in _PLAIN or _QUANTISED.fullmatch(array.name):
+def _refuse_quantised(array: Tensor) -> None:
+    name = array.chunks[0].name
+    if array.dtype.name not in _PLAIN or _QUANTISED.fullmatch(name):
         what = f"is {array.dtype}" if array.dtype.name not in _PLAIN else "belongs to quantised weights"
         raise UnsupportedError(
-            f"{array.name} in {path} {what}: quantised models in vLLM's order are not read",
+            f"{name} in {array.files[0]} {what}: quantised models in vLLM's order are not read",
             hint="convert the model that vLLM was given",
         )
 

@@ -16,9 +16,9 @@ from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import AccessError, ChangedError, DestinationError, Interrupted, SourceError, UsageError
+from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError, UsageError
 from shardctl.storage.patience import Patience, TroubleError
-from shardctl.workers import Stop
+from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,7 +208,7 @@ class Bucket:
                 f"{doing} failed: the object has changed", hint="run again when nothing writes to it"
             ) from error
         except errors.BaseError as error:
-            self._heed()
+            heed(self.stop)
             if "invalid path" in str(error):
                 raise SourceError(
                     f"{doing} failed: a key in it is no path: {_first_line(error)}",
@@ -218,16 +218,8 @@ class Bucket:
             refusal = _refusal(doing, int(status[1]), _first_line(error)) if status else None
             raise refusal or TroubleError(_first_line(error)) from error
         except _Stopped:
-            self._heed()
+            heed(self.stop)
             raise
-
-    def _heed(self) -> None:
-        if self.stop:
-            raise Interrupted(
-                "interrupted; everything finished so far is kept",
-                signal=self.stop.signal,
-                hint="run the same command again: it goes on where this one stopped",
-            )
 
 
 class _Stopped(Exception):  # noqa: N818 - a signal, not a fault

@@ -19,7 +19,8 @@ from shardctl.errors import ChangedError, SourceError
 from shardctl.storage.hub.refusals import refusal
 from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
-from shardctl.storage.patience import Patience, TroubleError, heed
+from shardctl.storage.patience import Patience, TroubleError
+from shardctl.workers import heed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
