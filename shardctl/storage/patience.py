@@ -18,7 +18,7 @@ FIRST_WAIT: Final = 0.5
 LONGEST_WAIT: Final = 30.0
 """Seconds, unless a server says how long."""
 LONGEST_ASKED: Final = 600.0
-"""Seconds that a server may ask for; the Hub counts requests over 5 minutes."""
+"""Seconds that a server may ask for, and is granted; the Hub counts requests over 5 minutes."""
 USUAL_TRIES: Final = 8
 """In a row without success: about a minute and a half."""
 _LOOK: Final = 0.1
@@ -49,6 +49,11 @@ class Patience:
     def wait(self, trouble: TroubleError, *, last: ShardctlError | None = None) -> None:
         """Sleep before the next try; raises `last`, or TransientError, if there is none, Interrupted after a signal."""
         self._failures += 1
+        if trouble.after is not None and trouble.after > LONGEST_ASKED:
+            raise TransientError(
+                f"{self._doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
+                hint="run the same command again then: it goes on where this one stopped",
+            ) from trouble
         if self._failures >= self._tries:
             raise last or TransientError(
                 f"{self._doing} failed {self._failures} times, the last time because {trouble}",
@@ -56,7 +61,7 @@ class Patience:
             ) from trouble
         usual = min(FIRST_WAIT * 2 ** (self._failures - 1), LONGEST_WAIT)
         spread = random.uniform(0.5, 1.0)  # noqa: S311 - so that threads do not return all at once
-        self._sleep(usual * spread if trouble.after is None else min(trouble.after, LONGEST_ASKED))
+        self._sleep(usual * spread if trouble.after is None else trouble.after)
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -30,11 +30,20 @@ def test_waits_double_up_to_half_a_minute(slept):
         waiting.wait(TroubleError("busy"))
 
 
-def test_a_server_may_ask_for_more_and_not_for_ever(slept):
+def test_a_server_may_ask_for_more(slept):
     waiting = Patience("reading", Stop())
     waiting.wait(TroubleError("busy", 77.0))
-    waiting.wait(TroubleError("busy", 1e9))
+    waiting.wait(TroubleError("busy", patience.LONGEST_ASKED))
     assert slept == [77.0, patience.LONGEST_ASKED]
+
+
+def test_one_that_asks_for_an_hour_is_not_waited_for_in_silence(slept):
+    with pytest.raises(
+        TransientError, match="reading failed because busy, and another try is asked for in 3,600 s"
+    ) as e:
+        Patience("reading", Stop()).wait(TroubleError("busy", 3600.0))
+    assert "run the same command again then" in e.value.hint
+    assert slept == []
 
 
 def test_success_counts_anew(slept):
