@@ -156,5 +156,27 @@ def test_a_server_that_says_nothing_is_waited_for_as_long_as_was_asked():
     silent.close()
 
 
+def test_what_has_come_is_there_at_once():
+    """So that a signal is heard between the drops of a server that trickles."""
+    import socket
+
+    trickling = socket.create_server(("127.0.0.1", 0))
+
+    def first_drop():
+        connection, _ = trickling.accept()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 100\r\n\r\ndrop")
+        kept.append(connection)
+
+    kept = []
+    threading.Thread(target=first_drop, daemon=True).start()
+    into = bytearray(100)
+    with Sockets(2).get(f"http://127.0.0.1:{trickling.getsockname()[1]}/", {}) as body:
+        assert body.readinto(memoryview(into)) == 4
+    assert into[:4] == b"drop"
+    for each in (trickling, *kept):
+        each.close()
+
+
 def test_the_library_is_known_by_its_client():
     assert sockets._usual_client()

@@ -38,8 +38,8 @@ class Body:
         self.headers: Mapping[str, str] = response.headers  # type: ignore[assignment] # a mapping but for its base
 
     def readinto(self, into: memoryview) -> int:
-        """Fill the beginning of `into`; returns how many bytes came, 0 at the end."""
-        return self._response.readinto(into)
+        """Fill the beginning of `into` with what has come; returns how many bytes that is, 0 at the end."""
+        return self._response.readinto1(into)  # `readinto` would wait until all of it is full
 
     def ended(self) -> bool:
         """Whether there is nothing more, which lets the connection be used again."""
