@@ -14,7 +14,7 @@ from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.pieces import balance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from shardctl.memory.cost import Cost
     from shardctl.memory.estimate import Estimate
@@ -99,8 +99,8 @@ class Found:
 class Quick:
     """What rules meshes out before all of their ranks are estimated."""
 
-    glance: Estimator | None = None
-    """Estimates some ranks only: if one of those does not fit, the others need not be asked."""
+    glances: Callable[[Mesh, tuple[int, ...]], Iterable[Estimate]] | None = None
+    """Estimates of some ranks after others: once some do not fit, the others need not be asked."""
     floor: Callable[[Mesh], int] | None = None
     """Bytes of states that some rank of a mesh must have."""
 
@@ -109,11 +109,11 @@ class Quick:
         return self.floor(mesh) if self.floor is not None else 0
 
     def too_large(self, mesh: Mesh, stages: tuple[int, ...], budget: int | None) -> Estimate | None:
-        """The estimate of some ranks, if they do not fit; None if they do, or if nothing is known."""
-        if self.glance is None or budget is None or len(stages) == 1:
+        """The estimate of some ranks that do not fit; None if all do, or if nothing is known."""
+        if self.glances is None or budget is None:
             return None
-        seen = self.glance(mesh, stages).within(budget)
-        return seen if seen.fits is False else None
+        seen = (some.within(budget) for some in self.glances(mesh, stages))
+        return next((some for some in seen if some.fits is False), None)
 
 
 def search(

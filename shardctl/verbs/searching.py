@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UsageError
 from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
+from shardctl.memory.estimate import Estimate
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
 from shardctl.memory.search import (
@@ -27,9 +28,9 @@ from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.verbs.forecasting import needs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from shardctl.memory.estimate import Estimate
+    from shardctl.memory.estimate import RankEstimate
     from shardctl.verbs.purpose import Purpose
     from shardctl.verbs.subject import Subject
 
@@ -58,8 +59,8 @@ class Explorer:
     work: Serving | Training | None
     device: Device
     heaviest: Heaviest
-    known: dict[tuple[Mesh, bool], Estimate] = field(default_factory=dict)
-    """What was estimated: by mesh, and whether of its first stage only."""
+    known: dict[Mesh, dict[int, RankEstimate]] = field(default_factory=dict)
+    """What was estimated: by mesh and stage."""
 
     def law(self) -> Law:
         """Which degrees the model allows."""
@@ -78,17 +79,19 @@ class Explorer:
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
         """What the heaviest rank of each stage needs."""
-        return self._needed(mesh, stages, first=False)
+        ranks = {one.ranks[0].holding.stage: one.ranks[0] for one in self.glances(mesh, stages)}
+        return Estimate(tuple(ranks[stage] for stage in range(len(stages))))
 
-    def glance(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
-        """What the heaviest rank of the first stage needs, which holds the most microbatches in flight."""
-        return self._needed(mesh, stages, first=True)
-
-    def _needed(self, mesh: Mesh, stages: tuple[int, ...], *, first: bool) -> Estimate:
-        if (mesh, first) not in self.known:
-            held = self.heaviest.hold(mesh, stages, most=1 if first else None)
-            self.known[mesh, first] = needs(self.about, held, mesh, stages, self.work_on(mesh))
-        return self.known[mesh, first]
+    def glances(self, mesh: Mesh, stages: tuple[int, ...]) -> Iterator[Estimate]:
+        """The same stage by stage: the first holds most microbatches, and the last has the head."""
+        found, last = self.known.setdefault(mesh, {}), len(stages) - 1
+        held = self.heaviest.hold(mesh, stages, most=1) if not found else ()
+        for stage in dict.fromkeys((0, last, *range(1, last))):
+            if stage not in found:
+                if stage >= len(held):
+                    held = self.heaviest.hold(mesh, stages)
+                (found[stage],) = needs(self.about, held[stage : stage + 1], mesh, stages, self.work_on(mesh)).ranks
+            yield Estimate((found[stage],))
 
     def once(self, *, expert: bool) -> int:
         """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
@@ -136,7 +139,7 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     fewest, quick = None, Quick()
     if budget is not None:
         dense, expert = explorer.once(expert=False), explorer.once(expert=True)
-        quick = Quick(explorer.glance, explorer.floor(dense, expert))
+        quick = Quick(explorer.glances, explorer.floor(dense, expert))
         fewest = smallest(law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert)
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None

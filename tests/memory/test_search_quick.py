@@ -61,7 +61,7 @@ def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
     every = explorer(MODELS[-1], WORKS[0])
     asked = (8, every.law(), every.estimate)
     slow = search(*asked, space=every.space(), budget=budget << 30)
-    quick = Quick(every.glance, every.floor(every.once(expert=False), every.once(expert=True)))
+    quick = Quick(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
     found = search(*asked, space=every.space(), budget=budget << 30, quick=quick)
     assert [one.mesh for one in found.ranked] == [one.mesh for one in slow.ranked]
     assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)
