@@ -14,6 +14,11 @@ Fact = str | int | bool | tuple[int, ...]
 """What decides between the variants of a schema: a version, a set of names, a padded extent."""
 
 
+def rank_prefix(rank: int) -> str:
+    """What stands before the names of a rank's arrays, where its files have its number and no more."""
+    return f"rank{rank}/"
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """How another library spells a model: its naming scheme, and the variant of it that one checkpoint is in.

@@ -34,6 +34,16 @@ def numbered(name: str, suffix: str) -> tuple[str, str, str] | None:
     return (found[1], found[2], found[3]) if found is not None else None
 
 
+def missing(names: Sequence[str], noun: str = "files") -> str:
+    """What to say of files, or of what `noun` says, that are not there.
+
+    >>> missing(["a.pt"]), missing(["a.pt", "b.pt", "c.pt"])
+    ('a.pt is missing', 'a.pt and 2 more files are missing')
+    """
+    more = f" and {len(names) - 1:,} more {noun} are" if len(names) > 1 else " is"
+    return f"{names[0]}{more} missing"
+
+
 def one_file(path: str, suffix: str) -> Choice:
     """The choice where one file was given; raises SourceError for an index, which has no weights."""
     if path.endswith(f"{suffix}.index.json"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Chunk, File, Manifest, Opaque, Region, Tensor, dense_strides
@@ -30,6 +30,8 @@ def scan(source: Source) -> Manifest:
 
     Raises as `OrbaxSource.arrays`, and UnsupportedError for a source that is not a local directory.
     """
+    if METADATA not in source.files():
+        raise SourceError(f"{source.name} has no {METADATA} of Orbax")
     if not isinstance(source, OrbaxSource):
         raise UnsupportedError(f"{source.name} is an Orbax checkpoint, which is read from a local directory only")
     tensors: dict[str, Tensor] = {}

@@ -1,25 +1,37 @@
-"""The arrays of ranks' safetensors files, each under its rank's own prefix: what a `Dialect` speaks of."""
+"""Safetensors files of ranks, by names of an engine's own, and their arrays: what a `Dialect` speaks of."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box
+from shardctl.dialect import rank_prefix
 from shardctl.errors import SourceError
+from shardctl.formats.format import given_file
 from shardctl.formats.impostors import refuse_unfinished
 from shardctl.formats.links import check_link
 from shardctl.formats.safetensors_header import header_span, read_header
 from shardctl.manifest import Chunk, File, Region, Tensor, dense_strides
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Mapping
 
     from shardctl.storage import Source
 
 
-def rank_prefix(rank: int) -> str:
-    """What stands before the names of a rank's arrays."""
-    return f"rank{rank}/"
+def all_called(source: Source, name: re.Pattern[str]) -> bool:
+    """Whether a directory holds files of that name and no other safetensors files; one given alone is one of those."""
+    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
+    return given_file(source) is None and bool(weights) and all(map(name.fullmatch, weights))
+
+
+def called(source: Source, name: re.Pattern[str], title: str) -> list[re.Match[str]]:
+    """The files of that name, which messages call `title`; raises SourceError if there are none."""
+    found = [match for path in source.files() if (match := name.fullmatch(path)) is not None]
+    if not found:
+        raise SourceError(f"{source.name} holds no {title}")
+    return found
 
 
 def rank_arrays(source: Source, files: Mapping[int, list[str]]) -> tuple[dict[str, Tensor], dict[str, File]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import Dialect, rank_prefix
 from shardctl.errors import CutError
 from shardctl.layouts.composed import Layout, composed, target
 from shardctl.layouts.packing import FileBuilder
@@ -30,7 +30,7 @@ def pack(order: Order) -> Manifest:
     ranks = mesh.degree("tp")
     if mesh.world != ranks or mesh.ep not in (1, ranks):
         raise CutError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
-    dialect = Dialect(NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: f"rank{rank}/" for rank in range(ranks)})
+    dialect = Dialect(NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: rank_prefix(rank) for rank in range(ranks)})
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in composed(order, SCHEMA, dialect).items():
         builder.add(f"model{rank}-mp{ranks}.safetensors", arrays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import Dialect, rank_prefix
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.layouts.composed import Layout, composed, target
@@ -54,7 +54,7 @@ def pack(order: Order) -> Manifest:
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
     facts = _facts(order.options.get(_EMBEDDING, "whole"))
-    dialect = Dialect(NAME, mesh, {rank: f"rank{n}/" for rank, n in numbers.items()}, stages, facts)
+    dialect = Dialect(NAME, mesh, {rank: rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
     builder = FileBuilder({"format": "pt"})
     arrays = composed(order, SCHEMA, dialect)
     for rank, number in numbers.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import Dialect, rank_prefix
 from shardctl.errors import CutError, UsageError
 from shardctl.layouts.composed import Layout, composed, target
 from shardctl.layouts.packing import FileBuilder
@@ -43,7 +43,7 @@ def pack(order: Order) -> Manifest:
         known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.name
-    dialect = Dialect(NAME, mesh, {rank: f"rank{rank}/" for rank in range(mesh.world)}, facts=facts)
+    dialect = Dialect(NAME, mesh, {rank: rank_prefix(rank) for rank in range(mesh.world)}, facts=facts)
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in composed(order, SCHEMA, dialect).items():
         for part, some in enumerate(_parts(arrays, order.max_shard_size or _USUAL_PART)):

@@ -77,7 +77,9 @@ def _saves(source: Source) -> dict[str, list[str]]:
 
 
 def _unfinished(source: Source) -> SourceError:
-    name = next(path for path in source.files() if _is_mark(path))
+    name = next((path for path in source.files() if _is_mark(path)), None)
+    if name is None:
+        return SourceError(f"{source.name} holds no {FORMAT.title}")
     return SourceError(
         f"{name} is there, but {METADATA} is not",
         hint="the save did not finish, or a copy left out hidden files; the metadata is written last",

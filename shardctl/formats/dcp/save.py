@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.choice import missing
 from shardctl.formats.dcp.items import Items
 from shardctl.formats.impostors import refuse_unfinished
 from shardctl.formats.links import check_link
@@ -48,12 +49,11 @@ class Save:
             for (key, _), item in each.items.items():
                 by_file.setdefault(item.file, []).append((item.offset, item.end, key))
         files = self.source.files()
-        missing = sorted(path for path in by_file if path not in files)
-        if missing:
-            more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
-            keys = sorted({key for _, _, key in by_file[missing[0]]})
+        gaps = sorted(path for path in by_file if path not in files)
+        if gaps:
+            keys = sorted({key for _, _, key in by_file[gaps[0]]})
             raise SourceError(
-                f"{missing[0]}{more} missing, with parts of {len(keys)} entries such as {keys[0]!r}",
+                f"{missing(gaps)}, with parts of {len(keys)} entries such as {keys[0]!r}",
                 hint="a rank's file was not copied, or its save did not finish",
             )
         for path, spans in by_file.items():

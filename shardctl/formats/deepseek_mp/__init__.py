@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import Dialect, rank_prefix
 from shardctl.errors import SourceError
-from shardctl.formats.format import Format, given_file
-from shardctl.formats.rank_arrays import rank_arrays, rank_prefix
+from shardctl.formats.choice import missing
+from shardctl.formats.format import Format
+from shardctl.formats.rank_arrays import all_called, called, rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Manifest
 from shardctl.mesh import Mesh
@@ -17,13 +18,13 @@ from shardctl.schemas import deepseek_mp
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
+_TITLE: Final = "DeepSeek's modelI-mpN.safetensors"
 _FILE: Final = re.compile(r"model(0|[1-9][0-9]{0,4})-mp([1-9][0-9]{0,4})\.safetensors")
 
 
 def detect(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files; one given alone is one of those."""
-    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
-    return given_file(source) is None and bool(weights) and all(map(_FILE.fullmatch, weights))
+    """Whether the directory holds such files and no other safetensors files."""
+    return all_called(source, _FILE)
 
 
 def scan(source: Source) -> Manifest:
@@ -56,19 +57,16 @@ def scan(source: Source) -> Manifest:
 def _files(source: Source) -> list[str]:
     """The files in the order of ranks; raises SourceError for a gap, and for files of several conversions."""
     found: dict[int, dict[int, str]] = {}
-    for path in source.files():
-        match = _FILE.fullmatch(path)
-        if match is not None:
-            found.setdefault(int(match[2]), {})[int(match[1])] = path
+    for match in called(source, _FILE, _TITLE):
+        found.setdefault(int(match[2]), {})[int(match[1])] = match[0]
     if len(found) > 1:
         counts = " and ".join(f"mp{count}" for count in sorted(found))
         raise SourceError(f"{source.name} holds files of several conversions: {counts}", hint="leave only one of them")
     ((count, files),) = found.items()
-    missing = [n for n in range(count) if n not in files]
-    if missing:
-        more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
+    gaps = [f"model{n}-mp{count}.safetensors" for n in range(count) if n not in files]
+    if gaps:
         raise SourceError(
-            f"model{missing[0]}-mp{count}.safetensors{more} missing: {len(files)} of {count} files are here",
+            f"{missing(gaps)}: {len(files)} of {count} files are here",
             hint="every rank's file is needed; fetch the rest",
         )
     odd = next((files[n] for n in files if n >= count), None)
@@ -77,4 +75,4 @@ def _files(source: Source) -> list[str]:
     return [files[n] for n in range(count)]
 
 
-FORMAT: Final = Format("deepseek", "DeepSeek's modelI-mpN.safetensors", detect, scan)
+FORMAT: Final = Format("deepseek", _TITLE, detect, scan)

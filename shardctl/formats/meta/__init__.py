@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.choice import missing
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.links import check_link
 from shardctl.formats.meta.params import PARAMS, read_params
@@ -18,6 +19,7 @@ from shardctl.training import Training
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
+_TITLE: Final = "Meta's consolidated.NN.pth files"
 _FILE: Final = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
 _SCALES: Final = re.compile(r"fp8_scales_[0-9]+\.pt")
 _LEFT: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
@@ -76,15 +78,15 @@ def scan(source: Source) -> Manifest:
 def _files(source: Source) -> list[str]:
     """The files in the order of ranks; raises SourceError for a gap."""
     numbers = {int(found[1]): path for path in source.files() if (found := _FILE.fullmatch(path))}
+    if not numbers:
+        raise SourceError(f"{source.name} holds no {_TITLE}")
     width = len(next(iter(numbers.values()))) - len("consolidated..pth")
-    missing = [f"consolidated.{n:0{width}}.pth" for n in range(max(numbers)) if n not in numbers]
-    if missing:
+    gaps = [f"consolidated.{n:0{width}}.pth" for n in range(max(numbers)) if n not in numbers]
+    if gaps:
         raise SourceError(
-            f"{missing[0]}{f' and {len(missing) - 1} more files are' if len(missing) > 1 else ' is'} missing, but "
-            f"{numbers[max(numbers)]} is there",
-            hint="every rank's file is needed; fetch the rest",
+            f"{missing(gaps)}, but {numbers[max(numbers)]} is there", hint="every rank's file is needed; fetch the rest"
         )
     return [numbers[n] for n in sorted(numbers)]
 
 
-FORMAT: Final = Format("meta", "Meta's consolidated.NN.pth files", detect, scan)
+FORMAT: Final = Format("meta", _TITLE, detect, scan)

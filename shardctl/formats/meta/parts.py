@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.formats.choice import missing
 from shardctl.manifest import Chunk, Tensor
 
 if TYPE_CHECKING:
@@ -186,10 +187,9 @@ def _check_count(parts: Sequence[Part], params: Params | None) -> None:
     if rows == hidden and columns and whole % columns == 0 and len(parts) < whole // columns:
         count = whole // columns
         width = len(path) - len("consolidated..pth")
-        missing = [f"consolidated.{n:0{width}}.pth" for n in range(len(parts), count)]
-        more = f" and {len(missing) - 1} more files are" if len(missing) > 1 else " is"
+        gaps = [f"consolidated.{n:0{width}}.pth" for n in range(len(parts), count)]
         raise SourceError(
-            f"{missing[0]}{more} missing: {name} is [{rows}, {columns}] in {path}, one of {count} parts",
+            f"{missing(gaps)}: {name} is [{rows}, {columns}] in {path}, one of {count} parts",
             hint="every rank's file is needed; fetch the rest",
         )
     raise SourceError(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.format import Format, given_file
-from shardctl.formats.rank_arrays import rank_arrays
+from shardctl.formats.choice import missing
+from shardctl.formats.format import Format
+from shardctl.formats.rank_arrays import all_called, called, rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.trtllm.config import Description, describe
 from shardctl.manifest import Manifest
@@ -19,24 +20,22 @@ from shardctl.schemas import trtllm
 from shardctl.storage import read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
 CONFIG: Final = "config.json"
+_TITLE: Final = "TensorRT-LLM's rankN.safetensors"
 _FILE: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
 _LARGEST: Final = 1 << 22
 _SCALES: Final = re.compile(r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)")
 """What quantised layers have besides weights."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
-_SHOWN: Final = 3
+_FETCH: Final = "every rank's file is needed; fetch the rest"
 
 
 def detect(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files; one given alone is one of those."""
-    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
-    return given_file(source) is None and bool(weights) and all(map(_FILE.fullmatch, weights))
+    """Whether the directory holds such files and no other safetensors files."""
+    return all_called(source, _FILE)
 
 
 def scan(source: Source) -> Manifest:
@@ -70,11 +69,10 @@ def scan(source: Source) -> Manifest:
 
 def _files(source: Source) -> dict[int, str]:
     """The files by rank; raises SourceError for a gap."""
-    numbers = sorted((int(match[1]), path) for path in source.files() if (match := _FILE.fullmatch(path)))
-    found = dict(numbers)
-    missing = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
-    if missing:
-        raise SourceError(_missing(missing, f"{found[max(found)]} is there"), hint=_FETCH)
+    found = dict(sorted((int(match[1]), match[0]) for match in called(source, _FILE, _TITLE)))
+    gaps = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
+    if gaps:
+        raise SourceError(f"{missing(gaps)}: {found[max(found)]} is there", hint=_FETCH)
     return found
 
 
@@ -102,23 +100,14 @@ def _config(source: Source) -> Config:
 def _check_ranks(found: Description, files: dict[int, str]) -> None:
     """Raise SourceError if there are more or fewer files than the mapping has ranks."""
     count = len(found.ranks)
-    missing = [f"rank{n}.safetensors" for n in range(count) if n not in files]
-    if missing:
-        raise SourceError(_missing(missing, f"{CONFIG} says {found.mesh}, which has {count} files"), hint=_FETCH)
+    gaps = [f"rank{n}.safetensors" for n in range(count) if n not in files]
+    if gaps:
+        raise SourceError(f"{missing(gaps)}: {CONFIG} says {found.mesh}, which has {count} files", hint=_FETCH)
     if len(files) > count:
         raise SourceError(
             f"{files[count]} is there, but {CONFIG} says {found.mesh}, which has only {count} files",
             hint="files of two checkpoints may have been mixed",
         )
-
-
-_FETCH: Final = "every rank's file is needed; fetch the rest"
-
-
-def _missing(names: Iterable[str], why: str) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return f"{', '.join(listed[:_SHOWN])}{more} {'is' if len(listed) == 1 else 'are'} missing: {why}"
 
 
 def _refuse_quantised(array: Tensor) -> None:
@@ -132,4 +121,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("trtllm", "TensorRT-LLM's rankN.safetensors", detect, scan)
+FORMAT: Final = Format("trtllm", _TITLE, detect, scan)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dialect import rank_prefix
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.rank_arrays import rank_prefix
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config

@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.format import Format, given_file
-from shardctl.formats.rank_arrays import rank_arrays
+from shardctl.formats.format import Format
+from shardctl.formats.rank_arrays import all_called, called, rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.vllm.profile import recognised
 from shardctl.manifest import Manifest
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
 
+_TITLE: Final = "vLLM's model-rank-R-part-P.safetensors"
 _FILE: Final = re.compile(r"model-rank-(0|[1-9][0-9]{0,4})-part-(0|[1-9][0-9]{0,5})\.safetensors")
 _QUANTISED: Final = re.compile(r".+[._](weight_scale(_inv)?|input_scale|qweight|qzeros|scales|g_idx|weight_packed)")
 """What vLLM's quantised layers have besides weights, or in their place."""
@@ -28,9 +29,8 @@ _FETCH: Final = "every rank's files are needed; fetch the rest"
 
 
 def detect(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files; one given alone is one of those."""
-    weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
-    return given_file(source) is None and bool(weights) and all(map(_FILE.fullmatch, weights))
+    """Whether the directory holds such files and no other safetensors files."""
+    return all_called(source, _FILE)
 
 
 def scan(source: Source) -> Manifest:
@@ -61,10 +61,8 @@ def scan(source: Source) -> Manifest:
 def _files(source: Source) -> list[list[str]]:
     """For each rank its files, in the order of parts; raises SourceError for a gap."""
     found: dict[int, dict[int, str]] = {}
-    for path in source.files():
-        match = _FILE.fullmatch(path)
-        if match is not None:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    for match in called(source, _FILE, _TITLE):
+        found.setdefault(int(match[1]), {})[int(match[2])] = match[0]
     gaps = [rank for rank in range(max(found)) if rank not in found]
     if gaps:
         more = f", nor of {len(gaps) - 1} more ranks" if len(gaps) > 1 else ""
@@ -91,4 +89,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("vllm", "vLLM's model-rank-R-part-P.safetensors", detect, scan)
+FORMAT: Final = Format("vllm", _TITLE, detect, scan)

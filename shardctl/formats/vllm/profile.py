@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import Dialect, rank_prefix
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.schemas import vllm
@@ -38,7 +38,7 @@ def recognised(arrays: Mapping[str, Tensor], ranks: int) -> Dialect:
             facts[fact] = known.dtype.name
     whole_experts = any(name.rpartition(".")[2] in EXPERT_MAPS for name in arrays)
     mesh = Mesh.of(tp=ranks, ep=ranks) if whole_experts else Mesh.of(tp=ranks)
-    return Dialect(vllm.NAME, mesh, {rank: f"rank{rank}/" for rank in range(ranks)}, facts=facts)
+    return Dialect(vllm.NAME, mesh, {rank: rank_prefix(rank) for rank in range(ranks)}, facts=facts)
 
 
 def _profile(arrays: Mapping[str, Tensor]) -> str:
