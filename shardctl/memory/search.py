@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -174,24 +173,20 @@ def smallest(
     """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
 
     `quick` rules out meshes as in `search`; `together` are bytes that all devices must hold together in any mesh.
-    Tried are powers of two within a node and, beyond, numbers of nodes: doubled until one fits, then halved between
-    that and the last that did not, for more devices hold no less.
+    Tried is every number within a node and, beyond, numbers of nodes: doubled until one fits, then halved between that
+    and the last that did not. That is the fewest as long as more nodes can hold what fewer do, which experts or layers
+    that many a number does not divide can spoil.
     """
     low, high, best = 0, 0, None
-    for power in count():
-        high = 1 << power
-        if high > space.per_node:
-            high = -(-high // space.per_node) * space.per_node
-        if high > most:
-            return None
-        if together > high * budget:
-            low = high
-            continue
-        best = first_fit(high, law, estimate, space=space, budget=budget, quick=quick)
+    for high in _growing(space.per_node, most):
+        if together <= high * budget:
+            best = first_fit(high, law, estimate, space=space, budget=budget, quick=quick)
         if best is not None:
             break
         low = high
-    while best is not None and high > space.per_node and high - low > space.per_node:
+    if best is None:
+        return None
+    while high > space.per_node:
         middle = (low // space.per_node + high // space.per_node) // 2 * space.per_node
         if middle <= low:
             break
@@ -200,7 +195,16 @@ def smallest(
             low = middle
         else:
             high, best = middle, fitting
-    return (high, best) if best is not None else None
+    return high, best
+
+
+def _growing(per_node: int, most: int) -> Iterator[int]:
+    """Every number of devices of a node, then of nodes the powers of two, none above `most`."""
+    yield from range(1, min(per_node, most) + 1)
+    nodes = 2
+    while nodes * per_node <= most:
+        yield nodes * per_node
+        nodes *= 2
 
 
 def first_fit(
@@ -255,7 +259,8 @@ def meshes(devices: int, law: Law, space: Space) -> Iterator[Mesh]:
     """The meshes of `devices` that a model allows and that people would try.
 
     tp stays within a node. What dp and fsdp share is all dp, all fsdp, or fsdp within a node and dp between nodes.
-    Experts are divided by the ranks of tp, of a node or of a stage, or cut as all else is; inside, by tp or not at all.
+    Experts are divided by the ranks of tp, of a node or of a stage, in the latter by as many as their number allows, or
+    cut as all else is; inside, by tp or not at all.
     """
     for tp in _divisors(devices, law, space, "tp", most=space.per_node):
         for pp in _divisors(devices // tp, law, space, "pp"):
@@ -342,10 +347,10 @@ def _expert_axes(stage: dict[str, int], law: Law, space: Space) -> list[tuple[in
     found = [(1, tp)] if law.allows("etp", tp) else []
     if "ep" in space.axes and "ep" in law.axes:
         for etp in sorted({1, tp}):
-            for together in sorted({tp, min(space.per_node, ranks), ranks}):
-                ep = together // etp
-                if ep > 1 and ranks % (ep * etp) == 0 and law.allows("ep", ep) and law.allows("etp", etp):
-                    found.append((ep, etp))
+            if law.allows("etp", etp):
+                possible = [ep for ep in range(2, ranks // etp + 1) if ranks % (ep * etp) == 0 and law.allows("ep", ep)]
+                usual = (tp // etp, min(space.per_node, ranks) // etp, max(possible, default=1))
+                found += [(ep, etp) for ep in usual if ep in possible]
     return sorted(set(found)) or [(1, 1)]
 
 

@@ -8,7 +8,17 @@ from functools import cache
 from itertools import product
 
 import pytest
-from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, LLAMA_3_405B, QWEN2_7B, deepseek_v3, llama_405b, stock
+from known_models import (
+    DEEPSEEK_V3,
+    LLAMA_3_8B,
+    LLAMA_3_70B,
+    LLAMA_3_405B,
+    MIXTRAL_8X7B,
+    QWEN2_7B,
+    deepseek_v3,
+    llama_405b,
+    stock,
+)
 
 from shardctl.errors import UsageError
 from shardctl.memory.cost import price
@@ -161,6 +171,20 @@ def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     assert (devices, one.mesh.world) == (88, 88)
     assert first_fit(80, Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
     assert smallest(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
+
+
+def test_within_a_node_every_number_of_devices_is_tried():
+    inventory = stock(LLAMA_3_70B)
+    for devices in (3, 5, 7):
+        budget = 1.1 * inventory.nbytes / devices
+        found, one = smallest(Law(inventory), estimator(inventory), space=SERVE, budget=budget)
+        assert (found, one.mesh) == (devices, Mesh.of(pp=devices))
+
+
+def test_experts_may_each_be_alone():
+    found = set(meshes(32, Law(stock(MIXTRAL_8X7B)), TRAIN))
+    assert Mesh.of(dp=16, tp=2, ep=8, etp=2) in found
+    assert Mesh.of(fsdp=32, ep=8) in found
 
 
 def test_meshes_are_compared_at_equal_tokens():
