@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.box import Box, disjoint
 from shardctl.errors import CutError, UnsupportedError
 from shardctl.manifest import Chunk, Manifest, Region, dense_strides
+from shardctl.models.binding import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -101,22 +102,19 @@ class Composed:
         content = self.entry.content
         where = replace(region, strides=dense_strides(self.dtype, content.shape))
         stored = Chunk(Box.whole(content.shape), self.dtype, where, self.name)
-        for piece in content.pieces:
-            chunk = piece.view.pull(stored, piece.box)
-            if chunk is not None:
-                yield piece.tensor, replace(chunk, affine=piece.affine) if piece.affine else chunk
+        return content.pulled(stored)
 
 
 def composed(order: Order, schema: Schema, dialect: Dialect) -> dict[int, list[Composed]]:
     """The arrays of every rank that has some.
 
-    Raises UnsupportedError, by name, for a model that the schema has no place for, a tensor that was filtered out, or
-    tensors of several types in one array; CutError for a mesh that does not fit.
+    Raises as `Schema.arrays`, and UnsupportedError, by name, for a tensor that was filtered out, or tensors of several
+    types in one array.
     """
-    return {
-        rank: [_composed(order, schema, e) for e in schema.entries(order.model, dialect, rank)]
-        for rank in dialect.ranks
-    }
+    arrays: dict[int, list[Composed]] = {rank: [] for rank in dialect.ranks}
+    for rank, entry in schema.arrays(order.model, dialect):
+        arrays[rank].append(_composed(order, schema, entry))
+    return arrays
 
 
 def _composed(order: Order, schema: Schema, entry: Entry) -> Composed:
@@ -153,17 +151,18 @@ def target(
 ) -> Manifest:
     """The manifest of `files` in which the parts of tensors are `stored`.
 
-    Raises UnsupportedError, by name, for a tensor that is not stored whole and that the schema does not leave out, and
-    for one that is stored in several types.
+    Buffers are left out, for they are computed from the config, and layers that predict further tokens, which is said.
+    Raises UnsupportedError, by name, for any other tensor that is not stored whole, and for one that is stored in
+    several types.
     """
     chunks: dict[str, list[Chunk]] = {}
     for name, chunk in stored:
         chunks.setdefault(name, []).append(chunk)
-    left_out = schema.left_out(order.model, dialect)
-    tensors = {}
+    tensors, left = {}, []
     for name, tensor in order.have.tensors.items():
-        found = tuple(chunks.get(name, ()))
-        if not found and name in left_out:
+        found, row = tuple(chunks.get(name, ())), order.model.tensors[name].row
+        if not found and (row.buffer or row.optional):
+            left += [] if row.buffer else [name]
             continue
         if _stored(tuple(chunk.box for chunk in found)) != tensor.size:
             what = "no place" if not found else "no place for all"
@@ -172,7 +171,8 @@ def target(
         if len(kinds) > 1:
             raise UnsupportedError(f"{name} would be stored as {' and as '.join(sorted(map(str, kinds)))}")
         tensors[name] = replace(tensor, dtype=found[0].dtype, chunks=found)
-    return Manifest(layout, tensors, files, order.have.objects, dialect=dialect)
+    said = f"{listed(left)} of layers that predict further tokens are left behind: {schema.title} has no place for them"
+    return Manifest(layout, tensors, files, order.have.objects, warnings=(said,) * bool(left), dialect=dialect)
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,6 @@ it nobody could read the files back.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect, rank_prefix
@@ -14,7 +13,7 @@ from shardctl.errors import CutError
 from shardctl.layouts.composed import Layout, composed, target
 from shardctl.layouts.packing import FileBuilder
 from shardctl.mesh import Mesh
-from shardctl.schemas.deepseek_mp import NAME, SCHEMA, TITLE
+from shardctl.schemas.deepseek_mp import NAME, SCHEMA
 
 if TYPE_CHECKING:
     from shardctl.layouts.composed import Order
@@ -26,6 +25,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    SCHEMA.check(order.model)
     mesh = order.mesh
     ranks = mesh.degree("tp")
     if mesh.world != ranks or mesh.ep not in (1, ranks):
@@ -34,20 +34,7 @@ def pack(order: Order) -> Manifest:
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in composed(order, SCHEMA, dialect).items():
         builder.add(f"model{rank}-mp{ranks}.safetensors", arrays)
-    made = target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
-    return replace(made, warnings=tuple(_left(order, made)))
-
-
-def _left(order: Order, made: Manifest) -> list[str]:
-    """What is said of layers that predict further tokens."""
-    left = [
-        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
-    ]
-    if not left:
-        return []
-    return [
-        f"{left[0]} and {len(left) - 1} more tensors of layers that predict further tokens have no place in {TITLE}"
-    ]
+    return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:

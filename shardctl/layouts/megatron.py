@@ -8,7 +8,7 @@ extra state of every projection, which is None; Transformer Engine makes its own
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect
@@ -96,7 +96,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
-    layers.check_model(order.model)
+    SCHEMA.check(order.model)
     wanted = Wanted.parse(order.options.get(OPTION, ""))
     mesh = _mesh(order)
     counts = _counts(order, wanted)
@@ -125,8 +125,7 @@ def pack(order: Order) -> Manifest:
         path = f"release/{names[rank]}/{FILE}"
         files[path] = _file(path, arrays, _Namer(order, wanted), arguments, wanted, stored)
     files[_TRACKER] = File(_TRACKER, len(b"release"), ((0, b"release"),))
-    made = target(NAME, order, SCHEMA, dialect, files, stored)
-    return replace(made, warnings=(*made.warnings, *_left(order, made)))
+    return target(NAME, order, SCHEMA, dialect, files, stored)
 
 
 def _mesh(order: Order) -> Mesh:
@@ -278,16 +277,6 @@ def _file(
         for tensor, part in array.chunks(Region(path, start, ())):
             stored.append((tensor, Chunk(part.box, part.dtype, part.where, name, part.affine)))
     return File(path, item.size, tuple(literals), tuple(blanks))
-
-
-def _left(order: Order, made: Manifest) -> Iterator[str]:
-    """What is said of layers that predict further tokens."""
-    left = [
-        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
-    ]
-    if left:
-        more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
-        yield f"{left[0]}{more} of layers that predict further tokens are left behind"
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:

@@ -22,7 +22,7 @@ from shardctl.layouts.hf import USUAL_SHARD
 from shardctl.layouts.megatron_args import arguments
 from shardctl.layouts.torch_item import object_item
 from shardctl.manifest import Chunk, File, dense_strides
-from shardctl.schemas.megatron.layers import TITLE, check_model, experts
+from shardctl.schemas.megatron.layers import TITLE, experts
 from shardctl.schemas.torch_dist import (
     EXPERTS,
     HALVES,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from shardctl.layouts.composed import Order
     from shardctl.layouts.pickle_writer import Value
     from shardctl.manifest import Manifest
-    from shardctl.schemas.composite import Composite
 
 FOLDER: Final = "release/"
 _TRACKER: Final = ("latest_checkpointed_iteration.txt", b"release")
@@ -72,7 +71,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
-    check_model(order.model)
+    SCHEMA.check(order.model)
     mesh = order.mesh
     vocabulary = padded_vocabulary(_vocabulary(order), mesh.degree("tp"))
     facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: vocabulary, SPELT: True}
@@ -191,13 +190,7 @@ class _Writer:
             region = self.files.tensor(cell.name, cell.shape, dtype, box, part.padding * dtype.unit_bytes)
             if region is not None:
                 where = replace(region, strides=dense_strides(dtype, part.shape))
-                self._store(part, Chunk(Box.whole(part.shape), dtype, where, cell.name))
-
-    def _store(self, part: Composite, stored: Chunk) -> None:
-        for piece in part.pieces:
-            chunk = piece.view.pull(stored, piece.box)
-            if chunk is not None:
-                self.stored.append((piece.tensor, replace(chunk, affine=piece.affine) if piece.affine else chunk))
+                self.stored += part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
 
     def _dtype(self, same: list[Cell]) -> DType:
         """The one type of an array."""

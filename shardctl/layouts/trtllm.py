@@ -45,6 +45,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    SCHEMA.check(order.model)
     mesh = _mesh(order)
     stages = even_stages(order.model.layers, mesh.degree("pp"))
     if order.stages not in (None, stages):

@@ -6,7 +6,6 @@ Files are cut as `ShardedStateLoader.save_model` cuts them, by default at the 5 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import Dialect, rank_prefix
@@ -34,6 +33,7 @@ def pack(order: Order) -> Manifest:
 
     Raises as `Layout.pack` says.
     """
+    SCHEMA.check(order.model)
     mesh = _mesh(order)
     profile = order.options.get(OPTION, PROFILES[0])
     if profile not in PROFILES:
@@ -48,8 +48,7 @@ def pack(order: Order) -> Manifest:
     for rank, arrays in composed(order, SCHEMA, dialect).items():
         for part, some in enumerate(_parts(arrays, order.max_shard_size or _USUAL_PART)):
             builder.add(f"model-rank-{rank}-part-{part}.safetensors", some)
-    made = target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
-    return replace(made, warnings=tuple(_left(order, made)))
+    return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
 def _mesh(order: Order) -> Mesh:
@@ -85,17 +84,6 @@ def _parts(arrays: Sequence[Composed], most: int) -> Iterator[list[Composed]]:
         size += array.nbytes
     if run:
         yield run
-
-
-def _left(order: Order, made: Manifest) -> list[str]:
-    """What is said of layers that predict further tokens."""
-    left = [
-        name for name in order.have.tensors if name not in made.tensors and not order.model.tensors[name].row.buffer
-    ]
-    if not left:
-        return []
-    more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
-    return [f"{left[0]}{more} of layers that predict further tokens have no place in the model's class in vLLM"]
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:

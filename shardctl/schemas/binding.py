@@ -28,7 +28,7 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
 
     Raises SourceError, by name, for an array that is missing, has another shape than the model gives it, or a type
     unlike that of its neighbours; UnsupportedError for one that the schema does not know, and for a constant whose
-    value is another.
+    value is another; else as `Schema.arrays`.
     """
     dialect = stored.dialect
     assert dialect is not None  # noqa: S101 - the caller chose the schema by it
@@ -108,9 +108,8 @@ def _dropped(padded: list[str]) -> Iterator[str]:
 
 
 def _entries(schema: Schema, model: Model, dialect: Dialect) -> Iterator[tuple[str, Entry]]:
-    for rank, prefix in dialect.ranks.items():
-        for entry in schema.entries(model, dialect, rank):
-            yield f"{prefix}{entry.name}", entry
+    for rank, entry in schema.arrays(model, dialect):
+        yield f"{dialect.ranks[rank]}{entry.name}", entry
 
 
 def _tensor(model: Model, name: str, chunks: list[Chunk]) -> Tensor:
@@ -133,10 +132,9 @@ def _pulled(entry: Entry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
     for stored in tensor.chunks:
         chunk = _reshaped(entry, stored)
         for position, _ in index.overlapping(chunk.box):
-            piece = pieces[position]
-            part = piece.view.pull(chunk, piece.box)
+            part = pieces[position].pulled(chunk)
             if part is not None:
-                yield piece.tensor, replace(part, affine=piece.affine) if piece.affine else part
+                yield pieces[position].tensor, part
 
 
 @lru_cache(maxsize=256)

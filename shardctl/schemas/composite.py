@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
+    from shardctl.manifest import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Piece:
     """Where they lie: the view of a tensor of the box's shape, whose first element is the box's origin."""
     affine: str = ""
     """A *named* element-wise change between the array and the tensor, as `Chunk.affine`."""
+
+    def pulled(self, chunk: Chunk) -> Chunk | None:
+        """What a chunk of the array, stored or yet to be written, holds of it; None if nothing."""
+        found = self.view.pull(chunk, self.box)
+        return replace(found, affine=self.affine) if found is not None and self.affine else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,13 @@ class Composite:
         if free != (self.shape[0] - stop) * row:
             raise ValueError(f"pieces of {self.pieces[0].tensor} and others leave holes in an array of {self.shape}")
         return free
+
+    def pulled(self, chunk: Chunk) -> Iterator[tuple[str, Chunk]]:
+        """What a chunk of the array holds of each tensor, by the tensor's name."""
+        for piece in self.pieces:
+            found = piece.pulled(chunk)
+            if found is not None:
+                yield piece.tensor, found
 
     def part(self, dim: int, start: int, stop: int) -> Composite:
         """Indices `start` to `stop` along a dim."""
@@ -166,10 +179,9 @@ class Entry:
         return self.shape or self.content.shape
 
 
-def constant(name: str, shape: tuple[int, ...], dtype: DType, data: bytes | None = None) -> Entry:
-    """An array of `data`, by default zeros, that is made of no tensor."""
-    given = data if data is not None else bytes(dtype.nbytes(shape))
-    return Entry(name, Composite(shape, ()), dtype=dtype, constant=given)
+def constant(name: str, shape: tuple[int, ...], dtype: DType, data: bytes) -> Entry:
+    """An array of `data`, which is made of no tensor."""
+    return Entry(name, Composite(shape, ()), dtype=dtype, constant=data)
 
 
 def join(parts: Sequence[Composite], dim: int = 0) -> Composite:

@@ -58,8 +58,6 @@ _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
 
 def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
-    if rank == next(iter(dialect.ranks)):
-        _check_model(model)
     ranks = dialect.mesh.degree("tp")
     experts = _expert_count(model)
     if experts % ranks:
@@ -120,7 +118,7 @@ def _expert_count(model: Model) -> int:
     return member.count if member is not None else 0
 
 
-def _check_model(model: Model) -> None:
+def _check(model: Model) -> None:
     """Raise UnsupportedError for a model that DeepSeek's code is not for."""
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
         raise UnsupportedError(f"{TITLE} is for DeepSeek-V2 and V3, not for {model.architecture or 'this model'}")
@@ -133,16 +131,4 @@ def _check_model(model: Model) -> None:
             )
 
 
-def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
-    """Buffers that are computed from the config, and layers that predict further tokens."""
-    del dialect
-    return frozenset(t.name for t in model.tensors.values() if t.row.buffer or _predicts(t.name, model))
-
-
-def _predicts(name: str, model: Model) -> bool:
-    """Whether a tensor is of a layer after the last."""
-    layer = _LAYER.fullmatch(name)
-    return layer is not None and int(layer[1]) >= model.layers
-
-
-SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)
+SCHEMA: Final = Schema(NAME, TITLE, _check, _entries)

@@ -7,22 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.schemas.composite import Composite
+from shardctl.schemas.composite import Composite, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardctl.dialect import Dialect
     from shardctl.models import Model
-    from shardctl.schemas.composite import Entry
 
-
+_KINDS: Final = ("weight", "bias")
 _NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
-
-
-def _nothing(model: Model, dialect: Dialect) -> frozenset[str]:
-    del model, dialect
-    return frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +26,31 @@ class Schema:
     name: str
     title: str
     """As messages say it."""
+    check: Callable[[Model], None]
+    """Raises UnsupportedError for a model whose arrays are not known, whatever the mesh."""
     entries: Callable[[Model, Dialect, int], Iterator[Entry]]
-    """The arrays of one rank of `Dialect.ranks`.
+    """The arrays of one rank of `Dialect.ranks`, of a model that passes the check.
 
-    Raises UnsupportedError, by name, for a model or a variant that it has no place for, and CutError for a mesh that
+    Raises UnsupportedError, by name, for a variant or a tensor that it has no place for, and CutError for a mesh that
     does not fit.
     """
-    left_out: Callable[[Model, Dialect], frozenset[str]] = _nothing
-    """The model's tensors that it has no place for and does without; whoever writes says so."""
+
+    def arrays(self, model: Model, dialect: Dialect) -> Iterator[tuple[int, Entry]]:
+        """The arrays of all ranks, each with its rank.
+
+        Raises as `check` and `entries`, and at last UnsupportedError, by name, if a tensor of the model is in none.
+        """
+        self.check(model)
+        placed: set[str] = set()
+        for rank in dialect.ranks:
+            for entry in self.entries(model, dialect, rank):
+                placed.update(piece.tensor for piece in entry.content.pieces)
+                yield rank, entry
+        for tensor in model.own():
+            if tensor.name not in placed:
+                raise UnsupportedError(
+                    f"{self.title} has no place for {tensor.name} of {model.architecture or 'this model'}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +79,40 @@ class Parts:
         cuts = self.model.tensors[self.model.aliases.get(name, name)].spec.cuts
         return cuts[dim][0].sections[0].unit if cuts and cuts[dim] and cuts[dim][0].sections else 1
 
-    def refuse_others(self, known: frozenset[str] | set[str]) -> None:
-        """Raise UnsupportedError, by name, if the model has a tensor of its own that is not among `known`."""
-        for tensor in self.model.own():
-            if tensor.name not in known:
-                raise UnsupportedError(
-                    f"{self.title} has no place for {tensor.name} of {self.model.architecture or 'this model'}"
-                )
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One tensor-parallel rank, while its arrays are named."""
+
+    parts: Parts
+    tp: int
+    """How many ranks share a layer."""
+    index: int
+    """Which of them this is."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def __getitem__(self, name: str) -> Composite:
+        """A tensor, whole."""
+        return self.parts[name]
+
+    def rows(self, name: str) -> Composite:
+        """This rank's rows of a projection whose outputs are cut."""
+        return self[name].share(0, self.index, self.tp)
+
+    def columns(self, name: str) -> Composite:
+        """This rank's columns of a projection whose inputs are cut."""
+        return self[name].share(1, self.index, self.tp)
+
+    def column_layer(self, name: str, new: str = "") -> Iterator[Entry]:
+        """A layer whose outputs are cut, its bias with them."""
+        for kind in _KINDS:
+            if f"{name}.{kind}" in self:
+                yield Entry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
+
+    def row_layer(self, name: str, new: str = "") -> Iterator[Entry]:
+        """A layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
+        yield Entry(f"{new or name}.weight", self.columns(f"{name}.weight"))
+        if f"{name}.bias" in self:
+            yield Entry(f"{new or name}.bias", self[f"{name}.bias"])

@@ -17,7 +17,7 @@ from shardctl.schemas.composite import Composite, Entry, join
 from shardctl.schemas.megatron import layers
 from shardctl.schemas.megatron.layers import TITLE, Variant
 from shardctl.schemas.megatron.names import engine_name
-from shardctl.schemas.schema import Parts, Schema
+from shardctl.schemas.schema import Schema
 from shardctl.views import View
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.models import Model
     from shardctl.schemas.megatron.layers import Whole
+    from shardctl.schemas.schema import Parts
 
 NAME: Final = "torch_dist"
 LAYERS: Final = "layers_by_number"
@@ -85,10 +86,8 @@ class Cell:
 def cells(model: Model, dialect: Dialect) -> Iterator[Cell]:
     """Everything that the arrays are made of, in the model's order.
 
-    Raises UnsupportedError, by name, for a model that Megatron-LM has no place for, and SourceError for a padded
-    vocabulary that is smaller than the model's.
+    Raises SourceError for a padded vocabulary that is smaller than the model's.
     """
-    layers.check_model(model)
     parts = layers.parts_of(model, dialect)
     padded = dialect.number(VOCABULARY)
     (name, tokens), *others = layers.embeddings(parts)
@@ -167,8 +166,6 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     arrays: dict[str, list[Cell]] = {}
     for cell in cells(model, dialect):
         arrays.setdefault(cell.name, []).append(cell)
-    placed = {piece.tensor for same in arrays.values() for cell in same for c in cell.pieces for piece in c.pieces}
-    Parts(model, TITLE).refuse_others(placed | {"lm_head.weight"})
     for name, same in arrays.items():
         check_stack(same)
         yield Entry(name, stacked(same), optional=same[0].optional, dtype=same[0].dtype)
@@ -202,14 +199,4 @@ def stacked(same: list[Cell]) -> Composite:
     return Composite((*first.counts, *first.content.shape), pieces)
 
 
-def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
-    """Buffers that are computed from the config, and layers that predict further tokens."""
-    del dialect
-    return frozenset(
-        tensor.name
-        for tensor in model.tensors.values()
-        if tensor.row.buffer or (tensor.optional and tensor.name.startswith("model.layers."))
-    )
-
-
-SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _entries)

@@ -8,13 +8,13 @@ layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError
 from shardctl.schemas.composite import Entry, join, stack
-from shardctl.schemas.schema import Parts, Schema
+from shardctl.schemas.schema import Parts, Rank, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,40 +63,20 @@ def padded_vocabulary(rows: int, ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
+class _Rank(Rank):
     """One rank, while its arrays are named."""
 
-    parts: Parts
-    tp: int
-    """How many ranks share a layer."""
-    index: int
-    """Which of them this is."""
     experts_ranks: tuple[int, int]
     """Over how many of them whole experts are divided, and which share is this one's."""
     inner_ranks: tuple[int, int]
     """The same inside each expert."""
-    seen: set[str] = field(default_factory=set)
-    """The tensors that it holds some of."""
-
-    def take(self, name: str) -> Composite:
-        """A tensor, whole."""
-        self.seen.add(self.parts.model.aliases.get(name, name))
-        return self.parts[name]
-
-    def rows(self, name: str) -> Composite:
-        """This rank's rows of a projection whose outputs are cut."""
-        return self.take(name).share(0, self.index, self.tp)
-
-    def columns(self, name: str) -> Composite:
-        """This rank's columns of a projection whose inputs are cut."""
-        return self.take(name).share(1, self.index, self.tp)
 
     def heads(self, name: str, like: str) -> Composite:
         """This rank's heads, or the one that it shares with its neighbours where there are fewer heads than ranks.
 
         `like` is the weight that says how many rows a head has.
         """
-        whole, unit = self.take(name), self.parts.unit(like)
+        whole, unit = self[name], self.parts.unit(like)
         count = whole.shape[0] // unit
         if count % self.tp == 0:
             return whole.share(0, self.index, self.tp)
@@ -107,12 +87,11 @@ class _Rank:
 
     def vocabulary(self, name: str) -> Composite:
         """This rank's rows of an embedding or a head, zeros behind the last token."""
-        whole = self.take(name)
+        whole = self[name]
         return whole.padded(padded_vocabulary(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
 def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
-    _check_model(model)
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     tp, index = mesh.degree("tp"), at["tp"]
     ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
@@ -122,8 +101,6 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
             hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
         )
     here = _Rank(Parts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
-    if rank == next(iter(dialect.ranks)):
-        here.parts.refuse_others(_placed(model))
     stages = dialect.stages or even_stages(model.layers, mesh.degree("pp"))
     stage = at["pp"]
     first = sum(stages[:stage])
@@ -132,74 +109,55 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     for layer in range(first, first + stages[stage]):
         yield from _layer(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
     if stage == len(stages) - 1:
-        yield Entry("transformer.ln_f.weight", here.take(_NORM))
+        yield Entry("transformer.ln_f.weight", here[_NORM])
         # NVIDIA's exporter leaves the head out where it is tied; TensorRT-LLM's own converters do not.
         yield Entry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
 
 
 def _embedding(here: _Rank, dialect: Dialect) -> Composite:
     if not dialect.switch(PARALLEL_EMBEDDING):
-        return here.take(_EMBEDDING)
+        return here[_EMBEDDING]
     return here.columns(_EMBEDDING) if dialect.number(EMBEDDING_DIM) else here.vocabulary(_EMBEDDING)
-
-
-def _placed(model: Model) -> set[str]:
-    """The tensors that have a place on some rank."""
-    only = _Rank(Parts(model, TITLE), 1, 0, (1, 0), (1, 0))
-    for layer in range(model.layers):
-        for _ in _layer(only, f"model.layers.{layer}", ""):
-            pass
-    return only.seen | {_EMBEDDING, _NORM, _HEAD}
 
 
 def _layer(here: _Rank, have: str, new: str) -> Iterator[Entry]:
     attention = f"{have}.self_attn"
-    yield Entry(f"{new}.input_layernorm.weight", here.take(f"{have}.input_layernorm.weight"))
+    yield Entry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
     for kind in _KINDS:
-        if f"{attention}.q_proj.{kind}" in here.parts:
+        if f"{attention}.q_proj.{kind}" in here:
             qkv = [here.heads(f"{attention}.{part}_proj.{kind}", f"{attention}.{part}_proj.weight") for part in "qkv"]
             yield Entry(f"{new}.attention.qkv.{kind}", join(qkv))
-    yield Entry(f"{new}.attention.dense.weight", here.columns(f"{attention}.o_proj.weight"))
-    if f"{attention}.o_proj.bias" in here.parts:
-        yield Entry(f"{new}.attention.dense.bias", here.take(f"{attention}.o_proj.bias"))
+    yield from here.row_layer(f"{attention}.o_proj", f"{new}.attention.dense")
     for part in "qk":
-        if f"{attention}.{part}_norm.weight" in here.parts:
-            yield Entry(f"{new}.attention.{part}_layernorm.weight", here.take(f"{attention}.{part}_norm.weight"))
-    yield Entry(f"{new}.post_layernorm.weight", here.take(f"{have}.post_attention_layernorm.weight"))
-    if f"{have}.mlp.gate_proj.weight" in here.parts:
-        yield from _dense(here, f"{have}.mlp", f"{new}.mlp")
+        if f"{attention}.{part}_norm.weight" in here:
+            yield Entry(f"{new}.attention.{part}_layernorm.weight", here[f"{attention}.{part}_norm.weight"])
+    yield Entry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
+    if f"{have}.mlp.gate_proj.weight" in here:
+        yield from here.column_layer(f"{have}.mlp.gate_proj", f"{new}.mlp.fc")
+        yield from here.column_layer(f"{have}.mlp.up_proj", f"{new}.mlp.gate")
+        yield from here.row_layer(f"{have}.mlp.down_proj", f"{new}.mlp.proj")
     else:
         yield from _experts(here, have, f"{new}.mlp")
 
 
-def _dense(here: _Rank, have: str, new: str) -> Iterator[Entry]:
-    for kind in _KINDS:
-        if f"{have}.gate_proj.{kind}" in here.parts:
-            yield Entry(f"{new}.fc.{kind}", here.rows(f"{have}.gate_proj.{kind}"))
-            yield Entry(f"{new}.gate.{kind}", here.rows(f"{have}.up_proj.{kind}"))
-    yield Entry(f"{new}.proj.weight", here.columns(f"{have}.down_proj.weight"))
-    if f"{have}.down_proj.bias" in here.parts:
-        yield Entry(f"{new}.proj.bias", here.take(f"{have}.down_proj.bias"))
-
-
 def _experts(here: _Rank, have: str, new: str) -> Iterator[Entry]:
-    module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here.parts else _QWEN
-    router = here.take(f"{have}.{module}.gate.weight")
+    module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here else _QWEN
+    router = here[f"{have}.{module}.gate.weight"]
     count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
     if count % ranks:
         raise CutError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
     held = range(mine * count // ranks, (mine + 1) * count // ranks)
     names = [f"{have}.{module}.experts.{expert}" for expert in held]
-    over = [join([here.take(f"{e}.{p}.weight").share(0, part, inner) for p in (up, gate)]) for e in names]
+    over = [join([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]
     yield Entry(f"{new}.router.weight", router, dtype=_ROUTER)
     yield Entry(f"{new}.fc.weight", stack(over))
-    yield Entry(f"{new}.proj.weight", stack([here.take(f"{e}.{down}.weight").share(1, part, inner) for e in names]))
+    yield Entry(f"{new}.proj.weight", stack([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names]))
     shared = f"{have}.mlp.shared_expert"
-    if f"{shared}.gate_proj.weight" in here.parts:
+    if f"{shared}.gate_proj.weight" in here:
         halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
         yield Entry(f"{new}.shared_expert.fc.weight", join(halves))
         yield Entry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
-        yield Entry(f"{new}.shared_expert_gate.weight", here.take(f"{have}.mlp.shared_expert_gate.weight"))
+        yield Entry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
 
 
 def _has_experts(model: Model) -> bool:
@@ -210,7 +168,7 @@ def _has_experts(model: Model) -> bool:
     )
 
 
-def _check_model(model: Model) -> None:
+def _check(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.unquantised:
         raise UnsupportedError(
@@ -230,10 +188,4 @@ def _check_model(model: Model) -> None:
             raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense} has none")
 
 
-def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
-    """Buffers that are computed from the config."""
-    del dialect
-    return frozenset(tensor.name for tensor in model.tensors.values() if tensor.row.buffer)
-
-
-SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)
+SCHEMA: Final = Schema(NAME, TITLE, _check, _entries)

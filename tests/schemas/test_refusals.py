@@ -37,6 +37,19 @@ def test_a_model_that_no_engine_knows_is_refused_by_its_name(name, tmp_path):
         for layout in (*(each.name for each in COMPOSED), meta.NAME):
             with pytest.raises(UnsupportedError, match=architecture):
                 draft(checkpoint, Wish(to=layout, mesh=Mesh.of(tp=2)))
+            with pytest.raises(UnsupportedError, match=architecture):  # whatever is wrong with the mesh
+                draft(checkpoint, Wish(to=layout, mesh=Mesh.of(fsdp=2)))
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "megatron", "torch_dist", "vllm"])
+def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(layout):
+    with opened(FIXTURES / "deepseek_mp" / "predicting" / "source") as checkpoint:
+        made = draft(checkpoint, Wish(to=layout))
+    (said,) = made.have.warnings
+    assert said.startswith("model.layers.61.")
+    assert " and 19 more of layers that predict further tokens" in said
+    assert "are left behind: " in said
+    assert not any(name.startswith("model.layers.61.") for name in made.plan.want.tensors)
 
 
 def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):

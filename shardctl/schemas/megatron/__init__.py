@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, SourceError
-from shardctl.schemas.composite import Composite, Entry, join, stack
+from shardctl.schemas.composite import Composite, Entry, stack
 from shardctl.schemas.megatron import layers
 from shardctl.schemas.megatron.layers import BY_GROUP, TITLE, Variant, Whole
-from shardctl.schemas.schema import Parts, Schema
+from shardctl.schemas.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardctl.dialect import Dialect
     from shardctl.mesh import Mesh
     from shardctl.models import Model
+    from shardctl.schemas.schema import Parts
 
 NAME: Final = "megatron"
 LAYERS: Final = "layers"
@@ -61,13 +62,10 @@ def chunk_prefix(chunk: int, chunks: int) -> str:
 
 
 def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
-    layers.check_model(model)
     counts, stages = dialect.numbers(LAYERS), dialect.mesh.degree("pp")
     if sum(counts) != model.layers:
         raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
     parts, chunks = layers.parts_of(model, dialect), chunks_of(dialect)
-    if rank == next(iter(dialect.ranks)):
-        parts.refuse_others(_placed(parts))
     stage = dialect.mesh.coordinate(rank)["pp"]
     for chunk in range(chunks):
         turn = chunk * stages + stage
@@ -147,34 +145,10 @@ def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) 
         )
     if rows % shared.count:
         raise CutError(f"a vocabulary of {rows} rows cannot be divided over tp={shared.count}")
-    start, stop = shared.index * rows // shared.count, (shared.index + 1) * rows // shared.count
-    if dialect.switch(LAST_ROW):
-        last = tokens.part(0, tokens.shape[0] - 1, tokens.shape[0])
-        own = [tokens.part(0, start, min(stop, tokens.shape[0]))] if start < tokens.shape[0] else []
-        return Entry(name, join([*own, *[last] * (stop - max(start, tokens.shape[0]))]))
-    content = tokens.padded(rows).part(0, start, stop)
+    padded = tokens.padded_with_last(rows) if dialect.switch(LAST_ROW) else tokens.padded(rows)
+    content = padded.share(0, shared.index, shared.count)
     known = BY_NAME.get(dialect.text(DTYPE))
     return Entry(name, content, dtype=None if content.pieces else known)
 
 
-def _placed(parts: Parts) -> set[str]:
-    """The tensors that have a place somewhere."""
-    found = [composite for _, composite in layers.embeddings(parts)]
-    found += [whole.content for whole in layers.last_norm(parts)]
-    for number in range(parts.model.layers):
-        found += [piece for whole in layers.layer(parts, number, Variant()) for piece in whole.pieces]
-    placed = {piece.tensor for composite in found for piece in composite.pieces}
-    return placed | {"lm_head.weight"}
-
-
-def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
-    """Buffers that are computed from the config, and layers that predict further tokens."""
-    del dialect
-    return frozenset(
-        tensor.name
-        for tensor in model.tensors.values()
-        if tensor.row.buffer or (tensor.optional and tensor.name.startswith("model.layers."))
-    )
-
-
-SCHEMA: Final = Schema(NAME, TITLE, _entries, _left_out)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _entries)

@@ -49,7 +49,6 @@ _HEADS: Final = ("ForCausalLM", "LMHeadModel")
 
 def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     """The arrays of one rank; see `Schema.entries`."""
-    _check_model(model)
     tp = dialect.mesh.degree("tp")
     if dialect.mesh.ep not in (1, tp):
         raise CutError(
@@ -67,11 +66,9 @@ def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
         bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
     )
     yield from FAMILIES[model.family](here, model)
-    if not here.whole_experts:  # else it has some of the experts only
-        here.parts.refuse_others(here.seen)
 
 
-def _check_model(model: Model) -> None:
+def check(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
     if model.unquantised:
         raise UnsupportedError(
@@ -85,10 +82,4 @@ def _check_model(model: Model) -> None:
         )
 
 
-def _left_out(model: Model, dialect: Dialect) -> frozenset[str]:
-    """Buffers that are computed from the config, and layers that predict further tokens, which vLLM's class has not."""
-    del dialect
-    return frozenset(tensor.name for tensor in model.tensors.values() if tensor.row.buffer or tensor.optional)
-
-
-SCHEMA: Final = Schema(NAME, TITLE, entries, _left_out)
+SCHEMA: Final = Schema(NAME, TITLE, check, entries)

@@ -61,7 +61,7 @@ def _attention(here: Rank, have: str, new: str) -> Iterator[Entry]:
     for kind in _KINDS:
         if f"{have}.q_proj.{kind}" in here:
             parts = (
-                Run((here.take(f"{have}.{part}_proj.{kind}"),), here.parts.unit(f"{have}.{part}_proj.weight"))
+                Run((here[f"{have}.{part}_proj.{kind}"],), here.parts.unit(f"{have}.{part}_proj.weight"))
                 for part in "qkv"
             )
             yield here.attention(f"{new}.qkv_proj.{kind}", Heads(*parts))
@@ -79,7 +79,7 @@ def _sections(here: Rank, name: str) -> Heads:
 
 def sections(here: Rank, name: str, dim: int = 0) -> Iterator[tuple[Composite, int]]:
     """The sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
-    whole, start = here.take(name), 0
+    whole, start = here[name], 0
     for section in here.parts.model.tensors[name].spec.cuts[dim][0].sections:
         yield whole.part(dim, start, start + section.size), section.unit
         start += section.size
@@ -101,7 +101,7 @@ def _mlp(here: Rank, have: str) -> Iterator[Entry]:
             yield from _gated(here, f"{have}.shared_experts", shared)
         elif f"{have}.shared_expert.down_proj.weight" in here:
             yield from _gated(here, f"{have}.shared_expert", shared)
-            yield Entry(f"{shared}.expert_gate.weight", here.take(f"{have}.shared_expert_gate.weight"))
+            yield Entry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
 
 
 def _router(here: Rank, have: str) -> Iterator[Entry]:
@@ -111,7 +111,7 @@ def _router(here: Rank, have: str) -> Iterator[Entry]:
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
     for name in ("weight", "e_score_correction_bias"):
         if f"{have}.gate.{name}" in here:
-            yield Entry(f"{gate}.{name}", here.take(f"{have}.gate.{name}"))
+            yield Entry(f"{gate}.{name}", here[f"{have}.gate.{name}"])
 
 
 def _gated(here: Rank, have: str, new: str) -> Iterator[Entry]:
@@ -126,7 +126,7 @@ def _mixtral(here: Rank, have: str) -> Iterator[Entry]:
 
 
 def _experts(here: Rank, have: str, parts: tuple[str, str, str]) -> Iterator[Entry]:
-    count = here.take(f"{have}.gate.weight").shape[0]
+    count = here[f"{have}.gate.weight"].shape[0]
     yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
 
 
@@ -146,9 +146,9 @@ def _latent(here: Rank, have: str) -> Iterator[Entry]:
     yield from here.same(f"{have}.kv_a_layernorm.weight")
     yield from here.column_layer(f"{have}.kv_b_proj")
     if f"{have}.q_a_proj.weight" in here:
-        down = [here.take(f"{have}.{part}.weight") for part in _LATENT_DOWN]
+        down = [here[f"{have}.{part}.weight"] for part in _LATENT_DOWN]
         yield Entry(f"{have}.fused_qkv_a_proj.weight", join(down))
-        yield Entry(f"{inner}.q_a_layernorm.weight", here.take(f"{have}.q_a_layernorm.weight"))
+        yield Entry(f"{inner}.q_a_layernorm.weight", here[f"{have}.q_a_layernorm.weight"])
         yield Entry(f"{inner}.q_b_proj.weight", here.rows(f"{have}.q_b_proj.weight"))
     else:
         yield from here.same(f"{have}.kv_a_proj_with_mqa.weight")
@@ -164,11 +164,11 @@ def _open_layer(here: Rank, layer: str) -> Iterator[Entry]:
     yield Entry(f"{new}.sinks", here.rows(f"{have}.sinks"))
     yield from here.same(f"{layer}.mlp.router.weight", f"{layer}.mlp.router.bias")
     experts, module = f"{layer}.mlp.experts", here.routed(f"{layer}.mlp.experts")
-    count = here.take(f"{layer}.mlp.router.weight").shape[0]
+    count = here[f"{layer}.mlp.router.weight"].shape[0]
     held = here.held(count)
 
     def mine(name: str) -> Composite:
-        return here.take(f"{experts}.{name}").part(0, held.start, held.stop)
+        return here[f"{experts}.{name}"].part(0, held.start, held.stop)
 
     yield Entry(f"{module}.w13_weight", here.inside(mine("gate_up_proj").transposed, 1))
     yield Entry(f"{module}.w13_bias", here.inside(mine("gate_up_proj_bias"), 1))

@@ -37,11 +37,11 @@ def gpt2(here: Rank, model: Model) -> Iterator[Entry]:
         biases = sections(here, f"{qkv}.bias")
         yield here.attention(f"{qkv}.bias", Heads(*(Run((part,), unit) for part, unit in biases)))
         yield from here.scales(f"{layer}.attn.attn")
-        wide = here.take(f"{layer}.mlp.c_fc.weight").transposed
+        wide = here[f"{layer}.mlp.c_fc.weight"].transposed
         yield Entry(f"{layer}.mlp.c_fc.weight", wide.share(0, here.index, here.tp))
         yield Entry(f"{layer}.mlp.c_fc.bias", here.rows(f"{layer}.mlp.c_fc.bias"))
         for name in (f"{layer}.attn.c_proj", f"{layer}.mlp.c_proj"):
-            yield Entry(f"{name}.weight", here.take(f"{name}.weight").transposed.share(1, here.index, here.tp))
+            yield Entry(f"{name}.weight", here[f"{name}.weight"].transposed.share(1, here.index, here.tp))
             yield from here.same(f"{name}.bias")
 
 

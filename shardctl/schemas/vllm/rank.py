@@ -7,19 +7,19 @@ The cuts are those of vLLM 0.25.1, `model_executor/layers/linear.py` (`ColumnPar
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError
+from shardctl.schemas import schema
 from shardctl.schemas.composite import Composite, Entry, Piece, constant, join, stack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.schemas.schema import Parts
 
 VOCABULARY_UNIT: Final = 64
 """`DEFAULT_VOCAB_PADDING_SIZE` of vocab_parallel_embedding.py: rows of a vocabulary are a multiple of it."""
@@ -63,14 +63,9 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(schema.Rank):
     """One rank, while its arrays are named."""
 
-    parts: Parts
-    tp: int
-    """How many ranks there are."""
-    index: int
-    """Which of them this is."""
     whole_experts: bool
     """Whether each expert is on one rank, whole; else each rank has a slice of all."""
     modern: bool
@@ -81,28 +76,10 @@ class Rank:
     """Of an embedding, where a rank has nothing but zeros of it."""
     bias_dtype: DType
     """Of biases that all ranks but the first have zeros of."""
-    seen: set[str] = field(default_factory=set)
-    """The tensors that it holds some of."""
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.parts
-
-    def take(self, name: str) -> Composite:
-        """A tensor, whole."""
-        self.seen.add(self.parts.model.aliases.get(name, name))
-        return self.parts[name]
-
-    def rows(self, name: str) -> Composite:
-        """This rank's rows of a projection whose outputs are cut."""
-        return self.take(name).share(0, self.index, self.tp)
-
-    def columns(self, name: str) -> Composite:
-        """This rank's columns of a projection whose inputs are cut."""
-        return self.take(name).share(1, self.index, self.tp)
 
     def vocabulary(self, name: str, new: str = "") -> Entry:
         """This rank's rows of an embedding or a head, zeros behind the last token."""
-        whole = self.take(name)
+        whole = self[name]
         padded = -(-whole.shape[0] // VOCABULARY_UNIT) * VOCABULARY_UNIT
         if padded % self.tp:
             raise CutError(
@@ -116,19 +93,7 @@ class Rank:
         """Tensors of which every rank has the whole, under the same names; those that the model has not, left out."""
         for name in names:
             if name in self:
-                yield Entry(name, self.take(name))
-
-    def column_layer(self, name: str) -> Iterator[Entry]:
-        """A layer whose outputs are cut, its bias with them."""
-        for kind in _KINDS:
-            if f"{name}.{kind}" in self:
-                yield Entry(f"{name}.{kind}", self.rows(f"{name}.{kind}"))
-
-    def row_layer(self, name: str, new: str = "") -> Iterator[Entry]:
-        """A layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
-        yield Entry(f"{new or name}.weight", self.columns(f"{name}.weight"))
-        if f"{name}.bias" in self:
-            yield Entry(f"{new or name}.bias", self.take(f"{name}.bias"))
+                yield Entry(name, self[name])
 
     def merged(self, new: str, parts: Sequence[str]) -> Iterator[Entry]:
         """Layers whose outputs are cut, as one: this rank's rows of the first, then of the next."""
@@ -186,17 +151,12 @@ class Rank:
         held = [names[number] for number in self.held(len(names))]
         if not held:
             raise CutError(f"{new}: {len(names)} experts are too few for ep={self.tp}")
-        shapes = tuple(self.parts[f"{names[0]}.{part}"].shape for part in (gate, up, down))
+        shapes = tuple(self[f"{names[0]}.{part}"].shape for part in (gate, up, down))
         share = (0, 1) if self.whole_experts else (self.index, self.tp)
         both, narrow = _stacked(shapes, len(held), *share)
-        yield Entry(f"{self.routed(new)}.w13_weight", self.named(both, [f"{e}.{w}" for e in held for w in (gate, up)]))
-        yield Entry(f"{self.routed(new)}.w2_weight", self.named(narrow, [f"{e}.{down}" for e in held]))
+        yield Entry(f"{self.routed(new)}.w13_weight", _named(both, [f"{e}.{w}" for e in held for w in (gate, up)]))
+        yield Entry(f"{self.routed(new)}.w2_weight", _named(narrow, [f"{e}.{down}" for e in held]))
         yield from self.expert_map(new, len(names))
-
-    def named(self, pattern: Composite, names: Sequence[str]) -> Composite:
-        """A composite whose tensors are numbers, with those that are called `names` in their place."""
-        self.seen.update(names)
-        return Composite(pattern.shape, tuple(Piece(names[int(p.tensor)], p.box, p.view) for p in pattern.pieces))
 
     def expert_map(self, new: str, experts: int) -> Iterator[Entry]:
         """Which expert is which of this rank's."""
@@ -238,6 +198,11 @@ def _stacked(shapes: tuple[tuple[int, ...], ...], count: int, index: int, ranks:
         for n in range(count)
     ]
     return stack(both), stack([Composite.whole(str(n), down).share(1, index, ranks) for n in range(count)])
+
+
+def _named(pattern: Composite, names: Sequence[str]) -> Composite:
+    """A composite whose tensors are numbers, with those that are called `names` in their place."""
+    return Composite(pattern.shape, tuple(Piece(names[int(p.tensor)], p.box, p.view) for p in pattern.pieces))
 
 
 def zeros(name: str, shape: tuple[int, ...], dtype: DType) -> Entry:
