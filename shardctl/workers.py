@@ -18,21 +18,25 @@ Item = TypeVar("Item")
 class Stop:
     """A request to stop soon; falsy until a signal's number is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: bool = False) -> None:
+        """`kept` says whether what was done until then is there for the next run."""
         self.signal = 0
+        self.kept = kept
 
     def __bool__(self) -> bool:
         return self.signal != 0
 
 
 def heed(stop: Stop) -> None:
-    """Raise Interrupted if a signal asked to stop; the caller has kept what it finished."""
-    if stop:
+    """Raise Interrupted if a signal asked to stop."""
+    if stop and stop.kept:
         raise Interrupted(
             "interrupted; everything finished so far is kept",
             signal=stop.signal,
             hint="run the same command again: it goes on where this one stopped",
         )
+    if stop:
+        raise Interrupted("interrupted before the end", signal=stop.signal, hint="run the same command again")
 
 
 class Watcher(Protocol):
@@ -71,7 +75,7 @@ class Effort:
 def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: Stop) -> None:
     """Give every item to one of `threads` threads; each calls `worker` once, for a function with its own buffers.
 
-    Returns when no item is left or `stop` is set; raises the first error of any thread, after all have ended.
+    Returns when no item is left; raises the first error of any thread, after all have ended, or Interrupted.
     """
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -96,3 +100,4 @@ def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], 
         thread.join()
     if errors:
         raise errors[0]
+    heed(stop)

@@ -43,12 +43,21 @@ class Crew:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """What the workers share; None if there are none."""
-        try:
-            found = json.loads(self._note.read_bytes())
-        except (FileNotFoundError, ValueError):
+        """What the workers share; None if there are none. Raises DestinationError if the note of it is damaged."""
+        with told(self._note, "reading"):
+            content = self._note.read_bytes() if self._note.exists() else None
+        if content is None:
             return None
-        return found if isinstance(found, dict) and found.get("schema") == SCHEMA else None
+        try:
+            found = json.loads(content)
+            if found["schema"] == SCHEMA and isinstance(found["tree"], str) and isinstance(found["workers"], int):
+                return dict(found)
+        except (ValueError, TypeError, KeyError):
+            pass
+        raise DestinationError(
+            f"{self._note} is damaged, so that nobody knows what the workers were writing",
+            hint=f"remove {self._staging.root}, and run them all again",
+        )
 
     def join(self, tree: str, header: Mapping[str, Any]) -> None:
         """Make the staging area that of a plan, or find it so; `tree` names the result.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import DestinationError
+from shardctl.storage.durable import told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,15 +51,16 @@ class Lock:
         Raises DestinationError if another run holds it, and still does after `patience` seconds.
         """
         deadline = time.monotonic() + patience
-        while True:
-            try:
-                self._acquire()
-            except DestinationError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(random.uniform(*_PAUSE))  # noqa: S311 - so that many do not try again at once
-            else:
-                return
+        with told(self._path, "making"):
+            while True:
+                try:
+                    self._acquire()
+                except DestinationError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(random.uniform(*_PAUSE))  # noqa: S311 - so that many do not try again at once
+                else:
+                    return
 
     def _acquire(self) -> None:
         for _ in range(_ATTEMPTS):

@@ -64,14 +64,10 @@ class Staging:
             self._require_replaceable()
 
     def __enter__(self) -> Self:
-        try:
+        with told(self.root, "making"):
             make_directories(self.root)
             self._require_own_directory()
-            self._lock.acquire(self._patience)
-        except PermissionError as error:
-            raise AccessError(f"{self.root.parent} cannot be written: {error.strerror}") from error
-        except OSError as error:
-            raise DestinationError(f"{self.root} cannot be made: {error.strerror}") from error
+        self._lock.acquire(self._patience)
         try:
             with told(self.root, "recovering what an earlier run left in"):
                 self._recover()

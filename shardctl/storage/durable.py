@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from shardctl.errors import DestinationError
+from shardctl.errors import AccessError, DestinationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,8 @@ def told(path: object, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DestinationError(
+        kind = AccessError if isinstance(error, PermissionError) else DestinationError
+        raise kind(
             f"{doing} {path} failed: {error.strerror}",
             hint="what was written is kept; once mended, run the same command again",
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import Mismatch, SourceError
 from shardctl.execute.crew import Crew, missing
@@ -70,8 +70,8 @@ def _finished_before(destination: Path, warnings: tuple[str, ...] = ()) -> Finis
     return Finished(destination, record, 0, (), warnings)
 
 
-def _published(staging: Staging, header: dict[str, object]) -> Finished:
-    crew, count = Crew(staging), int(str(header["workers"]))
+def _published(staging: Staging, header: dict[str, Any]) -> Finished:
+    crew, count = Crew(staging), header["workers"]
     header = {key: value for key, value in header.items() if key != "schema"}
     workers = [Worker(number, count) for number in range(count)]
     crew.require_rest(count)
@@ -83,10 +83,10 @@ def _published(staging: Staging, header: dict[str, object]) -> Finished:
             f"{missing(absent)}",
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
-    staging.proceed(str(header["tree"]))
+    staging.proceed(header["tree"])
     parts = [part for part, _ in filter(None, found.values())]
     frame = from_json(next(frame for _, frame in filter(None, found.values()) if frame is not None))
-    stop = Stop()
+    stop = Stop(kept=True)
     with stopping(stop):
         record, warnings = assembled(frame, parts, staging, stop, sha256=bool(header["sha256"]))
     return Finished(

@@ -125,7 +125,7 @@ def _absolute(reading: Reading) -> Reading:
 def _begun(destination: Path) -> int:
     """Of how many workers an interrupted run had been; 0 if there is none."""
     plan = Crew(Staging(destination, overwrite=True)).plan
-    return int(plan["workers"]) if plan else 0
+    return plan["workers"] if plan else 0
 
 
 def _count(ray: Any, files: int, wish: Wish) -> int:  # noqa: ANN401 - a module
@@ -140,7 +140,7 @@ def _run(ray: Any, order: _Order, count: int, progress: Progress) -> None:  # no
     board = ray.remote(num_cpus=0)(_Board).remote()
     processors = min(order.wish.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
     task = ray.remote(num_cpus=processors, max_retries=_RETRIES)(_work)
-    stop, shown = Stop(), 0
+    stop, shown = Stop(kept=True), 0
     with stopping(stop):
         left = [task.remote(order, number, count, board) for number in range(count)]
         try:

@@ -93,6 +93,24 @@ def test_finish_killed_at_any_call_is_finished_by_the_next(site, wanted):
         shutil.rmtree(kept)
 
 
+def test_a_disk_that_is_full_when_workers_finish_is_told_and_keeps_their_parts(site, wanted):
+    all_work(site)
+    kept = site.root.parent / f"{site.root.name}-kept"
+    shutil.copytree(site.staging, kept, symlinks=True)
+    try:
+        calls = finished(site, wanted)["calls"]
+        for number in [n for n, (name, _) in enumerate(calls) if name in {"open", "mkdir", *DATA}]:
+            site.clear()
+            shutil.copytree(kept, site.staging)
+            failed = site.run({"full_from": number}, finish=True)
+            assert failed["code"] == 6, calls[number]
+            assert "No space left on device" in failed["message"]
+            assert "same command" in failed["hint"]
+            finished(site, wanted)
+    finally:
+        shutil.rmtree(kept)
+
+
 def test_finish_says_who_is_missing_and_changes_nothing(site, wanted):
     assert site.run(finish=True)["code"] == 4
     for number, absent in ((1, "0/3, 2/3"), (0, "2/3")):
@@ -180,6 +198,18 @@ def test_a_part_that_was_damaged_is_missing_and_its_worker_mends_it(site, wanted
     assert said["code"] == 3
     all_work(site)
     finished(site, wanted)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"schema": "shardctl.workers/1", "tree": 3, "workers": "3"}']
+)
+def test_a_plan_that_was_damaged_is_told_by_everyone(site, content):
+    all_work(site, [0])
+    (site.staging / "workers.json").write_text(content)
+    for said in (work(site, 1), site.run(finish=True)):
+        assert said["code"] == 6, said["message"]
+        assert "workers.json is damaged" in said["message"]
+        assert said["hint"] == f"remove {site.staging}, and run them all again"
 
 
 def test_an_overwritten_checkpoint_stands_until_finish(site, wanted, tmp_path):
