@@ -39,18 +39,23 @@ class Writer(Protocol):
         """Write all of `data`."""
 
 
-def split(shape: Sequence[int], dtype: DType, block: int, *, fastest: int | None = None) -> Iterator[Box]:
-    """The bands of a tensor of `shape`, in order: disjoint, complete, each of at most `block` bytes.
+def split(
+    shape: Sequence[int], dtype: DType, block: int, *, fastest: int | None = None, origin: Sequence[int] | None = None
+) -> Iterator[Box]:
+    """The bands of a tensor of `shape`, or of such a box at `origin`: disjoint, complete, of at most `block` bytes.
 
-    A band is a row-major stretch: whole rows where they fit, else a stretch of one row. Where the storage is permuted,
-    `fastest` names the dim that is contiguous there, and bands become two-dimensional tiles over it and the last dim.
+    They are in order. A band is a row-major stretch: whole rows where they fit, else a stretch of one row. Where the
+    storage is permuted, `fastest` names the dim that is contiguous there, and bands become two-dimensional tiles over
+    it and the last dim.
     """
     if not prod(shape):
         return
     extents = _tile(shape, dtype, block, fastest) if fastest is not None else _stretch(shape, dtype, block)
-    starts = [range(0, n, step) for n, step in zip(shape, extents, strict=True)]
-    for origin in product(*starts):
-        yield Box(origin, tuple(min(e, n - o) for e, n, o in zip(extents, shape, origin, strict=True)))
+    begins = origin if origin is not None else (0,) * len(shape)
+    ends = [begin + extent for begin, extent in zip(begins, shape, strict=True)]
+    starts = [range(*each) for each in zip(begins, ends, extents, strict=True)]
+    for at in product(*starts):
+        yield Box(at, tuple(min(e, end - a) for e, end, a in zip(extents, ends, at, strict=True)))
 
 
 def _stretch(shape: Sequence[int], dtype: DType, block: int) -> list[int]:
@@ -128,7 +133,7 @@ class Band:
         whole = band_view(into, dtype, box)
         found = 0
         for chunk in chunks.within(box):
-            part = whole[_unit_slices(chunk.box, box, dtype)]
+            part = whole[unit_slices(chunk.box, dtype, box.origin)]
             found += chunk.box.size
             if isinstance(chunk.where, Fill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
@@ -149,7 +154,7 @@ class Band:
         """Write the part of the band `within` (row-major at the start of `data`) that `chunk` wants; returns bytes."""
         if isinstance(chunk.where, Fill):
             return 0
-        part = band_view(data, chunk.dtype, within)[_unit_slices(chunk.box, within, chunk.dtype)]
+        part = band_view(data, chunk.dtype, within)[unit_slices(chunk.box, chunk.dtype, within.origin)]
         if chunk.affine:
             part = stored(part, chunk.dtype, chunk.affine, chunk.name)
         for piece in _pieces(part, chunk.where.offset, chunk.where.strides, _Limits(self.scratch.nbytes)):
@@ -178,9 +183,12 @@ class ChunkIndex:
             yield narrow(self.chunks[position], common)
 
 
-def _unit_slices(box: Box, within: Box, dtype: DType) -> Any:  # noqa: ANN401 - NumPy has no name for an index
-    """An index of `within`'s units that selects `box`; the Ellipsis keeps 0-d results arrays."""
-    slices = box.slices(within.origin)
+def unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """An index that selects `box` of an array of units, which begins at `origin`; two 4-bit elements are one unit.
+
+    Its Ellipsis keeps 0-d results arrays.
+    """
+    slices = box.slices(origin)
     per = dtype.unit_elements
     if per > 1 and slices:
         last = slices[-1]

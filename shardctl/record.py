@@ -12,6 +12,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.mesh import Mesh
 from shardctl.storage import read
+from shardctl.workers import heed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from shardctl.workers import Stop
 
 RECORD: Final = "shardctl.json"
+SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""
@@ -47,10 +49,7 @@ class Hashed:
 
 
 def hash_spans(file: Path, spans: Sequence[tuple[int, int]], stop: Stop | None = None) -> Hashed:
-    """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read.
-
-    Ends early, with a hash that means nothing, if `stop` is set on the way.
-    """
+    """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read, Interrupted."""
     with file.open("rb") as data:
 
         def read_at(offset: int, size: int) -> bytes:
@@ -69,8 +68,8 @@ def _hashed(read_at: Callable[[int, int], bytes], spans: Sequence[tuple[int, int
     state = hashlib.sha256()
     for offset, size in spans:
         for start in range(0, size, _READ_BYTES):
-            if stop:
-                break
+            if stop is not None:
+                heed(stop)
             state.update(read_at(offset + start, min(_READ_BYTES, size - start)))
     return Hashed(tuple(spans), state.hexdigest())
 

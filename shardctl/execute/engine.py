@@ -18,7 +18,7 @@ from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
 from shardctl.manifest import Fill
 from shardctl.shares import Portion
-from shardctl.workers import Stop, heed, spread
+from shardctl.workers import Stop, spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +79,6 @@ def execute(
         spread(run.tasks(), run.worker, budget.threads, stop)
     finally:
         run.settle()
-    heed(stop)
     run.prove()
     return run.outcome
 
@@ -143,8 +142,8 @@ class _Run:
             tile = fastest_dim([*copy.reads, *copy.target.chunks])
             bands = count()
             for portion in self._portions_of(copy):
-                for within in split(portion.box.shape, copy.source.dtype, self._budget.block, fastest=tile):
-                    box = _moved(within, portion.box.origin)
+                shape, origin = portion.box.shape, portion.box.origin
+                for box in split(shape, copy.source.dtype, self._budget.block, fastest=tile, origin=origin):
                     yield _Task((number, next(bands)), copy, reads, writes, box, portion.counted)
 
     def _portions_of(self, copy: TensorCopy) -> tuple[Portion, ...]:
@@ -302,10 +301,6 @@ class _Hands:
             if not isinstance(chunk.where, Fill):
                 written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
         return written
-
-
-def _moved(box: Box, by: tuple[int, ...]) -> Box:
-    return Box(tuple(o + b for o, b in zip(box.origin, by, strict=True)), box.shape) if any(by) else box
 
 
 def _payloads(plan: CopyPlan) -> Counter[str]:

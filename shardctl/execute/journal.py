@@ -78,6 +78,16 @@ class Journal:
             return None
         return found if isinstance(found, dict) and found.get("schema") == Journal.SCHEMA else None
 
+    @classmethod
+    def block(cls, path: Path, header: Mapping[str, Any]) -> int | None:
+        """Bytes of the bands of an earlier run with this header but for its `block`; None if there was none.
+
+        A run that goes on from there must have the same bands.
+        """
+        found = cls.header(path) or {}
+        block = found.pop("block", None)
+        return block if isinstance(block, int) and block > 0 and found == {"schema": cls.SCHEMA, **header} else None
+
     def _load(self) -> None:
         keys, places = array("q"), array("q")
         place = 0

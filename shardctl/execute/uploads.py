@@ -41,8 +41,12 @@ class Uploads:
         self._bucket = bucket
         self._plan = {"schema": _SCHEMA, **header, "files": sorted(files)}
         self._etags: dict[str, str] = {}
-        require_free(bucket)
         earlier = _read(bucket)
+        self.published = bucket.read(RECORD) if resume and earlier == self._plan else None
+        """The record, if an earlier run was killed when it had written it: then only the notes are left to remove."""
+        if self.published is not None:
+            return
+        require_free(bucket)
         if earlier is not None and (earlier != self._plan or not resume):
             _forget(bucket, earlier)
             earlier = None
@@ -88,7 +92,11 @@ class Uploads:
                     hint="run the same command again; only one run may write to a destination",
                 )
         self._bucket.write(RECORD, record)
-        self._bucket.delete([path for path in there if path.startswith(_STATE)])
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove the notes of a result that is published."""
+        _forget_notes(self._bucket)
 
 
 def require_free(bucket: Bucket) -> None:
@@ -113,21 +121,29 @@ def require_free(bucket: Bucket) -> None:
 
 
 def _read(bucket: Bucket) -> dict[str, Any] | None:
+    """The plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
     content = bucket.read(_PLAN)
     if content is None:
         return None
     try:
         found = json.loads(content)
-    except ValueError as error:
-        raise SourceError(f"{bucket.name}/{_PLAN} is damaged", hint="remove what is there") from error
-    return found if isinstance(found, dict) else {}
+        if found["schema"] == _SCHEMA and isinstance(found["files"], list):
+            return dict(found)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise DestinationError(f"{bucket.name}/{_PLAN} is damaged", hint=f"remove all that is in {bucket.name}")
 
 
 def _forget(bucket: Bucket, plan: Mapping[str, Any]) -> None:
     """Remove what an earlier run wrote, and nothing else."""
     objects = bucket.objects()
-    bucket.delete([path for path in plan.get("files", ()) if path in objects])
-    bucket.delete([path for path in objects if path.startswith(_STATE) and path != _PLAN])
+    bucket.delete([path for path in plan["files"] if path in objects])
+    _forget_notes(bucket)
+
+
+def _forget_notes(bucket: Bucket) -> None:
+    """Remove what tells of an unfinished run; the plan goes last, because without it nobody knows whose the rest is."""
+    bucket.delete([path for path in bucket.objects() if path.startswith(_STATE) and path != _PLAN])
     bucket.delete([_PLAN])
 
 

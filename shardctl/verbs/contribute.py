@@ -130,23 +130,21 @@ class _Desk:
     def _made(self, versions: Versions, *, resume: bool, progress: Progress) -> Part:
         work, mine = self.work, self._share()
         path = self.crew.journal(self.worker)
-        header: dict[str, Any] = {**self.header, "source": versions, "block": work.budget.block}
-        earlier = (Journal.header(path) if resume else None) or {}
-        block = earlier.get("block")
-        if isinstance(block, int) and block > 0 and earlier == {**header, "block": block, "schema": Journal.SCHEMA}:
-            header["block"] = block  # so that the bands are the same ones
+        header: dict[str, Any] = {**self.header, "source": versions}
+        block = Journal.block(path, header) if resume else None
+        if block is not None:
             work = replace(work, budget=work.budget.with_block(block))
         else:
             self.crew.forget_part(self.worker)
         self.staging.require_space(work.write_bytes)
-        stop = Stop()
+        stop = Stop(kept=True)
         with stopping(stop):
             part = move(
                 work,
                 mine,
                 work.carried if self.worker.number == 0 else (),
                 self.staging.data,
-                (path, header),
+                (path, {**header, "block": work.budget.block}),
                 versions=versions,
                 discard=lambda: self.crew.forget_part(self.worker),
                 sha256=bool(self.header["sha256"]),

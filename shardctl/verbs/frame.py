@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardctl import __version__
 from shardctl.digest import Sums, checkpoint_digest, tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.manifest import Region
-from shardctl.record import RECORD, Hashed, Record, RecordedTensor, StoredBox, dump, load
+from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load
 from shardctl.verbs.optimizer import states_of
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.execute.part import Part
     from shardctl.verbs.drafting import Draft
-
-SUMS: Final = "SHA256SUMS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +140,16 @@ def completed(frame: Frame, parts: Sequence[Part]) -> Record:
     )
 
 
-def with_sums(record: Record, sums: bytes, hashed: Hashed) -> Record:
+def with_sums(record: Record, sums: bytes) -> Record:
     """The record of a result that has `SHA256SUMS` as well."""
-    hashes = {**record.hashes, SUMS: hashed}
+    hashes = {**record.hashes, SUMS: Hashed(((0, len(sums)),), sha256(sums).hexdigest())}
     files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
     return replace(record, files=files, hashes={path: hashes[path] for path in files})
 
 
 def sums_file(parts: Sequence[Part]) -> bytes:
     """The content of `SHA256SUMS`: every data and side file."""
-    found = {path: sha256 for part in parts for path, sha256 in part.sha256.items()}
+    found = {path: digest for part in parts for path, digest in part.sha256.items()}
     return "".join(f"{found[path]}  {path}\n" for path in sorted(found, key=PurePosixPath)).encode()
 
 

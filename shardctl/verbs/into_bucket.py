@@ -13,12 +13,12 @@ from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import budget
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.uploads import Uploads, require_free
-from shardctl.record import dump, hash_spans
+from shardctl.record import SUMS, dump, load
 from shardctl.shares import Share, gathered, share
 from shardctl.storage.cloud.bucket import Bucket, sending_bytes
 from shardctl.storage.room import free_space
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.frame import SUMS, completed, framed, overflow_warnings, sums_file, with_sums
+from shardctl.verbs.frame import completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import move, versions_of
 from shardctl.workers import Stop, heed
 
@@ -38,13 +38,14 @@ _SHARE: Final = 2
 
 def into_bucket(
     work: Draft, destination: str, *, overwrite: bool, resume: bool, sha256: bool, progress: Progress
-) -> tuple[Record, Sequence[Part], tuple[str, ...]]:
+) -> tuple[Record, Sequence[Part] | None, tuple[str, ...]]:
     """Write the result of a conversion below `destination`; returns its record, what was done, and warnings.
 
     Each file is filled in the directory for temporary files, sent, and removed there. On return all objects are
-    complete. On an error there is no `shardctl.json`, and no object that is not complete.
+    complete. On an error there is no `shardctl.json`, and no object that is not complete. What was done is None if an
+    earlier run had done all of it.
     """
-    bucket, stop = _bucket(destination, overwrite=overwrite), Stop()
+    bucket, stop = _bucket(destination, overwrite=overwrite), Stop(kept=True)
     identity, versions = work.identity(), versions_of(work)
     header = {"plan": identity, "source": versions, "sha256": sha256, "version": __version__}
     frame = framed(work, identity)
@@ -54,14 +55,16 @@ def into_bucket(
         groups = _groups(work, free)
         _require_room(work, groups, free, Path(scratch))
         uploads = Uploads(bucket, header, [*frame.record.files, *([SUMS] if sha256 else [])], resume=resume)
+        if uploads.published is not None:
+            uploads.forget()
+            return load(uploads.published), None, ()
         sender = _Sender(work, versions, Path(scratch), uploads, progress, stop, sha256)
         parts = [sender.group(number, share(work.plan, groups, number)) for number in range(len(groups) - 1)]
         parts.append(sender.last(len(groups) - 1, share(work.plan, groups, len(groups) - 1)))
         record = completed(frame, parts)
         if sha256:
             content = sums_file(parts)
-            (Path(scratch) / SUMS).write_bytes(content)
-            record = with_sums(record, content, hash_spans(Path(scratch) / SUMS, [(0, len(content))]))
+            record = with_sums(record, content)
             bucket.write(SUMS, content)
         heed(stop)
         uploads.publish(dump(record), record.files)

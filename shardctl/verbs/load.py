@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardctl.copyplan import cover
-from shardctl.errors import Interrupted, UsageError
+from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stopping
 from shardctl.verbs.opening import Checkpoint, Reading, opened
 from shardctl.verify import rank_files
@@ -46,10 +46,7 @@ def load(
     with opened(path, replace(reading or Reading(), kv_heads="replicate")) as checkpoint, stopping(effort.stop):
         checkpoint.source.heed(effort.stop)
         wanted = whole(checkpoint) if rank is None else part(checkpoint, rank)
-        loaded = load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort)
-        if effort.stop:
-            raise Interrupted("interrupted before all tensors were loaded", signal=effort.stop.signal)
-        return loaded.tensors
+        return load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort).tensors
 
 
 def lens(path: str | Path, *, reading: Reading | None = None) -> Mapping[str, Any]:

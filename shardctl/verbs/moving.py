@@ -9,10 +9,9 @@ from shardctl.errors import ChangedError, SourceError
 from shardctl.execute.engine import Outcome, execute
 from shardctl.execute.journal import Journal
 from shardctl.execute.part import Part
-from shardctl.record import RECORD, hash_spans
+from shardctl.record import hash_spans
 from shardctl.storage.durable import told
 from shardctl.storage.local import LocalTarget
-from shardctl.verbs.frame import SUMS
 from shardctl.verify.agreement import require_agreement
 from shardctl.workers import Effort, heed
 
@@ -63,7 +62,6 @@ def move(
     `journal` is where it goes, and its header. Raises ChangedError if the source is no longer what `versions` says,
     after `discard` has thrown away what was staged.
     """
-    work.checkpoint.source.heed(stop)
     effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
     work.checkpoint.source.heed(stop)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
@@ -73,8 +71,8 @@ def move(
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: _size(side) for side in sides}
     with told(tree, "reading back"):
-        sha256s = _checksums(sizes, tree, stop) if sha256 else {}
-        hashes = _hashes(share, sizes, tree)
+        sha256s = {path: hash_spans(tree / path, [(0, size)], stop).sha256 for path, size in sizes.items() if sha256}
+        hashes = _hashes(share, sizes, tree, stop)
     return Part(
         files=sizes,
         source_sums=outcome.source_sums,
@@ -161,20 +159,10 @@ def _check_unchanged(
             ) from cause
 
 
-def _checksums(sizes: Mapping[str, int], tree: Path, stop: Stop) -> dict[str, str]:
-    """The SHA-256 of every data and side file."""
-    found = {}
-    for path, size in sizes.items():
-        if path not in {RECORD, SUMS}:
-            found[path] = hash_spans(tree / path, [(0, size)], stop).sha256
-            heed(stop)
-    return found
-
-
-def _hashes(share: Share, sizes: dict[str, int], tree: Path) -> dict[str, Hashed]:
+def _hashes(share: Share, sizes: dict[str, int], tree: Path, stop: Stop) -> dict[str, Hashed]:
     """Hashes of the headers of data files and of all of the others, for the bytes that no digest speaks of."""
     besides = {
         file.path: sorted([*((start, len(data)) for start, data in file.literals), *file.blanks])
         for file in share.plan.want.files.values()
     }
-    return {path: hash_spans(tree / path, besides.get(path, [(0, size)])) for path, size in sizes.items()}
+    return {path: hash_spans(tree / path, besides.get(path, [(0, size)]), stop) for path, size in sizes.items()}

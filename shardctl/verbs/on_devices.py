@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.digest import tensor_digest
-from shardctl.errors import CutError, Interrupted, Mismatch, UnsupportedError
+from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import HOLDING
@@ -113,11 +113,9 @@ def _load(
             for batch in _batches(held, every, most):
                 wanted = {key: Wanted.part(key[1], [every[key]]) for key in batch}
                 loaded = load_tensors(wanted, checkpoint.source, device, effort)
-                _go_on(effort)
                 told = _and_more(told, loaded)
                 boxes = list(placed(parts, every, loaded.tensors))
                 level.add(_equal(checkpoint, other, rank, boxes, summed, device, effort))
-                _go_on(effort)
                 del loaded, boxes
         except Mismatch as error:
             level.add(iter([Finding("error", "memory", f"{_who(checkpoint, rank)}: {error.message}")]))
@@ -254,11 +252,6 @@ def _who(checkpoint: Checkpoint, rank: int | None) -> str:
         return "the device"
     label = _label(checkpoint, rank)
     return f"rank {rank} ({label})" if label else f"rank {rank}"
-
-
-def _go_on(effort: Effort) -> None:
-    if effort.stop:
-        raise Interrupted("interrupted before the end; nothing is proved", signal=effort.stop.signal)
 
 
 def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial, *, strict: bool) -> Level:

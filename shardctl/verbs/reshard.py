@@ -13,13 +13,12 @@ from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
 from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
-from shardctl.record import RECORD, Record, dump, hash_spans, load
+from shardctl.record import RECORD, SUMS, Record, dump, load
 from shardctl.shares import whole
 from shardctl.storage.cloud import is_bucket
-from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.drafting import Draft, Wish, draft
-from shardctl.verbs.frame import SUMS, Frame, completed, framed, overflow_warnings, sums_file, with_sums
+from shardctl.verbs.frame import Frame, completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import move, versions_of
 from shardctl.verbs.opening import Reading, opened
 from shardctl.workers import Stop, heed
@@ -88,26 +87,23 @@ def reshard(
 def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress: Progress) -> Resharded:
     identity = work.identity()
     versions = versions_of(work)
-    header: dict[str, object] = {"plan": identity, "source": versions, "block": work.budget.block, "sha256": sha256}
-    earlier = (Journal.header(staging.journal) if resume else None) or {}
-    block = earlier.get("block")
-    same = isinstance(block, int) and block > 0 and earlier == {**header, "block": block, "schema": Journal.SCHEMA}
-    if same and staging.published:
+    header: dict[str, object] = {"plan": identity, "source": versions, "sha256": sha256}
+    block = Journal.block(staging.journal, header) if resume else None
+    if block is not None and staging.published:
         record = load((staging.destination / RECORD).read_bytes())
         return _result(work, staging.destination, record, None, staging.forget())
-    if same:
-        header["block"] = block  # so that the bands are the same ones
-        work = replace(work, budget=work.budget.with_block(int(block or 0)))
-    staging.begin(result_name(identity, versions, sha256), keep=same)
+    if block is not None:
+        work = replace(work, budget=work.budget.with_block(block))
+    staging.begin(result_name(identity, versions, sha256), keep=block is not None)
     staging.require_space(work.write_bytes)
-    stop = Stop()
+    stop = Stop(kept=True)
     with stopping(stop):
         part = move(
             work,
             whole(work.plan),
             work.carried,
             staging.data,
-            (staging.journal, header),
+            (staging.journal, {**header, "block": work.budget.block}),
             versions=versions,
             discard=staging.discard,
             sha256=sha256,
@@ -132,8 +128,7 @@ def assembled(
     if sha256:
         content = sums_file(parts)
         staging.write(SUMS, content)
-        with told(staging.data, "reading back"):
-            record = with_sums(record, content, hash_spans(staging.data / SUMS, [(0, len(content))]))
+        record = with_sums(record, content)
     content = dump(record)
     staging.write(RECORD, content)
     heed(stop)
@@ -163,13 +158,14 @@ def _result(
 ) -> Resharded:
     """What was done; without parts, an earlier run had done all of it."""
     training = work.checkpoint.stored.training
+    tensor_bytes = sum(copy.write_bytes for copy in work.plan.copies)
     return Resharded(
         destination=destination,
         record=record,
         warnings=(*work.have.warnings, *warnings),
         read_bytes=work.plan.read_bytes if parts is None else sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts or ()),
-        kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else work.write_bytes,
+        kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else tensor_bytes,
         projected_memory_bytes=work.budget.projected,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

@@ -20,7 +20,7 @@ def require_agreement(tensors: Sequence[Tensor], reader: Reader, effort: Effort)
     """Raise SourceError, naming the place, if two stored versions of an element differ: one of them would be lost.
 
     Reads only what is stored more than once. Boxes that overlap in part are refused even where their values agree:
-    they are left over from another mesh. If `effort.stop` was set on the way, nothing is proved.
+    they are left over from another mesh.
     """
     for tensor in tensors:
         for found in overlaps(tensor):

@@ -127,8 +127,9 @@ def replicas(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> list[
     def tasks() -> Iterator[_Task]:
         for tensor in tensors:
             for further, first in redundant(tensor):
-                ours, theirs = ChunkIndex([further]), ChunkIndex(first)
-                for box in _bands_of(further.box, tensor, effort.block, fastest_dim([further])):
+                ours, theirs, of = ChunkIndex([further]), ChunkIndex(first), further.box
+                tile = fastest_dim([further])
+                for box in split(of.shape, tensor.dtype, effort.block, fastest=tile, origin=of.origin):
                     yield _Task(tensor, ours, theirs, box)
 
     return _compare(tasks(), reader, reader, effort)
@@ -213,11 +214,6 @@ def _note(tally: _Tally, task: _Task, left: NDArray[np.uint8], right: NDArray[np
     first = tuple(o + p for o, p in zip(task.box.origin, at, strict=True))
     where = next(task.ours.within(Box(first, (*(1 for _ in first[:-1]), per) if first else ()))).where
     tally.add(task.tensor.name, int(different.sum()), first, "" if isinstance(where, Fill) else where.file)
-
-
-def _bands_of(box: Box, tensor: Tensor, block: int, fastest: int | None) -> Iterator[Box]:
-    for part in split(box.shape, tensor.dtype, block, fastest=fastest):
-        yield Box(tuple(a + b for a, b in zip(box.origin, part.origin, strict=True)), part.shape)
 
 
 def _odd(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int]:

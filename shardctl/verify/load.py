@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shardctl.bands import Band, ChunkIndex, split
+from shardctl.bands import Band, ChunkIndex, split, unit_slices
 from shardctl.box import Box
 from shardctl.errors import CoverageError, Mismatch, SourceError, UnsupportedError
 from shardctl.verify.forward.lens import torch_type
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardctl.bands import Reader
-    from shardctl.dtype import DType
     from shardctl.manifest import Chunk
     from shardctl.workers import Effort
 
@@ -122,7 +121,7 @@ def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effo
     """Each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
 
     Raises Mismatch if the device has not the memory, CoverageError for elements that are stored nowhere,
-    UnsupportedError for a type that torch does not have. If `effort.stop` was set, the tensors are not whole.
+    UnsupportedError for a type that torch does not have, Interrupted.
     """
     import torch
 
@@ -169,18 +168,9 @@ def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Eff
 
 
 def _copies(chunk: Chunk, whole: Torch, place: Sequence[int], block: int) -> Iterator[_Copy]:
-    for part in split(chunk.box.shape, chunk.dtype, block):
-        at = Box(tuple(a + b for a, b in zip(place, part.origin, strict=True)), part.shape)
-        origin = tuple(a + b for a, b in zip(chunk.box.origin, part.origin, strict=True))
-        yield _Copy(chunk, Box(origin, part.shape), whole[unit_slices(at, chunk.dtype)])
-
-
-def unit_slices(box: Box, dtype: DType) -> tuple[Any, ...]:
-    """An index of an array of units that selects `box`; two 4-bit elements are one unit."""
-    slices, per = list(box.slices()), dtype.unit_elements
-    if slices and per > 1:
-        slices[-1] = slice(slices[-1].start // per, slices[-1].stop // per)
-    return (*slices, ...)
+    into = whole[unit_slices(Box(tuple(place), chunk.box.shape), chunk.dtype)]
+    for box in split(chunk.box.shape, chunk.dtype, block, origin=chunk.box.origin):
+        yield _Copy(chunk, box, into[unit_slices(box, chunk.dtype, chunk.box.origin)])
 
 
 def _worker(reader: Reader, device: str, effort: Effort) -> Callable[[_Copy], None]:

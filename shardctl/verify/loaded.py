@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, split
+from shardctl.bands import Band, ChunkIndex, split, unit_slices
 from shardctl.box import Box
 from shardctl.cast import cast
 from shardctl.copyplan import cover
 from shardctl.digest import Sums, partial
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import Chunk, Region, Tensor, dense_strides
-from shardctl.verify.load import Staging, as_bytes, as_integers, synchronize, unit_slices
+from shardctl.verify.load import Staging, as_bytes, as_integers, synchronize
 from shardctl.workers import spread
 
 if TYPE_CHECKING:
@@ -208,16 +208,14 @@ class Digests:
 
 
 def _tasks(part: Placed, block: int, theirs: ChunkIndex | None = None) -> Iterator[_Task]:
-    for box in split(part.chunk.box.shape, part.chunk.dtype, block):
-        origin = tuple(a + b for a, b in zip(part.chunk.box.origin, box.origin, strict=True))
-        yield _Task(part, Box(origin, box.shape), theirs)
+    for box in split(part.chunk.box.shape, part.chunk.dtype, block, origin=part.chunk.box.origin):
+        yield _Task(part, box, theirs)
 
 
 def _part(task: _Task) -> Torch:
     """The box's values."""
-    origin = task.placed.chunk.box.origin
-    within = Box(tuple(a - b for a, b in zip(task.box.origin, origin, strict=True)), task.box.shape)
-    return task.placed.values[unit_slices(within, task.placed.chunk.dtype)]
+    chunk = task.placed.chunk
+    return task.placed.values[unit_slices(task.box, chunk.dtype, chunk.box.origin)]
 
 
 def _file(part: Placed) -> str:

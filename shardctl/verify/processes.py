@@ -26,8 +26,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from shardctl.errors import Interrupted, ShardctlError
-from shardctl.workers import Stop
+from shardctl.errors import ShardctlError
+from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,8 +192,7 @@ class _Run:
             connection.wait([process.sentinel for process in alive], _POLL)
             self._check()
             now, activity = time.monotonic(), self._activity()
-            if self.stop:
-                raise Interrupted("interrupted before the end; nothing is proved", signal=self.stop.signal)
+            heed(self.stop)
             if deadline is not None and now - began > deadline:
                 raise self._stuck(f"did not end within {deadline:g} s")
             if sum(self.beats) != beats:

@@ -174,8 +174,10 @@ def test_folders_that_were_made_in_a_web_page_are_no_files(s3, bucket, source):
     for folder in ("m/", "m/sub/", "m/1_Pooling/"):
         s3.put_object(Bucket=bucket, Key=folder, Body=b"")
     s3.put_object(Bucket=bucket, Key="m/empty.txt", Body=b"")
+    s3.put_object(Bucket=bucket, Key="m/.cache/huggingface/download/config.json.metadata", Body=b"x")
     there = reshard(f"s3://{bucket}/m", f"s3://{bucket}/out", TP2)
     assert {"sub", "1_Pooling"}.isdisjoint(there.record.files)
+    assert not any(path.startswith(".cache") for path in there.record.files)
     assert {"empty.txt", "1_Pooling/config.json"} <= there.record.files.keys()
 
 
@@ -193,6 +195,37 @@ def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, mon
             reshard(source, f"s3://{bucket}/out", wish)
     assert "shardctl.json" not in held(s3, bucket, "out/")
     assert reshard(source, f"s3://{bucket}/out", wish).record.digest == digest(source).digest
+
+
+def killed(*_):
+    raise RuntimeError("killed")
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["all notes", "the plan"])
+def test_a_run_that_was_killed_when_all_was_there_is_found_finished(s3, bucket, source, tmp_path, monkeypatch, left):
+    """The record is written, and notes are not yet removed."""
+    wanted = reshard(source, tmp_path / "out", TP2)
+    delete, removed = Bucket.delete, []
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Bucket, "delete", lambda *args: removed.append(delete(*args)) if len(removed) < left else killed()
+        )
+        with pytest.raises(RuntimeError):
+            reshard(source, f"s3://{bucket}/out", TP2)
+    assert {"shardctl.json", ".shardctl/plan.json"} <= held(s3, bucket, "out/").keys()
+    with pytest.raises(DestinationError, match="already holds a finished checkpoint"):
+        reshard(source, f"s3://{bucket}/out", Wish(to="hf"))
+    again = reshard(source, f"s3://{bucket}/out", TP2)
+    assert (again.record, again.written_bytes, again.kept_bytes) == (wanted.record, 0, wanted.written_bytes)
+    assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"schema": "shardctl.uploads/1", "files": 7}'])
+def test_a_plan_that_was_damaged_is_said(s3, bucket, source, content):
+    s3.put_object(Bucket=bucket, Key="out/.shardctl/plan.json", Body=content)
+    with pytest.raises(DestinationError, match=r"plan\.json is damaged") as refused:
+        reshard(source, f"s3://{bucket}/out", TP2)
+    assert refused.value.hint == f"remove all that is in s3://{bucket}/out"
 
 
 def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
