@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from shardctl.workers import Stop
 
+HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
+"""Folders that programs keep for themselves: what is in them is no part of a checkpoint."""
 Span = tuple[str, int, int]
 """A stretch of a file: its path, the offset of the first byte, and how many bytes."""
 

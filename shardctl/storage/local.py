@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
-from shardctl.storage import Stat, linux
+from shardctl.storage import HIDDEN, Stat, linux
 from shardctl.storage.descriptors import Descriptors
 from shardctl.storage.durable import flush, told
 
@@ -150,7 +150,7 @@ class LocalSource:
         return self.root
 
     def files(self) -> Mapping[str, Stat]:
-        """Every regular file, by path relative to the root; shardctl's own staging area is not part of it."""
+        """Every regular file, by path relative to the root, but for those in folders that programs keep."""
         if self._files is None:
             self._files = {self.path.name: _stat(self.path)} if self._single else dict(self._walk())
         return self._files
@@ -158,7 +158,7 @@ class LocalSource:
     def _walk(self) -> Iterator[tuple[str, Stat]]:
         found = []
         for folder, folders, names in os.walk(self.root, onerror=_unreadable):
-            folders[:] = sorted(f for f in folders if f not in {".git", ".shardctl", ".cache"})
+            folders[:] = sorted(f for f in folders if f not in HIDDEN)
             found += [Path(folder, name) for name in names]
         for path in sorted(found):
             with contextlib.suppress(FileNotFoundError):  # a link to nothing

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError, UsageError
 from shardctl.storage.patience import Patience, TroubleError
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from shardctl.errors import ShardctlError
+
+Result = TypeVar("Result")
 
 PIECE: Final = 8 << 20
 """Bytes of a ranged read at most, and of a part of an upload at least: enough to hide what a request costs."""
@@ -86,30 +88,29 @@ class Bucket:
 
     def objects(self) -> dict[str, Object]:
         """Every object below the prefix, by key, sorted; empty if there is none."""
-        found: dict[str, Object] = {}
         start = f"{self.prefix}/" if self.prefix else ""
 
-        def listed() -> None:
-            found.clear()
+        def listed() -> dict[str, Object]:
+            found: dict[str, Object] = {}
             for batch in self._obstore.list(self._store, prefix=self.prefix or None, chunk_size=1000):
                 for meta in batch:
                     path = str(meta["path"])
                     if path.startswith(start) and not path.endswith("/"):
                         found[path[len(start) :]] = _object(meta)
+            return found
 
-        self._tried("listing", "", listed)
-        return dict(sorted(found.items()))
+        return dict(sorted(self._tried("listing", "", listed).items()))
 
     def head(self, path: str) -> Object | None:
         """What there is under a key; None if there is nothing."""
-        found: list[Object] = []
 
-        def looked() -> None:
-            with contextlib.suppress(self._obstore.exceptions.NotFoundError, FileNotFoundError):
-                found.append(_object(self._obstore.head(self._store, self._key(path))))
+        def looked() -> Object | None:
+            try:
+                return _object(self._obstore.head(self._store, self._key(path)))
+            except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
+                return None
 
-        self._tried("looking at", path, looked)
-        return found[0] if found else None
+        return self._tried("looking at", path, looked)
 
     def fetch(self, path: str, offset: int, into: memoryview, etag: str) -> None:
         """Fill `into` from an object, if it still is the one with that ETag; raises ChangedError if it is not."""
@@ -149,19 +150,16 @@ class Bucket:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays."""
         piece = piece_bytes(size)
 
-        made: list[str] = []
-
-        def put() -> None:
+        def put() -> str:
             pieces = self._pieces(file, piece)
             key = self._key(path)
             done = self._obstore.put(
                 self._store, key, pieces, chunk_size=piece, max_concurrency=_AT_ONCE, use_multipart=size > piece
             )
-            made[:] = [str(done["e_tag"] or "")]
+            return str(done["e_tag"] or "")
 
-        self._tried("writing", path, put)
-        there = self.head(path)
-        if there is not None and made[0] and there.etag != made[0]:
+        etag, there = self._tried("writing", path, put), self.head(path)
+        if there is not None and etag and there.etag != etag:
             raise ChangedError(f"{self.name}/{path} was written by somebody else meanwhile", hint="run again alone")
         if there is None or there.size != size:
             raise DestinationError(f"{self.name}/{path} has not the {size:,} bytes that were sent")
@@ -180,18 +178,16 @@ class Bucket:
         if keys:
             self._tried("removing", paths[0], lambda: self._obstore.delete(self._store, keys))
 
-    def _tried(self, doing: str, path: str, act: Any) -> None:  # noqa: ANN401 - a function without result
-        """Do something, again where the trouble may pass."""
+    def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
+        """The result of `act`, which is done again where the trouble may pass."""
         where = f"{self.name}/{path}" if path else self.name
         patience = Patience(f"{doing} {where}", self.stop)
         while True:
             try:
                 with self._told(f"{doing} {where}"):
-                    act()
+                    return act()
             except TroubleError as trouble:
                 patience.wait(trouble)
-            else:
-                return
 
     @contextlib.contextmanager
     def _told(self, doing: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.storage import Stat
+from shardctl.storage import HIDDEN, Stat
 from shardctl.storage.windows import KEPT, Windows
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _LIBRARY: Final = 100 << 20
 """Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""
-_STATE: Final = ".shardctl/"
 
 
 class CloudSource:
@@ -34,14 +33,14 @@ class CloudSource:
         """Raises SourceError if there is nothing."""
         self._bucket = bucket
         objects = bucket.objects()
-        self._single = ""
+        self._single = False
         if not objects and "/" in bucket.name.partition("://")[2]:
             head, _, last = bucket.name.rpartition("/")
             parent = type(bucket)(head)
             found = parent.head(last)
             if found is not None:
-                self._bucket, self._single, objects = parent, last, {last: found}
-        kept = {path: found for path, found in objects.items() if not path.startswith(_STATE)}
+                self._bucket, self._single, objects = parent, True, {last: found}
+        kept = {path: found for path, found in objects.items() if HIDDEN.isdisjoint(path.split("/")[:-1])}
         self._objects: dict[str, Object] = {  # a folder made in a web page is an empty object `NAME/`, listed as `NAME`
             path: found for path, found in kept.items() if found.size or self._bucket.head(path) is not None
         }

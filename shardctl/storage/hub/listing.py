@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
 from shardctl.errors import HostileError, SourceError
+from shardctl.storage import HIDDEN
 from shardctl.storage.hub.refusals import offline, refusal, unreachable
 from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
@@ -33,7 +34,6 @@ _FIRST_TRIES: Final = 3
 _SILENCE: Final = 60.0
 """Seconds without an entry after which a listing is asked for again."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-_HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
             raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
         if not isinstance(file.size, int) or file.size < 0:
             raise SourceError(f"the Hub lists {path!r} with a size of {file.size!r}")
-    return {path: files[path] for path in sorted(files) if _HIDDEN.isdisjoint(path.split("/")[:-1])}
+    return {path: files[path] for path in sorted(files) if HIDDEN.isdisjoint(path.split("/")[:-1])}
 
 
 def _folder(address: Address) -> Path:
