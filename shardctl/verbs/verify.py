@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.dtype import CASTABLE
-from shardctl.errors import Interrupted, UsageError
+from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
 from shardctl.record import RECORD
@@ -20,7 +20,7 @@ from shardctl.verbs.opening import Checkpoint, Reading, opened
 from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_sums
 from shardctl.verify.finding import Finding
-from shardctl.workers import Effort, Stop
+from shardctl.workers import Effort
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,9 +140,14 @@ class _Run:
         return [first, *(Level(name, "skipped", reason) for name in self.names[1:])]
 
 
-def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
+def _odd(checkpoint: Checkpoint, whose: str = "") -> Iterator[Finding]:
+    """What was odd when headers were read, and `whose` they are if not those of the checkpoint that is verified."""
     for warning in checkpoint.manifest.warnings:
-        yield Finding("warning", "source", warning)
+        yield Finding("warning", "reading", f"{whose}{warning}")
+
+
+def _structure(checkpoint: Checkpoint) -> Iterator[Finding]:
+    yield from _odd(checkpoint)
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole)
@@ -160,7 +165,6 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     level, began = Level("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.whole.tensors.values())
     found = content.measure(tensors, checkpoint.source, effort)
-    _ended(effort.stop)
     digests = {t.name: tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
     for tensor in tensors:
         level.add(_oddities(tensor, found[tensor.name]))
@@ -169,7 +173,6 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
             level.add(iter([_changed(tensor, recorded.digest, digests[tensor.name])]))
     level.add(_copies(checkpoint, effort))
     level.add(check_sums(checkpoint.source, effort.stop))
-    _ended(effort.stop)
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
     if not checkpoint.record:
@@ -179,7 +182,6 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
 
 def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
     differences = content.replicas(list(checkpoint.whole.tensors.values()), checkpoint.source, effort)
-    _ended(effort.stop)
     for d in differences:
         message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
         yield Finding("error", "replicas", message, d.tensor, d.file, str(d.first))
@@ -207,6 +209,7 @@ def _identity(
     checkpoint: Checkpoint, other: Checkpoint, against: str | Path | None, effort: Effort, *, strict: bool
 ) -> Level:
     level, began = Level("identity", strict=strict), time.monotonic()
+    level.add(_odd(other, f"in {against}: "))
     mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
     if checkpoint.manifest.training is not None and checkpoint.record is not None:  # they were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors
@@ -219,7 +222,6 @@ def _identity(
         elif name in mine:
             pairs.append((mine[name], theirs[name]))
     differences = content.compare(pairs, checkpoint.source, other.source, effort)
-    _ended(effort.stop)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         level.add(iter([Finding("error", "identity", message, d.tensor, d.file, str(d.first))]))
@@ -242,8 +244,3 @@ def _pair(name: str, mine: Tensor | None, theirs: Tensor | None, *, filtered: bo
 
 def _was_cast(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.record and not {"dtype", "retyped"}.isdisjoint(checkpoint.record.options))
-
-
-def _ended(stop: Stop) -> None:
-    if stop:
-        raise Interrupted("interrupted before the end; nothing is proved", signal=stop.signal)

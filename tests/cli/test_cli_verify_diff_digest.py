@@ -53,6 +53,24 @@ def test_verify_finds_one_bit_and_answers_with_exit_code_3(say, damaged):
     assert lines[-1] == "FAILED: 1 finding"
 
 
+def test_what_is_odd_about_either_checkpoint_is_said_with_whose_it_is(say, result, source, tmp_path):
+    odd = tmp_path / "odd"
+    shutil.copytree(source, odd)
+    weights = {
+        line["name"]: "model.safetensors"
+        for line in json.loads(say("inspect", odd, "--tensors", "--json").out)["tensors"]
+    }
+    (odd / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 5}, "weight_map": weights})
+    )
+    words = "model.safetensors.index.json says 5 bytes of tensors; the shards hold 86,656"
+    assert f"warning: [reading] {words}" in say("verify", odd).out.splitlines()
+    found = say("verify", result, "--against", odd)
+    assert (found.code, found.out.splitlines()[2:]) == (0, [f"warning: [reading] in {odd}: {words}", "ok (1 warning)"])
+    _, identity = json.loads(say("verify", result, "--against", odd, "--json").out)["levels"]
+    assert [(each["check"], each["message"]) for each in identity["findings"]] == [("reading", f"in {odd}: {words}")]
+
+
 def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
     next(damaged.glob("shard-00001-*")).unlink()
     found = say("verify", damaged, "--level", "full", "--against", source)
