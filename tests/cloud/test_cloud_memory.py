@@ -1,5 +1,6 @@
 """The memory law with buckets at either end: what a run says it will need is what it needs at most."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -22,9 +23,10 @@ def measured(*args):
     def watch():
         nonlocal peak
         while not over.wait(0.004):
-            for line in Path(f"/proc/{child.pid}/status").read_text().splitlines():
-                if line.startswith("RssAnon"):
-                    peak = max(peak, int(line.split()[1]) * 1024)
+            with contextlib.suppress(OSError):  # it has just ended
+                for line in Path(f"/proc/{child.pid}/status").read_text().splitlines():
+                    if line.startswith("RssAnon"):
+                        peak = max(peak, int(line.split()[1]) * 1024)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
