@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
 from shardctl.memory.profiles import GROUPS, RUNTIMES
-from shardctl.memory.schedule import in_flight
+from shardctl.memory.schedule import in_flight, losses
 from shardctl.memory.sizes import Share, head_sizes, layer_sizes
 from shardctl.memory.term import Term
 from shardctl.models.style import Style
@@ -156,6 +156,7 @@ class _Rank:
         microbatches = work.microbatches or len(stages)
         virtual = work.virtual_stages
         self.flights = in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
+        self.losses = losses(len(stages), microbatches, work.schedule)
 
     def terms(self) -> Iterator[Term]:
         """The terms, in the order of the groups."""
@@ -202,7 +203,7 @@ class _Rank:
         if not peaks:
             return
         worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
-        yield from self._term("kept by the head and the loss", head, self.flights - (not worst.with_head))
+        yield from self._term("kept by the head and the loss", head, self.losses - (not worst.with_head))
         if worst.nbytes > 0:
             inputs = _inputs(worst.besides)
             formula = _formula(worst.besides) + (" - freed" if worst.freed else "")

@@ -39,6 +39,17 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "
     return min(microbatches * virtual, warm_up + 1) / virtual
 
 
+def losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") -> int:
+    """The most microbatches whose logits the last stage holds at once.
+
+    But for GPipe, the backward pass of a microbatch follows its last chunk's forward pass.
+
+    >>> losses(4, 8, "gpipe"), losses(4, 8, "interleaved")
+    (8, 1)
+    """
+    return microbatches if schedule == "gpipe" and stages > 1 else 1
+
+
 def bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
     """The time a stage waits in one step, as a fraction of the time it works.
 

@@ -79,6 +79,13 @@ def scheme(mesh: Mesh, work: Training) -> Scheme:
 
     Raises UsageError for an unknown optimizer or type, and for what the profile's runtime cannot do.
     """
+    cp = mesh.degree("cp")
+    if cp > 1 and work.sequence % (2 * cp):
+        # Each rank gets an early and a late part, so that causal work is even (Megatron-LM, context parallelism).
+        raise UsageError(
+            f"cp={cp} shares out {2 * cp} equal parts of a sequence, and it has {work.sequence} tokens",
+            hint=f"use --seq-len {-(-work.sequence // (2 * cp)) * 2 * cp}",
+        )
     known = optimizer(work.optimizer)
     compute = _floating(work.dtype)
     runtime = _runtime(mesh, work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardctl.errors import UsageError
 from shardctl.memory.activations import activations
 from shardctl.memory.runtime import runtime_terms
 from shardctl.memory.states import states
@@ -31,12 +32,22 @@ def train(
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do, and UnsupportedError for
     layers whose activations are not known.
     """
+    _check_chunks(work, stages)
     held = activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
     freed = total(held)
     kept = tuple(_beyond(term, freed) if term.name == STEP else term for term in states(holding, mesh, work))
     allocated = total((*kept, *held)).nbytes
     found = (*kept, *held, *runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
     return tuple(term for term in found if term.high)
+
+
+def _check_chunks(work: Training, stages: Sequence[int]) -> None:
+    """Raises UsageError if an interleaved schedule has more model chunks than some stage has layers."""
+    if work.schedule == "interleaved" and len(stages) > 1 and work.virtual_stages > min(stages):
+        raise UsageError(
+            f"{work.virtual_stages} model chunks per stage need as many layers, and a stage has {min(stages)}",
+            hint=f"use --vp {min(stages)} at most" if min(stages) > 1 else "use fewer stages",
+        )
 
 
 def _beyond(step: Term, freed: Sum) -> Term:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from shardctl.errors import UsageError
-from shardctl.memory.schedule import bubble, in_flight
+from shardctl.memory.schedule import bubble, in_flight, losses
 
 FORWARD, BACKWARD = 1, 2
 """Time of one microbatch through one stage."""
@@ -91,6 +91,17 @@ def test_interleaved_schedule(stages, rounds, virtual):
     assert [in_flight(k, stages, microbatches, "interleaved", virtual) for k in range(stages)] == peaks
     work = microbatches * (FORWARD + BACKWARD)
     assert (time - work) / work == pytest.approx(bubble(stages, microbatches, "interleaved", virtual))
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 12)])
+def test_the_last_stage_holds_logits(schedule, stages, microbatches, virtual):
+    live, most = 0, 0
+    for kind, _, chunk in orders(stages, microbatches, schedule, virtual)[-1]:
+        if chunk == virtual - 1:
+            live += 1 if kind == FORWARD else -1
+            most = max(most, live)
+    assert losses(stages, microbatches, schedule) == most
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 4, 3)])

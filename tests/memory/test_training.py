@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from known_models import stock
 
+from shardctl.errors import UsageError
 from shardctl.memory.activations import activations
 from shardctl.memory.holding import hold
 from shardctl.memory.states import states
@@ -65,3 +66,19 @@ def test_frozen_and_offloaded_states_are_on_their_tiers():
         assert {t.tier for t in terms} == {"device", "host", "nvme"}
         assert all(t.tier == "nvme" for t in terms if t.category == "optimizer")
         assert all(t.tier == "device" for t in terms if t.category in {"activations", "runtime"})
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "times"), [("1f1b", 1, 1), ("gpipe", 1, 8), ("interleaved", 2, 1)])
+def test_logits_are_held_as_often_as_the_schedule_makes_them_wait(schedule, virtual, times):
+    work = Training(4096, microbatches=8, schedule=schedule, virtual_stages=virtual, profile="megatron", zero=1)
+    *_, (_, terms, _) = ranks("t5", Mesh.of(pp=2), work, [2, 2])
+    (head,) = (t for t in terms if t.name == "kept by the head and the loss")
+    assert head.inputs["m"] == times
+
+
+def test_what_cannot_be_shared_out_is_refused():
+    with pytest.raises(UsageError, match="3 model chunks per stage need as many layers, and a stage has 1"):
+        ranks("llama", Mesh.of(pp=2), Training(64, schedule="interleaved", virtual_stages=3), [1, 1])
+    with pytest.raises(UsageError, match="6 equal parts of a sequence, and it has 64 tokens") as raised:
+        ranks("llama", Mesh.of(cp=3), Training(64), [2])
+    assert raised.value.hint == "use --seq-len 66"
