@@ -27,6 +27,11 @@ _CLASSES: Final = "torch.distributed.checkpoint.metadata"
 _INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
+def prefix(rank: int) -> str:
+    """What the names of a rank's files begin with."""
+    return f"__{rank}_"
+
+
 @dataclass(slots=True)
 class _Described:
     """A tensor that has items."""
@@ -68,7 +73,7 @@ class DcpFiles:
 
     @property
     def _path(self) -> str:
-        return f"__{self._rank}_{self._number}.distcp"
+        return f"{prefix(self._rank)}{self._number}.distcp"
 
     def object(self, key: str, item: bytes) -> None:
         """An object, as `object_item` has it."""

@@ -33,7 +33,7 @@ def pack(order: Order) -> Manifest:
     dialect = Dialect(NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: rank_prefix(rank) for rank in range(ranks)})
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in composed(order, SCHEMA, dialect).items():
-        builder.add(f"model{rank}-mp{ranks}.safetensors", arrays)
+        builder.add(f"{_prefix(dialect, rank)}safetensors", arrays)
     return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 

@@ -55,7 +55,7 @@ def pack(
     files: dict[str, File] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
     for rank, held in _ranks(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
-        path = f"consolidated.{rank:02d}.pth"
+        path = f"{prefix(rank)}pth"
         arrays = [(_named(name, model), tensor, box) for tensor, box in held for name in (tensor.name, *tensor.ties)]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]
         state = {n: tensor_value(dtypes[t.name], box.shape, number) for number, (n, t, box) in enumerate(arrays)}
@@ -72,6 +72,11 @@ def pack(
         for name, tensor in have.tensors.items()
     }
     return Manifest(NAME, tensors, files, have.objects)
+
+
+def prefix(rank: int) -> str:
+    """What the name of a rank's file begins with."""
+    return f"consolidated.{rank:02d}."
 
 
 def _ranks(have: Manifest, placed: Placed | None, *, hidden: bool) -> Iterator[tuple[int, list[tuple[Tensor, Box]]]]:

@@ -37,9 +37,14 @@ def pack(
     for rank, held in placed.ranks():
         files = _files(rank_arrays(held, form, dtypes, known), max_shard_size)
         for number, arrays in enumerate(files, 1):
-            path = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
+            path = f"{prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
             builder.add(path, arrays, _sharding(arrays))
     return builder.manifest(NAME, have, dtypes)
+
+
+def prefix(rank: int) -> str:
+    """What the names of a rank's files begin with."""
+    return f"shard-{rank + 1:05d}-"
 
 
 def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], known: Known) -> Iterator[list[Array]]:

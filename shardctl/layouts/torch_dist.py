@@ -17,7 +17,7 @@ from shardctl.box import Box
 from shardctl.dialect import Dialect
 from shardctl.errors import CutError, UnsupportedError
 from shardctl.layouts.composed import Layout, target
-from shardctl.layouts.dcp_files import DcpFiles
+from shardctl.layouts.dcp_files import DcpFiles, prefix
 from shardctl.layouts.hf import USUAL_SHARD
 from shardctl.layouts.megatron_args import arguments
 from shardctl.layouts.torch_item import object_item
@@ -249,7 +249,7 @@ def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes
 
 def _prefix(dialect: Dialect, rank: int) -> str:
     del dialect
-    return f"{FOLDER}__{rank}_"
+    return FOLDER + prefix(rank)
 
 
 LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, max_shard_size=True)

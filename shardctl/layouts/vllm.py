@@ -47,7 +47,7 @@ def pack(order: Order) -> Manifest:
     builder = FileBuilder({"format": "pt"})
     for rank, arrays in composed(order, SCHEMA, dialect).items():
         for part, some in enumerate(_parts(arrays, order.max_shard_size or _USUAL_PART)):
-            builder.add(f"model-rank-{rank}-part-{part}.safetensors", some)
+            builder.add(f"{_prefix(dialect, rank)}part-{part}.safetensors", some)
     return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 

@@ -12,7 +12,7 @@ from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import Budget, budget
-from shardctl.layouts import COMPOSED, LAYOUTS, dcp, hf, meta, ranks, universal
+from shardctl.layouts import COMPOSED, LAYOUTS, dcp, dcp_files, hf, meta, ranks, universal
 from shardctl.layouts.composed import Order
 from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 
 _COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
+_PREFIXES: Final = {ranks.NAME: ranks.prefix, dcp.NAME: dcp_files.prefix, meta.NAME: meta.prefix}
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
@@ -124,11 +125,7 @@ class Draft:
         dialect = self.plan.want.dialect
         if dialect is not None:
             return _COMPOSED[self.layout].prefix(dialect, rank)
-        return {
-            ranks.NAME: f"shard-{rank + 1:05d}-",
-            dcp.NAME: f"__{rank}_",
-            meta.NAME: f"consolidated.{rank:02d}.",
-        }.get(self.layout, "")
+        return _PREFIXES[self.layout](rank) if self.layout in _PREFIXES else ""
 
     @property
     def write_bytes(self) -> int:
