@@ -123,8 +123,10 @@ def split_state(name: str) -> tuple[str, str] | None:
     ('exp_avg', 'lm_head.weight')
     >>> split_state("lm_head.weight")
     """
+    if not name.startswith(f"{ROOT}."):
+        return None
     words = name.split(".", _WORDS - 1)
-    return (words[1], words[2]) if len(words) == _WORDS and words[0] == ROOT else None
+    return (words[1], words[2]) if len(words) == _WORDS else None
 
 
 def with_states(manifest: Manifest) -> Manifest:

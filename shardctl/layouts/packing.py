@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
@@ -31,6 +31,10 @@ class Array:
     """Those that the box may hold elements of."""
     views: Views | None = None
     """Where each of them lies in the larger array; None if that is the only one of them."""
+    constant: ClassVar[bytes | None] = None
+    """Nothing: tensors fill it."""
+    padding: ClassVar[int] = 0
+    """Nothing, as well."""
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError if an edge of the box falls inside a byte."""
@@ -69,16 +73,6 @@ class Array:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.dtype.nbytes(self.box.shape)
-
-    @property
-    def constant(self) -> bytes | None:
-        """None: tensors fill it."""
-        return None
-
-    @property
-    def padding(self) -> int:
-        """0: tensors fill it."""
-        return 0
 
 
 class Packable(Protocol):

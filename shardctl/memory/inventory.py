@@ -80,41 +80,50 @@ def take_stock(
 
     `specs` says by name how each is cut; `buffers` are the names of what is never trained.
     """
-    counts: dict[tuple[object, ...], dict[int, int]] = {}
-    cuts: dict[tuple[tuple[Cut, ...], ...], int] = {}
-    known: dict[int, tuple[object, int]] = {}  # the same by object: rows share few, and to hash cuts takes long
-    shared: list[tuple[tuple[Cut, ...], ...]] = []  # each of them once
-    kinds: dict[tuple[object, ...], tuple[str, tuple[int, ...], DType, Spec, bool]] = {}
+    rules = _Rules()
+    found: dict[tuple[object, ...], tuple[Tensor, DType, Spec, bool, list[int]]] = {}
     for tensor in tensors:
-        spec = specs[tensor.name]
-        dtype = dtypes[tensor.name] if dtypes is not None else tensor.dtype
-        trainable = dtype.name in FLOATING and tensor.name not in buffers
-        member = spec.member
-        alike = (member.axis, member.count) if member else None
-        if id(spec.cuts) not in known:
-            known[id(spec.cuts)] = spec.cuts, cuts.setdefault(spec.cuts, len(cuts))
-            if len(cuts) > len(shared):
-                shared.append(spec.cuts)
-        key = (tensor.shape, dtype.name, known[id(spec.cuts)][1], spec.where, alike, trainable)
-        number = member.index if member else 0
-        if key in counts:
-            counts[key][number] = counts[key].get(number, 0) + 1
-            continue
-        counts[key] = {number: 1}
-        same = shared[known[id(spec.cuts)][1]]
-        first = Spec(same, spec.where, Member(member.axis, 0, member.count) if member else None)
-        kinds[key] = (tensor.name, tensor.shape, dtype, first, trainable)
+        name = tensor.name
+        rule, number = rules.of(specs[name])
+        dtype = dtypes[name] if dtypes is not None else tensor.dtype
+        trainable = dtype.name in FLOATING and name not in buffers
+        key = (id(rule), tensor.shape, dtype.name, trainable)
+        if key not in found:
+            found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
+        found[key][-1][number] += 1
     return Inventory(
         tuple(
-            Kind(
-                name,
-                shape,
-                dtype,
-                spec,
-                tuple(counts[key].get(n, 0) for n in range(spec.member.count if spec.member else 1)),
-                trainable,
-            )
-            for key, (name, shape, dtype, spec, trainable) in kinds.items()
+            Kind(first.name, first.shape, dtype, rule, tuple(members), trainable)
+            for first, dtype, rule, trainable, members in found.values()
         ),
         layers,
     )
+
+
+class _Rules:
+    """Specs that are equal but for which expert they speak of, as one.
+
+    Tensors share their specs, and specs their cuts, which take long to hash: both are known again by object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Spec, Spec, int]] = {}
+        self._rules: dict[tuple[object, ...], Spec] = {}
+        self._cuts: dict[int, tuple[object, int]] = {}
+        self._numbers: dict[tuple[tuple[Cut, ...], ...], int] = {}
+
+    def of(self, spec: Spec) -> tuple[Spec, int]:
+        """The spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
+        if id(spec) not in self._known:
+            self._known[id(spec)] = spec, self._rule(spec), spec.member.index if spec.member else 0
+        _, rule, number = self._known[id(spec)]
+        return rule, number
+
+    def _rule(self, spec: Spec) -> Spec:
+        cuts, member = spec.cuts, spec.member
+        if id(cuts) not in self._cuts:
+            self._cuts[id(cuts)] = cuts, self._numbers.setdefault(cuts, len(self._numbers))
+        key = (self._cuts[id(cuts)][1], spec.where, (member.axis, member.count) if member else None)
+        if key not in self._rules:
+            self._rules[key] = Spec(cuts, spec.where, Member(member.axis, 0, member.count) if member else None)
+        return self._rules[key]

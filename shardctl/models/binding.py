@@ -9,7 +9,7 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model, ModelTensor
@@ -20,18 +20,19 @@ _SHOWN: Final = 5
 
 def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     """`stored` under the canonical names of `model`, in its order; see `Model.bind`."""
+    plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
     for name, tensor in stored.tensors.items():
-        if name in model.tensors and name not in found and name not in model.fusions:
-            found[name] = {name: tensor}
+        if name in plain:
             continue
         meant = meaning(model, name)
         if meant is None:
             unknown.append(name)
             continue
         for part, held in _parts(model, meant, tensor):
-            names = found.setdefault(model.aliases.get(part, part), {})
+            first = model.aliases.get(part, part)
+            names = found.setdefault(first, {first: plain[first]} if first in plain else {})
             if part in names:
                 raise SourceError(
                     f"{names[part].name} and {name} are both {part}",
@@ -43,8 +44,13 @@ def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
             f"{model.architecture or 'the model'} has no {_noun(unknown)} {listed(unknown)}",
             hint="say how such tensors are cut with --rules FILE",
         )
-    warnings = (*stored.warnings, *model.warnings, *(() if partial else _missing(model, found)))
-    tensors = {name: _merged(t, found[name]) for name, t in model.tensors.items() if name in found}
+    whole = plain.keys() | found.keys()
+    warnings = (*stored.warnings, *model.warnings, *(() if partial else _missing(model, whole)))
+    tensors = {
+        name: _merged(t, found[name]) if name in found else _single(t, plain[name])
+        for name, t in model.tensors.items()
+        if name in whole
+    }
     return replace(stored, tensors=tensors, warnings=warnings)
 
 
@@ -112,7 +118,7 @@ def _modern(legacy: Mapping[str, str], name: str) -> str:
     return dotted[1:-1]
 
 
-def _missing(model: Model, found: Mapping[str, object]) -> list[str]:
+def _missing(model: Model, found: Collection[str]) -> list[str]:
     """Warnings about parts that may be missing; raises SourceError for a tensor that may not."""
     missing = [t for t in model.own() if t.name not in found]
     required = [t.name for t in missing if not t.spare]
@@ -127,13 +133,15 @@ def _missing(model: Model, found: Mapping[str, object]) -> list[str]:
     return [f"the checkpoint has no {listed(spare)}; {model.architecture} starts without it"] if spare else []
 
 
+def _single(expected: ModelTensor, stored: Tensor) -> Tensor:
+    """One global tensor from what is stored under its very name: mostly just that."""
+    if expected.ties or stored.ties or stored.spelling or stored.shape != expected.shape:
+        return _merged(expected, {expected.name: stored})
+    return stored
+
+
 def _merged(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
     """One global tensor from all that is stored of it, by the name each was meant as."""
-    if not expected.ties and len(stored) == 1:
-        (part,) = stored.values()
-        if part.name == expected.name and not part.ties and not part.spelling:
-            _check_shape(expected, part)
-            return part
     names = (expected.name, *expected.ties)
     order = {name: place for place, name in enumerate(names)}
     parts = [stored[name] for name in sorted(stored, key=lambda name: order.get(name, len(order)))]

@@ -46,7 +46,7 @@ def is_flat(name: str) -> bool:
     >>> is_flat("model.layers.0._flat_param"), is_flat("flat_param.weight")
     (True, False)
     """
-    return name.rpartition(".")[2] == _FLAT
+    return name.endswith(_FLAT) and name.rpartition(".")[2] == _FLAT
 
 
 def refuse_flat(stored: Manifest) -> None:

@@ -46,6 +46,9 @@ class _Plan:
     """Conditions on the outermost index: its values, and whether it must be one of them."""
     mine: bool
     """Whether the class has it; else it is known from other classes."""
+    tied: bool
+    """Whether it is one more name of another tensor."""
+    optional: bool
     spare: bool
     whole: int | None
     """Which of the indices counts experts, if one does."""
@@ -104,8 +107,21 @@ class _Builder:
         cuts = self.cuts.setdefault(cuts, cuts)
         dtype = BY_NAME[row.buffer or row.dtype] if row.buffer or row.dtype else self.dtype
         name, indices = "%d".join(piece.replace("%", "%%") for piece in pieces[::2]), tuple(pieces[1::2])
-        whole = counting[0] if counting else None
-        return _Plan(row, name, indices, shape, dtype, cuts, free, tuple(only), mine, spare, whole)
+        return _Plan(
+            row=row,
+            name=name,
+            indices=indices,
+            shape=shape,
+            dtype=dtype,
+            cuts=cuts,
+            free=free,
+            only=tuple(only),
+            mine=mine,
+            tied=bool(row.tie) and (row.tied == "always" or bool(self.facts.flags[row.tied])),
+            optional=bool(row.buffer) or row.optional or not mine,
+            spare=spare and mine,
+            whole=counting[0] if counting else None,
+        )
 
     def full(self, name: str) -> str:
         """A row's name with the base model's prefix of this class."""
@@ -167,11 +183,12 @@ class _Builder:
             innermost = all(len(plan.indices) == depth + 1 for plan in group)
             for value in values:
                 held = group if at else [plan for plan in group if plan.holds_at(value)]
+                here = (*at, value)
                 if innermost:
                     for plan in held:
-                        self.add(plan, (*at, value))
+                        self.add(plan, here)
                 else:
-                    self.expand(held, (*at, value))
+                    self.expand(held, here)
                 if len(self.tensors) > MOST_TENSORS:
                     raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
 
@@ -179,18 +196,18 @@ class _Builder:
         """Add the tensor of `plan` whose indices are `at`."""
         name = plan.name % at
         where = self.stage(plan, at)
-        row = plan.row
-        if row.tie and (row.tied == "always" or self.facts.flags[row.tied]):
+        if plan.tied:
             self.tie(name, plan, where)
             return
-        key = (id(plan.cuts), where, None if plan.whole is None else (plan.indices[plan.whole], at[plan.whole]))
+        whole = plan.whole
+        key = (id(plan.cuts), where) if whole is None else (id(plan.cuts), where, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:
             spec = self.specs[key] = Spec(plan.cuts, (where,), self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
-        optional = bool(row.buffer) or row.optional or not plan.mine
-        spare = plan.spare and plan.mine
-        self.tensors[name] = ModelTensor(name, plan.shape, plan.dtype, spec, row, (), optional, spare, plan.free)
+        self.tensors[name] = ModelTensor(
+            name, plan.shape, plan.dtype, spec, plan.row, (), plan.optional, plan.spare, plan.free
+        )
 
     def tie(self, name: str, plan: _Plan, where: tuple[Where, int]) -> None:
         """Make `name` one more name of the tensor it is tied to."""

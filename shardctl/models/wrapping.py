@@ -27,7 +27,7 @@ def unwrapped(model: Model, stored: Manifest) -> Manifest:
     First the wrappers of torch go, then as few leading words, common to all names, as do the rest (``module.`` of
     DistributedDataParallel, an attribute of a trainer's own class).
     """
-    if all(meaning(model, name) is not None for name in stored.tensors):
+    if all(name in model.tensors or meaning(model, name) is not None for name in stored.tensors):
         return stored
     bare = {name: _bare(name) for name in stored.tensors}
     for count in range(_common(bare.values()) + 1):
