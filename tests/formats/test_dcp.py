@@ -461,6 +461,18 @@ def test_a_step_that_is_none_is_not_known(tmp_path, step):
     assert scan(saved(state, tmp_path / "odd")).training.step is None
 
 
+def test_a_number_that_a_key_only_ends_in_step_for_is_not_that_of_steps_done(tmp_path):
+    state = {"model": {"a": torch.zeros(2)}, "loader": {"last_step": 5, "eval_step": 100}, "train_state": {"step": 7}}
+    assert scan(saved(state, tmp_path / "steps")).training.step == 7
+
+
+def test_states_that_are_no_tensors_are_said_to_be_that(tmp_path):
+    optimizer = {"state": {"a": {"step": 3, "RMS": 0.5}}, "param_groups": [{"params": ["a"]}]}
+    manifest = scan(saved({"model": {"a": torch.zeros(2)}, "optim": optimizer}, tmp_path / "adafactor"))
+    assert manifest.warnings == ("1 optimizer states such as 'optim.state.a.RMS' are left behind: they are no tensors",)
+    assert manifest.training.step == 3
+
+
 def test_settings_that_could_not_be_written_again_are_not_known(tmp_path):
     groups = [{"lr": 0.1, "name": "\ud800", "huge": 10**300, "params": ["a"]}]
     state = {"model": {"a": torch.zeros(2)}, "optim": {"state": {"a": {"step": 1.0}}, "param_groups": groups}}

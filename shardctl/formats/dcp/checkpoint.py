@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import Items
-from shardctl.formats.dcp.keys import Sorted, settings_groups, sort_keys, split_flat
+from shardctl.formats.dcp.keys import Sorted, named_states, settings_groups, sort_keys, steps_done
 from shardctl.formats.dcp.save import Save
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Manifest, Opaque
-from shardctl.training import Training, as_steps, state_name
+from shardctl.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,6 @@ SUFFIX: Final = ".distcp"
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
 _RANK: Final = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
-_STEPS: Final = ("train_state.step", "step", "global_step", "iteration", "trainer_state.global_step")
-"""Keys under which trainers keep the number of steps."""
 _SHOWN: Final = 3
 
 
@@ -92,48 +90,19 @@ class _Save(Save):
 
     def training(self, weights: Mapping[str, Tensor], model: _Save) -> Training:
         """Optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
-        states: dict[str, Tensor] = {}
-        strange: list[str] = []
-        for key, (parameter, state) in self.sorted.states.items():
-            if not parameter:
-                parameter, state = split_flat(state, weights)  # noqa: PLW2901 - told apart at last
-            if parameter not in weights or key not in self.tensors:
-                strange.append(key)
-                continue
-            name = state_name(state, parameter)
-            if name in states:
-                raise SourceError(
-                    f"{key!r} and {states[name].chunks[0].name!r} are both the state {state} of {parameter}",
-                    hint="several optimizers of one model cannot be told apart",
-                )
-            states[name] = self.tensor(key, name)
-        if strange:
-            self.collector.warnings.append(
-                f"{len(strange)} optimizer states such as {strange[0]!r} are left behind: their weights are not here"
-            )
         ranks = {m[1] for path in model.collector.files if (m := _RANK.fullmatch(path.rpartition("/")[2]))}
         version = self.metadata[0].version
         return Training(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
             ranks=len(ranks) or None,
-            step=self._step(),
-            states=states,
+            step=steps_done(self.sorted, self.value),
+            states=named_states(self.sorted, weights, self.tensors, self.tensor, self.collector.warnings),
             groups=settings_groups(self.sorted, weights, self.value),
             notes=tuple(model.notes()),
         )
 
     def notes(self) -> Iterable[str]:
         """How the keys were understood."""
-        if self.sorted.model:
-            yield f"weights are named by what follows {'.'.join(self.sorted.model)!r} in the keys"
+        yield from self.sorted.notes()
         if not self.alone:
             yield f"{len(self.metadata)} ranks saved without talking to each other; copies of a box must be equal"
-
-    def _step(self) -> int | None:
-        named = [key for key in self.sorted.others if key.endswith(_STEPS)]
-        steps = [key for key, (_, state) in self.sorted.states.items() if state.rpartition(".")[2] == "step"]
-        for key in (*named, *steps[:1]):
-            done = as_steps(self.value(key))
-            if done is not None:
-                return done
-        return None

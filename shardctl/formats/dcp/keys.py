@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.training import Group
+from shardctl.errors import SourceError
+from shardctl.training import Group, as_steps, state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from shardctl.manifest import Tensor
     from shardctl.training import Setting
 
 Way = tuple[str, ...]
@@ -29,6 +31,10 @@ _OTHERS: Final = frozenset(
     }
 )
 """What else they keep to resume (torchtitan `components/checkpointer`, accelerate, Lightning)."""
+STEPS: Final = frozenset({"step", "global_step", "global_steps", "iteration"})
+"""What trainers call the number of steps that were done."""
+_STEP: Final = "step"
+"""What optimizers call it."""
 _STATE: Final = "state"
 _GROUPS: Final = "param_groups"
 _MEMBERS: Final = "params"
@@ -52,8 +58,10 @@ class Sorted:
     """Those of them that are tensors and nothing that trainers are known to keep."""
     model: Way = ()
     """Where in the nested dicts the weights were."""
-    optimizer: Way | None = None
-    """Where the optimizer was; None if there is none."""
+
+    def notes(self) -> tuple[str, ...]:
+        """How the keys of weights were understood."""
+        return (f"weights are named by what follows {'.'.join(self.model)!r} in the keys",) if self.model else ()
 
 
 def sort_keys(tensors: Collection[str], objects: Iterable[str], places: Mapping[str, tuple[str | int, ...]]) -> Sorted:
@@ -67,7 +75,6 @@ def sort_keys(tensors: Collection[str], objects: Iterable[str], places: Mapping[
         if root is None:
             rest[key] = way
         else:
-            found.optimizer = found.optimizer if found.optimizer is not None else root
             _sort_state(found, key, way[len(root) :])
     found.model = _model({way for key, way in rest.items() if key in tensors})
     depth = len(found.model)
@@ -97,6 +104,53 @@ def split_flat(text: str, parameters: Collection[str]) -> tuple[str, str]:
         at = text.rfind(".", 0, at)
     parameter, _, name = text.rpartition(".")
     return parameter, name
+
+
+def named_states(
+    found: Sorted,
+    weights: Collection[str],
+    tensors: Collection[str],
+    made: Callable[[str, str], Tensor],
+    warnings: list[str],
+) -> dict[str, Tensor]:
+    """Optimizer states by name, each `made` of its key, which is one of `tensors`, and its name.
+
+    What is left behind is added to `warnings`, but for steps that are no tensors: `steps_done` finds those.
+    Raises SourceError for two states of one name.
+    """
+    states: dict[str, Tensor] = {}
+    strange: list[str] = []
+    plain: list[str] = []
+    numbered = True
+    for key, (parameter, state) in found.states.items():
+        if not parameter:
+            parameter, state = split_flat(state, weights)  # noqa: PLW2901 - told apart at last
+        if key not in tensors:
+            plain += [key] if state != _STEP else []
+            continue
+        if parameter not in weights:
+            strange.append(key)
+            numbered = numbered and parameter.isdecimal()
+            continue
+        name = state_name(state, parameter)
+        if name in states:
+            raise SourceError(
+                f"{key!r} and {states[name].chunks[0].name!r} are both the state {state} of {parameter}",
+                hint="several optimizers of one model cannot be told apart",
+            )
+        states[name] = made(key, name)
+    why = "their parameters are numbered, not named" if numbered else "their weights are not here"
+    for keys, reason in ((strange, why), (plain, "they are no tensors")):
+        if keys:
+            warnings.append(f"{len(keys)} optimizer states such as {keys[0]!r} are left behind: {reason}")
+    return states
+
+
+def steps_done(found: Sorted, value: Callable[[str], Setting]) -> int | None:
+    """How many steps were done, by what `value` finds under a trainer's key, else under an optimizer's."""
+    named = [key for key in found.others if key.rpartition(".")[2] in STEPS]
+    steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == _STEP]
+    return next((done for key in (*named, *steps[:1]) if (done := as_steps(value(key))) is not None), None)
 
 
 def settings_groups(found: Sorted, parameters: Collection[str], value: Callable[[str], Setting]) -> tuple[Group, ...]:

@@ -70,8 +70,7 @@ def scan(source: Source) -> Manifest:
             hint=f"if each holds the whole model, give one of them: {source.name}/{model[0].path}",
         )
     weights = {name: collector.tensor(key, name, model) for key, name in found.weights.items()}
-    notes = [f"weights are named by what follows {'.'.join(found.model)!r} in the keys"] if found.model else []
-    trained = training(collector, found, weights, optimizer or model, len(model), notes)
+    trained = training(collector, found, weights, optimizer or model, len(model))
     for each in (model, optimizer):
         collector.heed_missing(each)
     return Manifest(

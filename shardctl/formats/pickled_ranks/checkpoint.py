@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
+    from shardctl.formats.dcp.keys import Way
     from shardctl.formats.pickled_ranks.parts import Part, Piece
     from shardctl.formats.rank_files import RankFile
     from shardctl.formats.torch_tensors import Saved, View
     from shardctl.storage import Source
-
-Way = tuple[str, ...]
-"""The keys of the nested dicts and lists that lead to a value."""
 
 _DEPTH: Final = 32
 _SHOWN: Final = 3
