@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardctl.errors import UsageError
+from shardctl.errors import CutError, UsageError
 from shardctl.mesh import HOLDING, REPLICATING
 from shardctl.placement import boxes, check
 from shardctl.value import value
@@ -191,6 +191,19 @@ def _stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
         load += costs[position]
         needed[position] = stages if max(load, last) <= limit else len(costs) + 1
     return needed
+
+
+def even_stages(layers: int, count: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be: the first stages have the layers that are left over.
+
+    Raises CutError if there are more stages than layers.
+
+    >>> even_stages(4, 3)
+    (2, 1, 1)
+    """
+    if count > layers:
+        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
+    return tuple(layers // count + (stage < layers % count) for stage in range(count))
 
 
 def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Written last, by `dist_checkpointing/core.py` of Megatron-LM core: what has it i
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ _FOLDERS: Final = ("weights", "model_weights")
 """Where NeMo 2 and NeMo 1 have one, beside the model's description."""
 _LARGEST: Final = 1 << 16
 _KEY: Final = "sharded_backend"
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +60,18 @@ def is_megatron(source: Source) -> bool:
 
 
 def _folders(source: Source) -> tuple[str, ...]:
-    return ("", *_iteration(source), *(f"{name}/" for name in _FOLDERS))
+    return ("", *filter(None, (tracked(source),)), *(f"{name}/" for name in _FOLDERS))
 
 
-def last_iteration(source: Source) -> int | None:
-    """The number in the tracker; None if there is none."""
-    text = _text(source, TRACKER)
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+def tracked(source: Source) -> str | None:
+    """The folder that the tracker names, with a slash; None if there is no tracker, or it names none.
 
-
-def _iteration(source: Source) -> tuple[str, ...]:
-    """The folder that the tracker names (`get_checkpoint_name` in `megatron/training/checkpointing.py`)."""
-    text = _text(source, TRACKER)
+    See `get_checkpoint_name` in `megatron/training/checkpointing.py`.
+    """
+    text = _text(source, TRACKER) or ""
     if text == "release":
-        return ("release/",)
-    number = last_iteration(source)
-    return (f"iter_{number:07d}/",) if number is not None else ()
+        return "release/"
+    return f"iter_{int(text):07d}/" if _NUMBER.fullmatch(text) else None
 
 
 def _text(source: Source, path: str) -> str | None:

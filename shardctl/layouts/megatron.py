@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dialect import Dialect
 from shardctl.errors import CutError, UsageError
 from shardctl.layouts.composed import Layout, composed, target
-from shardctl.layouts.megatron_args import arguments
+from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, arguments
 from shardctl.layouts.torch_item import saved, tensor_value
 from shardctl.manifest import Chunk, File, Region
 from shardctl.models.config import Config
 from shardctl.schemas import megatron
+from shardctl.schemas.composite import multiple
 from shardctl.schemas.megatron import SCHEMA, layers
 from shardctl.schemas.megatron.arguments import LAST_ROW
 from shardctl.schemas.megatron.layers import TITLE
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 NAME: Final = "megatron"
 OPTION: Final = "megatron"
-_TRACKER: Final = "latest_checkpointed_iteration.txt"
-_VERSION: Final = 3.0
-_DIVISIBLE: Final = 128
-"""Megatron-LM's own `--make-vocab-size-divisible-by`."""
 _CHOICES: Final = {
     "layers": ("transformer-engine", "local"),
     "experts": ("sequential", "grouped"),
@@ -46,7 +43,6 @@ _CHOICES: Final = {
 }
 _NUMBERS: Final = ("virtual", "multiple")
 _LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|output_layer)\.(weight|bias)")
-_EMBEDDING: Final = {True: "transformer.wte.weight", False: "model.embed_tokens.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ class Wanted:
     """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
     chunks: int = 1
     """Chunks of layers on each stage, of a virtual pipeline."""
-    multiple: int = _DIVISIBLE
+    multiple: int = DIVISIBLE
     """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
 
     @classmethod
@@ -87,7 +83,7 @@ class Wanted:
             given.get("experts") == "grouped",
             given.get("padding") == "last-row",
             int(given.get("virtual", 1)),
-            int(given.get("multiple", _DIVISIBLE)),
+            int(given.get("multiple", DIVISIBLE)),
         )
 
 
@@ -102,7 +98,7 @@ def pack(order: Order) -> Manifest:
     counts = _counts(order, wanted)
     names = dict(enumerate(folders(mesh)))
     tp, pp = mesh.degree("tp"), mesh.degree("pp")
-    embedding = _EMBEDDING[order.model.family == "gpt2"]
+    embedding = layers.vocabulary(order.model)
     padded = _padded(order.model.tensors[embedding].shape[0], tp, wanted)
     dialect = Dialect(
         megatron.NAME,
@@ -122,9 +118,9 @@ def pack(order: Order) -> Manifest:
     files: dict[str, File] = {}
     stored: list[tuple[str, Chunk]] = []
     for rank, arrays in composed(order, SCHEMA, dialect).items():
-        path = f"release/{names[rank]}/{FILE}"
+        path = f"{FOLDER}{names[rank]}/{FILE}"
         files[path] = _file(path, arrays, _Namer(order, wanted), arguments, wanted, stored)
-    files[_TRACKER] = File(_TRACKER, len(b"release"), ((0, b"release"),))
+    files[TRACKER] = File(TRACKER, len(b"release"), ((0, b"release"),))
     return target(NAME, order, SCHEMA, dialect, files, stored)
 
 
@@ -145,12 +141,11 @@ def _mesh(order: Order) -> Mesh:
 
 
 def _padded(tokens: int, tp: int, wanted: Wanted) -> int:
-    """Rows of the vocabulary with its padding (`_vocab_size_with_padding`).
+    """Rows of the vocabulary with its padding.
 
     Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
     """
-    unit = wanted.multiple * tp
-    padded = -(-tokens // unit) * unit
+    padded = multiple(tokens, wanted.multiple * tp)
     if wanted.last_row and padded // tp * (tp - 1) >= tokens:
         raise CutError(
             f"padding {tokens} tokens to {padded} rows would leave ranks with copies of the last row alone",
@@ -197,13 +192,11 @@ def _first_and_last(stages: Sequence[int]) -> tuple[int | None, int | None]:
 
 def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
     """The `args` of the run that might have written this."""
-    embedding = _EMBEDDING[order.model.family == "gpt2"]
     counts = dialect.numbers(megatron.LAYERS)
     several = dialect.mesh.degree("pp") > 1
     first, last = _first_and_last(counts) if wanted.chunks == 1 and several else (None, None)
     more: dict[str, Value] = {
         "encoder_num_layers": order.model.layers,
-        "vocab_size": order.model.tensors[embedding].shape[0],
         "padded_vocab_size": dialect.number(megatron.VOCABULARY),
         "make_vocab_size_divisible_by": wanted.multiple,
         LAST_ROW: wanted.last_row,
@@ -219,7 +212,7 @@ def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
         "use_legacy_models": False,
         "ckpt_format": "torch",
     }
-    return arguments(order, dialect.mesh, order.dtypes[embedding], more)
+    return arguments(order, dialect.mesh, order.dtypes[layers.vocabulary(order.model)], more)
 
 
 class _Namer:
@@ -265,7 +258,7 @@ def _file(
         for model in models.values():
             if "decoder.final_layernorm.weight" in model:
                 model.setdefault(f"output_layer.{EXTRA_STATE}", None)
-    value: dict[str, Value] = {"args": arguments, "checkpoint_version": _VERSION, "iteration": 0, **models}
+    value: dict[str, Value] = {"args": arguments, "checkpoint_version": VERSION, "iteration": 0, **models}
     item = saved({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
     literals, blanks = list(item.literals), []
     for name, array, start in zip(names, arrays, item.starts, strict=True):
@@ -280,7 +273,7 @@ def _file(
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:
-    return f"release/{dialect.ranks.get(rank, '?/')}"
+    return f"{FOLDER}{dialect.ranks.get(rank, '?/')}"
 
 
 LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({OPTION}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from shardctl.layouts.pickle_writer import Name, Object
 from shardctl.schemas.megatron.arguments import arguments_of
+from shardctl.schemas.megatron.layers import vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,6 +15,15 @@ if TYPE_CHECKING:
     from shardctl.layouts.composed import Order
     from shardctl.layouts.pickle_writer import Value
     from shardctl.mesh import Mesh
+
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+"""What says in which folder the files are; `FOLDER` without its slash."""
+FOLDER: Final = "release/"
+VERSION: Final = 3.0
+"""`checkpoint_version`: of the order of rows of queries, keys and values."""
+DIVISIBLE: Final = 128
+"""Megatron-LM's own `--make-vocab-size-divisible-by`; times tp, what vocabularies are padded to a multiple of
+(`_vocab_size_with_padding`)."""
 
 
 def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> Object:
@@ -26,6 +36,7 @@ def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value])
         for name, value in arguments_of(order.config, order.model).items()
     }
     said |= {
+        "vocab_size": order.model.tensors[vocabulary(order.model)].shape[0],
         "seq_length": said["max_position_embeddings"],
         "tensor_model_parallel_size": mesh.degree("tp"),
         "pipeline_model_parallel_size": mesh.degree("pp"),

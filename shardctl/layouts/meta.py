@@ -16,6 +16,7 @@ from shardctl.errors import CutError, UnsupportedError
 from shardctl.layouts.torch_item import saved, tensor_value
 from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
 from shardctl.models.meta_names import in_metas_order, metas_name
+from shardctl.models.rope import rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +30,6 @@ NAME: Final = "meta"
 PARAMS: Final = "params.json"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _LLAMA3_THETA: Final = 500_000
-_SCALING: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
-"""What Meta's code has for every Llama 3.1 and later."""
 _MULTIPLES: Final = (256, 1_024, 4_096)
 _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
@@ -47,16 +46,17 @@ def pack(
     """
     if model.family != "llama":
         raise UnsupportedError(f"Meta's code is for Llama 2 and 3, not for {model.architecture or 'this model'}")
-    ranks = placed.mesh.world if placed is not None else 1
-    if placed is not None and placed.mesh.degree("tp") != ranks:
+    theta, positions = _rope(config)
+    content = (json.dumps(_params(config, model, have, positions), indent=2) + "\n").encode()
+    names = {t.name: [_named(name, model) for name in (t.name, *t.ties)] for t in have.tensors.values()}
+    if placed is not None and placed.mesh.degree("tp") != placed.mesh.world:
         raise CutError(f"Meta's files are those of tp ranks, but the mesh is {placed.mesh}", hint="use --tp alone")
-    theta, params = _rope(config)
     builder: dict[str, list[Chunk]] = {}
     files: dict[str, File] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
     for rank, held in _ranks(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
         path = f"{prefix(rank)}pth"
-        arrays = [(_named(name, model), tensor, box) for tensor, box in held for name in (tensor.name, *tensor.ties)]
+        arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]
         state = {n: tensor_value(dtypes[t.name], box.shape, number) for number, (n, t, box) in enumerate(arrays)}
         item = saved(state, sizes)
@@ -65,7 +65,6 @@ def pack(
             stored = Chunk(box, dtype, Region(path, start, dense_strides(dtype, box.shape)), name)
             builder.setdefault(tensor.name, []).extend(in_metas_order(model, tensor.name, stored))
         files[path] = File(path, item.size, item.literals)
-    content = (json.dumps(_params(config, model, have, params), indent=2) + "\n").encode()
     files[PARAMS] = File(PARAMS, len(content), ((0, content),))
     tensors = {
         name: replace(tensor, dtype=dtypes[name], chunks=tuple(builder.get(name, ())))
@@ -110,20 +109,17 @@ def _named(name: str, model: Model) -> str:
 
 def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object]]:
     """The theta, and what `params.json` says of rotary embeddings; raises UnsupportedError for other scalings."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope: dict[str, object] = dict(given) if isinstance(given, dict) else {}
-    found = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    theta = float(found) if isinstance(found, int | float) else 10_000.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, {"rope_theta": theta}
-    if kind != "llama3" or any(rope.get(key) != value for key, value in _SCALING.items()):
-        raise UnsupportedError(f"Meta's code has no rotary embeddings of the type {kind!r} as this config has them")
-    return theta, {"rope_theta": theta, "use_scaled_rope": True, "rope_scaling_factor": rope.get("factor", 8.0)}
+    said = rope(config)
+    scaled: dict[str, object] = {"use_scaled_rope": True, "rope_scaling_factor": said.settings.get("factor", 8.0)}
+    if said.part != 1.0 or not (said.kind == "default" or said.as_llama3):
+        raise UnsupportedError(
+            f"Meta's code has no rotary embeddings of the type {said.kind!r} as this config has them"
+        )
+    return said.theta, {"rope_theta": said.theta, **(scaled if said.as_llama3 else {})}
 
 
 def _params(
-    config: Mapping[str, object], model: Model, have: Manifest, rope: Mapping[str, object]
+    config: Mapping[str, object], model: Model, have: Manifest, positions: Mapping[str, object]
 ) -> dict[str, object]:
     """The content of `params.json`."""
     vocabulary, dim = model.tensors[_EMBEDDING].shape
@@ -148,7 +144,7 @@ def _params(
         "multiple_of": multiple,
         **({"ffn_dim_multiplier": multiplier} if multiplier is not None else {}),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        **rope,
+        **positions,
     }
 
 

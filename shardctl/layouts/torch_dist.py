@@ -19,10 +19,13 @@ from shardctl.errors import CutError, UnsupportedError
 from shardctl.layouts.composed import Layout, target
 from shardctl.layouts.dcp_files import DcpFiles, prefix
 from shardctl.layouts.hf import USUAL_SHARD
-from shardctl.layouts.megatron_args import arguments
+from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, arguments
 from shardctl.layouts.torch_item import object_item
 from shardctl.manifest import Chunk, File, dense_strides
-from shardctl.schemas.megatron.layers import TITLE, experts
+from shardctl.pieces import even_stages
+from shardctl.schemas.composite import multiple
+from shardctl.schemas.megatron.layers import TITLE, experts, vocabulary
+from shardctl.schemas.megatron.names import EXTRA_STATE
 from shardctl.schemas.torch_dist import (
     EXPERTS,
     HALVES,
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
     from shardctl.layouts.pickle_writer import Value
     from shardctl.manifest import Manifest
 
-FOLDER: Final = "release/"
-_TRACKER: Final = ("latest_checkpointed_iteration.txt", b"release")
 _BACKEND: Final = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -54,10 +55,6 @@ _BACKEND: Final = {
 }
 _CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
-_EXTRA: Final = "_extra_state"
-_VERSION: Final = 3.0
-_DIVISIBLE: Final = 128
-"""Megatron-LM's own `--make-vocab-size-divisible-by`."""
 _NOTHING: Final = object_item([None])
 _WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
 _LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
@@ -73,35 +70,20 @@ def pack(order: Order) -> Manifest:
     """
     SCHEMA.check(order.model)
     mesh = order.mesh
-    vocabulary = padded_vocabulary(_vocabulary(order), mesh.degree("tp"))
-    facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: vocabulary, SPELT: True}
-    dialect = Dialect(NAME, mesh, stages=_stages(order), facts=facts)
+    padded = multiple(order.model.tensors[vocabulary(order.model)].shape[0], DIVISIBLE * mesh.degree("tp"))
+    facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: padded, SPELT: True}
+    stages = order.stages or even_stages(order.model.layers, mesh.degree("pp"))
+    dialect = Dialect(NAME, mesh, stages=stages, facts=facts)
     writer = _Writer(order, dialect)
     writer.write()
     files = writer.files.finished(None)
     for path, content in (
-        (f"{FOLDER}common.pt", _common(order, vocabulary, writer.dtypes)),
-        (_TRACKER[0], _TRACKER[1]),
+        (f"{FOLDER}common.pt", _common(order, padded, writer.dtypes)),
+        (TRACKER, b"release"),
         (f"{FOLDER}metadata.json", json.dumps(_BACKEND).encode()),
     ):
         files[path] = File(path, len(content), ((0, content),))
     return target(NAME, order, SCHEMA, dialect, files, writer.stored)
-
-
-def padded_vocabulary(tokens: int, tp: int) -> int:
-    """Rows of a vocabulary as Megatron-LM pads it (`_vocab_size_with_padding`).
-
-    >>> padded_vocabulary(32_001, 2)
-    32256
-    """
-    unit = _DIVISIBLE * tp
-    return -(-tokens // unit) * unit
-
-
-def _vocabulary(order: Order) -> int:
-    """Tokens: the rows of the embedding."""
-    name = "transformer.wte.weight" if order.model.family == "gpt2" else "model.embed_tokens.weight"
-    return order.model.tensors[name].shape[0]
 
 
 def _unlike(order: Order) -> bool:
@@ -112,15 +94,6 @@ def _unlike(order: Order) -> bool:
         if found is not None:
             kinds.setdefault(found[1], set()).add(found[2])
     return len(set(map(frozenset, kinds.values()))) > 1
-
-
-def _stages(order: Order) -> tuple[int, ...]:
-    count, layers = order.mesh.degree("pp"), order.model.layers
-    if order.stages is not None:
-        return order.stages
-    if count > layers:
-        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
-    return tuple(layers // count + (stage < layers % count) for stage in range(count))
 
 
 class _Writer:
@@ -221,17 +194,16 @@ def _objects(cell: Cell) -> Iterator[str]:
     if module == cell.name or any(word in module for word in _STATELESS):
         return
     place = ".".join(map(str, cell.place or (0,))) + "_" + ".".join(map(str, cell.counts or (1,)))
-    yield f"{module}.{_EXTRA}/shard_{place}"
+    yield f"{module}.{EXTRA_STATE}/shard_{place}"
     if module.endswith(_BEHIND_ATTENTION):
-        yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{_EXTRA}/shard_{place}"
+        yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{EXTRA_STATE}/shard_{place}"
 
 
-def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes:
+def _common(order: Order, padded: int, dtypes: Mapping[str, DType]) -> bytes:
     """The content of `common.pt`."""
     more: dict[str, Value] = {
-        "vocab_size": _vocabulary(order),
-        "padded_vocab_size": vocabulary,
-        "make_vocab_size_divisible_by": _DIVISIBLE,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": DIVISIBLE,
         "rank": 0,
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
@@ -239,7 +211,7 @@ def _common(order: Order, vocabulary: int, dtypes: Mapping[str, DType]) -> bytes
     return object_item(
         {
             "args": arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
-            "checkpoint_version": _VERSION,
+            "checkpoint_version": VERSION,
             "iteration": 0,
             "num_floating_point_operations_so_far": 0,
             "content_metadata": dict(_CONTENT),

@@ -17,7 +17,9 @@ from shardctl.layouts.packing import FileBuilder
 from shardctl.manifest import File
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
-from shardctl.schemas.trtllm import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE, even_stages
+from shardctl.models.rope import rope
+from shardctl.pieces import even_stages
+from shardctl.schemas.trtllm import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,19 +175,14 @@ def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None
 
     Raises UnsupportedError for a scaling that TensorRT-LLM does not know, and for embeddings of a part of each head.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope: dict[str, object] = dict(given) if isinstance(given, dict) else {}
-    found = rope.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    part = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if part != 1.0 or not isinstance(found, int | float):
-        raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {part} of each")
-    if kind == "default":
-        return float(found), None
-    if kind not in _SCALINGS:
-        raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {kind!r}")
-    return float(found), {"type": kind, "rope_type": kind, **rope}
+    said = rope(config)
+    if said.part != 1.0:
+        raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {said.part} of each")
+    if said.kind == "default":
+        return said.theta, None
+    if said.kind not in _SCALINGS:
+        raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r}")
+    return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
 
 
 def _prefix(dialect: Dialect, rank: int) -> str:

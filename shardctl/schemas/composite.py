@@ -226,6 +226,15 @@ def interleave(parts: Sequence[Composite], dim: int = 0) -> Composite:
     return Composite(_changed(parts[0].shape, dim, parts[0].shape[dim] * len(parts)), tuple(pieces))
 
 
+def multiple(rows: int, unit: int) -> int:
+    """The least multiple of `unit` that is no less, as vocabularies are padded to.
+
+    >>> multiple(63, 2), multiple(64, 2)
+    (64, 64)
+    """
+    return -(-rows // unit) * unit
+
+
 def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
     """What a piece has between two indices of a dim of the array, counted from the first of them."""
     view, box = piece.view, piece.box

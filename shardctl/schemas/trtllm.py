@@ -3,7 +3,8 @@
 Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py` and `qwen/convert.py`,
 and of NVIDIA's exporter in Megatron-LM core 0.16, `megatron/core/export/trtllm`: the query, key and value rows of a
 rank one behind another, ``mlp.fc`` the gate and ``mlp.gate`` the up projection, experts stacked with up before gate,
-layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/mapping.py`.
+layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/mapping.py` (`Mapping.pp_layers`: even
+ones).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.schemas.composite import Entry, join, stack
+from shardctl.pieces import even_stages
+from shardctl.schemas.composite import Entry, join, multiple, stack
 from shardctl.schemas.schema import Parts, Rank, Schema
 
 if TYPE_CHECKING:
@@ -38,28 +40,6 @@ _KINDS: Final = ("weight", "bias")
 _MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
 _QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 _ROUTER: Final = BY_NAME["F32"]
-
-
-def even_stages(layers: int, count: int) -> tuple[int, ...]:
-    """Layers per stage, as `Mapping.pp_layers` divides them: the first stages have the layers that are left over.
-
-    Raises CutError if there are more stages than layers.
-
-    >>> even_stages(4, 3)
-    (2, 1, 1)
-    """
-    if count > layers:
-        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
-    return tuple(layers // count + (stage < layers % count) for stage in range(count))
-
-
-def padded_vocabulary(rows: int, ranks: int) -> int:
-    """Rows of a vocabulary that `ranks` can share evenly.
-
-    >>> padded_vocabulary(63, 2), padded_vocabulary(64, 2)
-    (64, 64)
-    """
-    return -(-rows // ranks) * ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +68,7 @@ class _Rank(Rank):
     def vocabulary(self, name: str) -> Composite:
         """This rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self[name]
-        return whole.padded(padded_vocabulary(whole.shape[0], self.tp)).share(0, self.index, self.tp)
+        return whole.padded(multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
 def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:

@@ -15,6 +15,14 @@ from shardctl.verbs.opening import Reading, opened
 HERE = Path(__file__).parents[2] / "fixtures" / "torch_dist"
 
 
+@pytest.mark.parametrize("number", ["9" * 5_000, "²", "-1", ""])
+def test_a_tracker_that_names_no_iteration_is_none(tmp_path, number):
+    """Of whatever checkpoint it lies beside: Python refuses to read a number of so many digits."""
+    where = shutil.copytree(HERE / "stacked" / "iter", tmp_path / "iter")
+    (where / "latest_checkpointed_iteration.txt").write_text(number)
+    assert detect(LocalSource(where)).name == "torch_dist"
+
+
 @pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "torch_', "[]"])
 def test_they_are_not_taken_for_checkpoints_of_torch(tmp_path, content):
     where = shutil.copytree(HERE / "stacked" / "iter", tmp_path / "iter")

@@ -15,7 +15,7 @@ from shardctl.formats import detect, scan
 from shardctl.formats.trtllm.config import describe
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
-from shardctl.schemas.trtllm import even_stages
+from shardctl.pieces import even_stages
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest

@@ -256,6 +256,12 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
     ("change", "wish", "message"),
     [
         ({"attention_bias": True}, Wish(to="meta"), "has no place for model.layers.0.self_attn.q_proj.bias"),
+        ({"mlp_bias": True}, Wish(to="meta", mesh=Mesh.of(pp=2)), "has no place for model.layers.0.mlp.gate_proj.bias"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
+            Wish(to="meta"),
+            "no rotary embeddings of the type 'default' as this config has them",
+        ),
         ({"head_dim": 6}, Wish(to="meta"), "heads that together are as wide as the model, 16, not 24"),
         ({"hidden_act": "gelu"}, Wish(to="meta"), "has the activation silu, not gelu"),
         (

@@ -62,14 +62,14 @@ def scan(source: Source) -> Manifest:
     found = directory(source)
     files = {name: read_rank(source, path) for name, path in found.files.items()}
     first = next(iter(files.values()))
-    ranks = ranks_of(found, _mesh(first))
+    mesh = _mesh(first)
+    ranks = ranks_of(found, mesh)
     for each in files.values():
         _check_version(each)
         if each.version != first.version:
             raise SourceError(
                 f"{each.path} has checkpoint_version {each.version:g}, but {first.path} {first.version:g}"
             )
-    mesh = _mesh(first)
     counts = _layers(files, ranks, mesh)
     tied = _tied(first, files, ranks, mesh)
     side, left = side_files(source, set(found.files.values()))

@@ -8,10 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.sharded_backend import TRACKER
+from shardctl.formats.sharded_backend import TRACKER, tracked
 from shardctl.schemas.megatron.layers import TITLE
 from shardctl.schemas.megatron.ranks import FILE, folders
-from shardctl.storage import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +53,9 @@ def directory(source: Source) -> Directory:
             found.setdefault(match[1] or "", {})[match[2]] = path
     if not found:
         raise SourceError(f"{source.name} holds no folders mp_rank_* with {FILE} of {TITLE}")
-    folder = "" if "" in found else _tracked(source)
+    folder = "" if "" in found else tracked(source)
+    if folder is None and TRACKER in source.files():
+        raise SourceError(f"{TRACKER} holds neither a number nor release")
     if folder is None and len(found) > 1:
         raise SourceError(
             f"{source.name} holds several iterations and no {TRACKER}: {', '.join(sorted(found)[:_SHOWN])}",
@@ -68,18 +69,6 @@ def directory(source: Source) -> Directory:
         )
     others = tuple(sorted(each for each in found if each not in {folder, ""}))
     return Directory(folder, dict(sorted(found[folder].items())), others)
-
-
-def _tracked(source: Source) -> str | None:
-    stat = source.files().get(TRACKER)
-    if stat is None:
-        return None
-    text = read(source, TRACKER, 0, min(stat.size, 64)).decode("ascii", "replace").strip()
-    if text == "release":
-        return "release/"
-    if not text.isascii() or not text.isdigit():
-        raise SourceError(f"{TRACKER} holds {text[:40]!a}, neither a number nor release")
-    return f"iter_{int(text):07d}/"
 
 
 def ranks_of(found: Directory, mesh: Mesh) -> dict[int, str]:

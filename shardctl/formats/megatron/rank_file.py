@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from shardctl.training import Setting
 
 _MODEL: Final = re.compile(r"model([0-9]{1,4})?")
-_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\..*")
-_COMPUTED: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq|.*\.rotary_pos_emb\.inv_freq")
+_LAYER: Final = re.compile(r"decoder\.layers\.([0-9]{1,9})\..*")
+_COMPUTED: Final = re.compile(r"(.*\.)?(rotary_pos_emb|rotary_emb)\.inv_freq")
 _DEPTH: Final = 6
 
 

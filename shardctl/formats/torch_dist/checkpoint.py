@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX
-from shardctl.formats.sharded_backend import MARK, TRACKER
+from shardctl.formats.sharded_backend import COMMON, MARK, TRACKER
 from shardctl.formats.side_files import side_files
-from shardctl.formats.torch_dist.common import FILE, Common, read_common
+from shardctl.formats.torch_dist.common import Common, read_common
 from shardctl.formats.torch_dist.config import own_config, written_for
 from shardctl.formats.torch_dist.flattened import unflattened
 from shardctl.formats.torch_dist.keys import Keys, dialect, sort_keys
@@ -30,7 +30,7 @@ _MASTERS: Final = ("param", "fp32_param")
 _VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
 _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
-_FRAMEWORK: Final = frozenset({MARK, TRACKER, FILE, METADATA, "integrity.json", "modelopt_run_config.yaml"})
+_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, METADATA, "integrity.json", "modelopt_run_config.yaml"})
 _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
@@ -149,7 +149,7 @@ def _notes(keys: Keys, common: Common | None, masters: dict[str, Tensor], weight
     if keys.wrapper:
         yield f"arrays are named by what follows {keys.wrapper!r} in the keys"
     if common is None:
-        yield f"there is no {FILE}: what the model is, only a config can say"
+        yield f"there is no {COMMON}: what the model is, only a config can say"
     if masters:
         which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
         yield f"of the two copies of weights, {which} are read"

@@ -12,6 +12,7 @@ from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import NUMBERS, float_or_int
 from shardctl.formats.links import check_link
 from shardctl.formats.pickle_tree import Call, Global, mapping
+from shardctl.formats.sharded_backend import COMMON
 from shardctl.formats.torch_save import read_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.training import Setting
 
-FILE: Final = "common.pt"
 ITEM: Final = "common_state/shard_0_1"
 _ARGUMENTS: Final = ("args", "arguments")
 _NAMESPACE: Final = "argparse.Namespace"
@@ -57,7 +57,7 @@ def read_common(save: Save, folder: str) -> Common | None:
 
     Raises as `read_saved`, and SourceError for what is no dict.
     """
-    source, path = save.source, f"{folder}{FILE}"
+    source, path = save.source, f"{folder}{COMMON}"
     if path in source.files():
         check_link(source, path)
         saved = read_saved(source, path)

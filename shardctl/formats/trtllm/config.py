@@ -15,7 +15,8 @@ from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
-from shardctl.schemas.trtllm import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE, even_stages
+from shardctl.pieces import even_stages
+from shardctl.schemas.trtllm import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import OwnConfig
 from shardctl.models.config import Config
+from shardctl.models.rope import LLAMA3, rope
 from shardctl.schemas.megatron.layers import TITLE, experts, is_tied
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ _USUAL: Final[dict[str, Setting]] = {
     "hybrid_override_pattern": None,
 }
 """What all the models below have; a field that is absent has it, too."""
-_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
-"""Of `--use-rope-scaling`, whose factor alone can be given (`rotary_pos_embedding.py`)."""
 _YARN: Final = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -120,7 +119,7 @@ def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - 
     if latent:
         balanced = said.switch("moe_router_enable_expert_bias", default=False)
         return "deepseek_v3" if routed and balanced and not biased else None
-    if _dense_layers(arguments) != 0 or (biased and (routed or normed)):
+    if _dense_layers(said) != 0 or (biased and (routed or normed)):
         return None
     if not routed:
         return "qwen3" if normed and not of_heads else "llama" if biased else "qwen2" if of_heads else "llama"
@@ -132,9 +131,9 @@ def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - 
     return "qwen3_moe" if normed else "mixtral"
 
 
-def _dense_layers(arguments: Mapping[str, Setting]) -> int | None:
+def _dense_layers(said: Config) -> int | None:
     """How many of the first layers have no routed experts; None if others have none, too."""
-    pattern = arguments.get("moe_layer_freq", 1)
+    pattern = said.values.get("moe_layer_freq", 1)
     if pattern in (None, 1):
         return 0
     if not isinstance(pattern, tuple):
@@ -176,7 +175,7 @@ def _decoder(said: Config, family: str) -> dict[str, object]:
         values["head_dim"] = said.size("kv_channels", said.size("hidden_size") // heads)
     if said.switch("use_rope_scaling", default=False):
         factor = said.values.get("rope_scaling_factor", 8.0)
-        values["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     if family == "llama":
         values |= {"attention_bias": biased, "mlp_bias": biased}
     elif family.startswith("qwen3"):
@@ -203,7 +202,7 @@ def _experts(said: Config, family: str, ffn: int) -> dict[str, object]:
             "n_shared_experts": said.count("moe_shared_expert_intermediate_size", 0) // inner,
             "n_group": said.values.get("moe_router_num_groups") or 1,
             "topk_group": said.values.get("moe_router_group_topk") or 1,
-            "first_k_dense_replace": _dense_layers(_settings(said)) or 0,
+            "first_k_dense_replace": _dense_layers(said) or 0,
             "routed_scaling_factor": said.values.get("moe_router_topk_scaling_factor") or 1.0,
             "num_nextn_predict_layers": 0,
         }
@@ -215,11 +214,6 @@ def _experts(said: Config, family: str, ffn: int) -> dict[str, object]:
         "norm_topk_prob": not said.switch("moe_router_pre_softmax", default=False),
         "decoder_sparse_step": 1,
     }
-
-
-def _settings(said: Config) -> dict[str, Setting]:
-    frequency = said.values.get("moe_layer_freq", 1)
-    return {"moe_layer_freq": frequency if isinstance(frequency, int | tuple) else 0}
 
 
 def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
@@ -336,23 +330,23 @@ def _arguments_of_gpt2(config: Mapping[str, object], model: Model) -> dict[str, 
 
 
 def _rope(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
-    """Theta and scaling; raises UnsupportedError for what the args cannot say."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope: dict[str, object] = dict(given) if isinstance(given, dict) else {}
-    theta = _number(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    part = _number(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    found: dict[str, Setting] = {"rotary_base": int(theta), "use_rope_scaling": False}
-    if theta == int(theta) and part == 1.0:
-        if kind in {"default", None}:
+    """Theta and scaling; raises UnsupportedError for what the args cannot say.
+
+    Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).
+    """
+    said = rope(config)
+    found: dict[str, Setting] = {"rotary_base": int(said.theta), "use_rope_scaling": False}
+    if said.theta == int(said.theta) and said.part == 1.0:
+        if said.kind == "default":
             return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else found
-        if kind == "llama3" and not latent and all(rope.get(key) == value for key, value in _LLAMA3.items()):
-            return {**found, "use_rope_scaling": True, "rope_scaling_factor": _number(rope.get("factor", 8.0))}
-        if kind == "yarn" and latent:
-            numbers = {name: rope.get(other) for other, name in _YARN.items()}
+        if said.as_llama3 and not latent:
+            factor = _number(said.settings.get("factor", 8.0))
+            return {**found, "use_rope_scaling": True, "rope_scaling_factor": factor}
+        if said.kind == "yarn" and latent:
+            numbers = {name: said.settings.get(other) for other, name in _YARN.items()}
             yarn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
             return {**found, "rope_type": "yarn", **yarn}
-    raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {kind!r} as this config has them")
+    raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r} as this config has them")
 
 
 def _window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:

@@ -128,11 +128,16 @@ def layer(parts: Parts, number: int, variant: Variant, held: range | None = None
         yield from _experts(parts, have, *routed, held)
 
 
+def vocabulary(model: Model) -> str:
+    """The embedding of tokens."""
+    return "transformer.wte.weight" if model.family == "gpt2" else "model.embed_tokens.weight"
+
+
 def embeddings(parts: Parts) -> Iterator[tuple[str, Composite]]:
     """The arrays before the first layer; that of tokens is the first, and is padded and cut along the vocabulary."""
-    names = ("transformer.wte", "transformer.wpe") if parts.model.family == "gpt2" else ("model.embed_tokens",)
-    for name, have in zip(("word", "position"), names, strict=False):
-        yield f"embedding.{name}_embeddings.weight", parts[f"{have}.weight"]
+    yield "embedding.word_embeddings.weight", parts[vocabulary(parts.model)]
+    if parts.model.family == "gpt2":
+        yield "embedding.position_embeddings.weight", parts["transformer.wpe.weight"]
 
 
 def last_norm(parts: Parts) -> Iterator[Whole]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError
 from shardctl.schemas import schema
-from shardctl.schemas.composite import Composite, Entry, Piece, constant, join, stack
+from shardctl.schemas.composite import Composite, Entry, Piece, constant, join, multiple, stack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -80,7 +80,7 @@ class Rank(schema.Rank):
     def vocabulary(self, name: str, new: str = "") -> Entry:
         """This rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self[name]
-        padded = -(-whole.shape[0] // VOCABULARY_UNIT) * VOCABULARY_UNIT
+        padded = multiple(whole.shape[0], VOCABULARY_UNIT)
         if padded % self.tp:
             raise CutError(
                 f"{name}: vLLM pads {whole.shape[0]:,} rows to {padded:,}, which tp={self.tp} does not divide",

@@ -1,0 +1,52 @@
+"""What a config says of rotary embeddings, in whichever of transformers' spellings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
+"""What every Llama since 3.1 has beside its factor; Meta's code and Megatron-LM's args know no other."""
+_THETA: Final = 10_000.0
+"""What every config class assumes where a config is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions turn queries and keys."""
+
+    theta: float
+    kind: str
+    """`default`, or that of a scaling, such as `llama3`."""
+    part: float
+    """Of each head that is turned."""
+    settings: Mapping[str, object]
+    """The numbers of the scaling."""
+
+    @property
+    def as_llama3(self) -> bool:
+        """Whether it is Llama 3's scaling by whatever factor."""
+        return self.kind == "llama3" and all(self.settings.get(key) == value for key, value in LLAMA3.items())
+
+
+def rope(config: Mapping[str, object]) -> Rope:
+    """The rotary embeddings of a decoded `config.json`; raises SourceError for a theta or part that is no number.
+
+    >>> rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    Rope(theta=500000.0, kind='linear', part=1.0, settings={'factor': 2.0})
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    said: dict[str, object] = dict(given) if isinstance(given, dict) else {}
+    kinds = [said.pop(key, None) for key in ("rope_type", "type")]
+    theta, part = (
+        said.pop(key, None) or config.get(key) or usual
+        for key, usual in (("rope_theta", _THETA), ("partial_rotary_factor", 1.0))
+    )
+    if not isinstance(theta, int | float) or not isinstance(part, int | float):
+        raise SourceError(f"config.json has rotary embeddings of theta {theta!r} for {part!r} of each head")
+    return Rope(float(theta), str(next(filter(None, kinds), "default")), float(part), said)
