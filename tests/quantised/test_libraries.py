@@ -18,6 +18,7 @@ from shardctl.placement import boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
+from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -187,6 +188,16 @@ class TestBitsandbytes:
         assert_same(read(tmp_path / "back"), read(source))
         assert verify(tmp_path / "ranks", level="full", against=source).ok
         assert not inspect(source).warnings
+
+    def test_the_config_alone_describes_as_many_bytes(self, source, tmp_path):
+        (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+        with opened(source) as real, opened(tmp_path / "config.json", Reading(described=True)) as described:
+            there, here = real.manifest.tensors, described.manifest.tensors
+        assert {n for n in there if not n.endswith("weight_format")} == here.keys()
+        values = [n for n in here if "quant_state" not in n]
+        assert [(here[n].shape, here[n].dtype) for n in values] == [(there[n].shape, there[n].dtype) for n in values]
+        states = [n for n in here if "quant_state" in n]
+        assert sum(here[n].nbytes for n in states) == pytest.approx(sum(there[n].nbytes for n in states), rel=0.5)
 
     @pytest.mark.parametrize("axis", ["tp", "fsdp"])
     def test_any_other_cut_is_refused_and_the_reason_said(self, source, tmp_path, axis):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.models.quantisation.following import blocks, following, refusing
-from shardctl.models.quantisation.storage import Along
+from shardctl.models.quantisation.storage import Along, Open
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -70,7 +70,7 @@ def parts(
             cuts=cuts,
             row=_row(weight.row, name, form),
             optional=array.optional and name not in there,
-            free=tuple(dim for dim, extent in enumerate(form) if extent is None),
+            free=tuple(dim for dim, extent in enumerate(form) if isinstance(extent, Open)),
         )
         found.append(part)
     return tuple(found)
@@ -91,21 +91,26 @@ def _form(array: Array, weight: tuple[int, ...], stored: Tensor | None) -> Form:
 
 
 def _shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
-    """The extents of a form; what it leaves open is as stored, or 1."""
-    known = stored.shape if stored is not None and len(stored.shape) == len(form) else (1,) * len(form)
-    return tuple(
-        extent.extent(weight[extent.dim]) if isinstance(extent, Along) else known[dim] if extent is None else extent
-        for dim, extent in enumerate(form)
-    )
+    """The extents of a form; what it leaves open is as stored, or as usual."""
+    known = stored.shape if stored is not None and len(stored.shape) == len(form) else None
+
+    def size(dim: int, extent: Along | Open | int) -> int:
+        if isinstance(extent, Along):
+            return extent.extent(weight[extent.dim])
+        if isinstance(extent, Open):
+            return known[dim] if known is not None else extent.usual(weight)
+        return extent
+
+    return tuple(size(dim, extent) for dim, extent in enumerate(form))
 
 
 def _row(row: Row, name: str, form: Form) -> Row:
     """The row of an array, for the table of rules: its dims are those of the weight, divided."""
     words = row.dims.split() or ["*", "*"]
 
-    def word(extent: Along | int | None) -> str:
+    def word(extent: Along | Open | int) -> str:
         if isinstance(extent, Along):
             return f"{words[extent.dim]}/{extent.block}" if extent.block > 1 else words[extent.dim]
-        return "*" if extent is None else str(extent)
+        return "*" if isinstance(extent, Open) else str(extent)
 
     return replace(row, name=f"{row.name.removesuffix('weight')}{name}", dims=" ".join(map(word, form)))

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.models.quantisation.module_list import parts, words
-from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Scheme, Storage
+from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Open, Scheme, Storage
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
 
 _FLAT: Final = "flat array of bitsandbytes, which only pp or ep can place"
-_WORDS: Final = ("U8", "I8", "F16", "BF16", "F32")
+_WORDS: Final = {"uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 """`bnb_4bit_quant_storage`: whatever codes are stored as."""
+_CODE: Final = 4
+"""Bits of one code."""
+_BLOCK: Final = 64
+"""Elements that share a scale (transformers, quantizers/quantizer_bnb_4bit.py, leaves it to bitsandbytes)."""
+_SECOND: Final = 256
+"""Scales that share a scale of their own, and codes that a byte may be."""
+_STATE: Final = {False: 80, True: 160}
+"""Bytes of the JSON text that `quant_state` is, more or less; by whether scales have scales of their own."""
 _EIGHT: Final = Storage(
     (
         Array("weight", ("I8",), ((Along(OUT), Along(IN)),)),
@@ -29,18 +38,19 @@ _EIGHT: Final = Storage(
 )
 
 
-def _four(kind: str, nested: bool) -> Storage:  # noqa: FBT001 - private, and named at the call
+def _four(kind: str, word: str, *, nested: bool) -> Storage:
+    words = (word, *(other for other in _WORDS.values() if other != word))
     second = (
-        Array("weight.nested_absmax", FLOAT, ((None,),), optional=not nested),
-        Array("weight.nested_quant_map", FLOAT, ((None,),), optional=not nested),
+        Array("weight.nested_absmax", FLOAT, ((Open(block=_BLOCK * _SECOND),),), optional=not nested),
+        Array("weight.nested_quant_map", FLOAT, ((Open(_SECOND),),), optional=not nested),
     )
     return Storage(
         (
-            Array("weight", _WORDS, ((None, 1),)),
-            Array("weight.absmax", ("U8", *FLOAT) if nested else (*FLOAT, "U8"), ((None,),)),
-            Array("weight.quant_map", FLOAT, ((None,),)),
+            Array("weight", words, ((Open(block=BY_NAME[word].bits // _CODE), 1),)),
+            Array("weight.absmax", ("U8", *FLOAT) if nested else (*FLOAT, "U8"), ((Open(block=_BLOCK),),)),
+            Array("weight.quant_map", FLOAT, ((Open(1 << _CODE),),)),
             *second,
-            Array(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((None,),)),
+            Array(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((Open(_STATE[nested]),),)),
         ),
         whole=_FLAT,
     )
@@ -52,7 +62,10 @@ def _read(config: Config) -> Scheme:
         kind = config.text("bnb_4bit_quant_type", "fp4")
         if kind not in ("nf4", "fp4"):
             raise UnsupportedError(f"bitsandbytes knows no 4-bit type {kind!r}; it has nf4 and fp4")
-        storage = _four(kind, config.switch("bnb_4bit_use_double_quant", default=False))
+        word = config.text("bnb_4bit_quant_storage", "uint8").removeprefix("torch.")
+        if word not in _WORDS:
+            raise UnsupportedError(f"bitsandbytes stores no 4-bit codes as {word!r}; it has {', '.join(_WORDS)}")
+        storage = _four(kind, _WORDS[word], nested=config.switch("bnb_4bit_use_double_quant", default=False))
     elif config.switch("load_in_8bit", default=False) or config.switch("_load_in_8bit", default=False):
         storage = _EIGHT
     else:

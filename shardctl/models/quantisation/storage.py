@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardctl.models.config import Config
 
@@ -44,8 +45,26 @@ class Along:
         return -(-size * self.stored // self.block)
 
 
-Form = tuple["Along | int | None", ...]
-"""The dims of an array: one that follows the weight, a fixed extent, or None for one that no config tells."""
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A dim whose extent only the checkpoint tells, such as that of one flat array for the whole weight.
+
+    >>> Open(block=2).usual((300, 64)), Open(16).usual((300, 64))
+    (9600, 16)
+    """
+
+    extent: int = 1
+    """What it usually is, where it does not grow with the weight."""
+    block: int = 0
+    """How many elements of the whole weight each usually stands for; 0 where it does not grow."""
+
+    def usual(self, weight: Sequence[int]) -> int:
+        """What it usually is for a weight of that shape."""
+        return -(-prod(weight) // self.block) if self.block else self.extent
+
+
+Form = tuple["Along | Open | int", ...]
+"""The dims of an array: one that follows the weight, one that no config tells, or a fixed extent."""
 PER_TENSOR: Final[tuple[Form, ...]] = ((1,), ())
 PER_ROW: Final[tuple[Form, ...]] = ((Along(OUT), 1), (Along(OUT),))
 
