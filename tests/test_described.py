@@ -84,6 +84,13 @@ def test_deepseek_v3_has_the_671_billion_of_its_paper(tmp_path):
     assert "not counted" in warning
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_what_balances_experts_is_in_fp32_as_in_their_checkpoints(family):
+    with opened(PUBLIC.parent / "configs" / f"{family}.json", DESCRIBED) as checkpoint:
+        types = {t.dtype.name for n, t in checkpoint.manifest.tensors.items() if n.endswith("e_score_correction_bias")}
+        assert types == {"F32"} != {checkpoint.manifest.tensors["lm_head.weight"].dtype.name}
+
+
 def test_deepseek_v3_in_fp8_has_as_many_codes_and_a_scale_for_each_block():
     with opened(PUBLIC / "deepseek-v3.json", DESCRIBED) as checkpoint:
         tensors = checkpoint.manifest.tensors

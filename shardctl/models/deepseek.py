@@ -52,7 +52,8 @@ _MLA: Final = (
 )
 """Multi-head latent attention; one switch gives biases to all of its projections that have any."""
 _ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
-_BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe")
+_BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32")
+"""In fp32 in the checkpoints and, whatever the model's type, in transformers (`_keep_in_fp32_modules_strict`)."""
 _SHARED: Final = shared_experts("mlp.shared_experts")
 _SHARED_BIASES: Final = (
     Row(f"{LAYER}.mlp.shared_experts.gate_proj.bias", "sffn", when="moe mlp_bias"),
