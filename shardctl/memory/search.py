@@ -79,6 +79,10 @@ class Rejection:
     reason: str
     over: int = 0
     """Bytes by which it does not fit: of the heaviest rank, or at least."""
+    mesh: Mesh | None = None
+    """The one mesh that this is about."""
+    stages: tuple[int, ...] = ()
+    """Its layers per pipeline stage, as of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,11 @@ class Found:
     """First what is not possible, then what does not fit, the closest first."""
     estimated: int = field(compare=False, default=0)
     """How many were estimated; the others were ruled out before."""
+
+    @property
+    def best(self) -> Candidate | Rejection | None:
+        """The cheapest mesh that fits, or if none does, the one that comes closest; None where none is possible."""
+        return self.ranked[0] if self.ranked else next((one for one in self.rejected if one.mesh is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +147,21 @@ def search(
     estimated = 0
     bulk = Bulk(law.inventory)
     for mesh in meshes(devices, law, space):
-        least = bulk.least(mesh) if space.stored else quick.least(mesh)
-        if budget is not None and least > budget:
-            what = "weights" if space.stored else "states"
-            reason = f"its {what} alone take at least {_gib(least)} of {_gib(budget)} on some rank"
-            tight.append(Rejection(str(mesh), "memory", reason, least - budget))
-            continue
         try:
             stages = bulk.stages(mesh)
+            least = bulk.least(mesh) if space.stored else quick.least(mesh)
+            if budget is not None and least > budget:
+                what = "weights" if space.stored else "states"
+                reason = f"its {what} alone take at least {_gib(least)} of {_gib(budget)} on some rank"
+                tight.append(Rejection(str(mesh), "memory", reason, least - budget, mesh, stages))
+                continue
             needs = quick.too_large(mesh, stages, budget) or estimate(mesh, stages).within(budget)
         except UsageError as error:
             impossible.append(Rejection(str(mesh), "illegal", error.message))
             continue
         estimated += 1
         if needs.fits is False:
-            tight.append(_too_large(mesh, needs))
+            tight.append(_too_large(mesh, stages, needs))
         else:
             ranked.append(Candidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
     ranked.sort(key=lambda one: (one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)))
@@ -369,11 +378,11 @@ def _refused(devices: int, law: Law, space: Space) -> Iterator[Rejection]:
                     yield Rejection(f"{axis}={degree}", "illegal", str(refusal))
 
 
-def _too_large(mesh: Mesh, needs: Estimate) -> Rejection:
+def _too_large(mesh: Mesh, stages: tuple[int, ...], needs: Estimate) -> Rejection:
     budget, heaviest = needs.budget or 0, needs.binding.total().nbytes
     where = needs.binding.holding.label
     reason = f"rank {where} needs {_gib(heaviest)}, {_gib(heaviest - budget)} more than there are"
-    return Rejection(str(mesh), "memory", reason, heaviest - budget)
+    return Rejection(str(mesh), "memory", reason, heaviest - budget, mesh, stages)
 
 
 def _gib(nbytes: int) -> str:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardctl.memory.holding import Holding
-    from shardctl.memory.search import Candidate
     from shardctl.verbs.drafting import Draft
     from shardctl.verbs.opening import Checkpoint
 
@@ -135,8 +134,8 @@ def plan(
     with opened(path, replace(understood(reading, wish), described=True)) as checkpoint:
         about = _otherwise(checkpoint, wish, purpose)
         explored = explore(about or subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
-        if explored is not None and wish.mesh is None and explored.found.ranked:
-            wish = _best(wish, explored.found.ranked[0])
+        if explored is not None and wish.mesh is None:
+            wish, purpose = _best(wish, purpose, explored)
         if about is not None:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
@@ -157,10 +156,14 @@ def _otherwise(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject 
     return None
 
 
-def _best(wish: Wish, found: Candidate) -> Wish:
-    """The wish for the mesh that a search found."""
+def _best(wish: Wish, purpose: Purpose, explored: Explored) -> tuple[Wish, Purpose]:
+    """The same for the mesh that a search found, or if none fits, for the one that comes closest."""
+    found = explored.found.best
+    if found is None or found.mesh is None:
+        return wish, purpose
     stages = ",".join(map(str, found.stages)) if found.mesh.degree("pp") > 1 else None
-    return replace(wish, mesh=found.mesh if found.mesh.world > 1 else None, stages=stages)
+    mesh = found.mesh if found.mesh.world > 1 else None
+    return replace(wish, mesh=mesh, stages=stages), explored.compared(purpose, found.mesh)
 
 
 def _drafted(checkpoint: Checkpoint, wish: Wish) -> tuple[Draft, str]:

@@ -50,6 +50,13 @@ class Explored:
     sequences: int | None = None
     """In training, the sequences of one optimizer step, which are the same for every mesh."""
 
+    def compared(self, purpose: Purpose, mesh: Mesh) -> Purpose:
+        """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
+        if self.sequences is None:
+            return purpose
+        replicas = mesh.degree("dp") * mesh.degree("fsdp")
+        return replace(purpose, microbatches=self.sequences // (replicas * (purpose.batch or 1)))
+
 
 @dataclass(frozen=True, slots=True)
 class Explorer:

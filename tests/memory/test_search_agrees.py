@@ -1,0 +1,64 @@
+"""What a search says of a mesh is what a plan of that mesh says, to the byte, and its best mesh is the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardctl.memory.devices import device
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.plan import plan
+from shardctl.verbs.purpose import Purpose
+
+CONFIGS = Path(__file__).parents[2] / "fixtures"
+SMALL, LARGE = CONFIGS / "configs", CONFIGS / "configs_public"
+ASKED = (
+    (SMALL / "mixtral.json", Purpose("train", seq_len=64)),
+    (SMALL / "mixtral.json", Purpose("train", seq_len=64, profile="megatron", zero=1, recompute="selective")),
+    (SMALL / "deepseek_v3.json", Purpose("train", seq_len=64, profile="deepspeed", zero=2, optimizer="adamw-8bit")),
+    (SMALL / "t5.json", Purpose("train", seq_len=64, schedule="gpipe", batch=3)),
+    (SMALL / "llama.json", Purpose("train", seq_len=64, virtual_stages=1, optimizer="adafactor", profile="hf")),
+    (LARGE / "t5-base.json", Purpose("train", seq_len=512, virtual_stages=2)),
+    (SMALL / "qwen3_moe.json", Purpose("serve", batch=3)),
+)
+
+
+def needed(estimate):
+    total = estimate.binding.total()
+    return estimate.binding.holding.rank, total.nbytes, total.low, total.high
+
+
+@pytest.mark.parametrize(("path", "purpose"), ASKED, ids=[f"{p.stem}-{n}" for n, (p, _) in enumerate(ASKED)])
+def test_every_mesh_is_as_its_own_plan(path, purpose):
+    searched = plan(path, Wish(), purpose=replace(purpose, search=True, devices=8))
+    found, tried = searched.explored, 0
+    for one in found.found.ranked[:: max(1, len(found.found.ranked) // 12)]:
+        alone = plan(path, Wish(mesh=one.mesh), purpose=found.compared(purpose, one.mesh))
+        assert needed(alone.forecast.estimate) == needed(one.estimate), str(one.mesh)
+        assert [stage.layers for stage in alone.stages] in ([*one.stages], []), str(one.mesh)
+        tried += 1
+    assert tried > 3
+    assert needed(searched.forecast.estimate) == needed(found.found.ranked[0].estimate)
+    assert searched.mesh == found.found.ranked[0].mesh
+
+
+def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
+    """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
+    purpose = Purpose("train", device("l40s"), 4, search=True, seq_len=1024, schedule="gpipe")
+    searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=purpose)
+    best = searched.explored.found.ranked[0]
+    assert (str(best.mesh), searched.forecast.work.microbatches) == ("pp2 x tp2", 4)
+    assert needed(searched.forecast.estimate) == needed(best.estimate)
+
+
+def test_where_no_mesh_fits_the_closest_is_the_plan():
+    purpose = Purpose("train", device("h100"), 3, search=True, seq_len=8192)
+    searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=purpose)
+    assert not searched.fits
+    assert searched.explored.found.ranked == ()
+    assert searched.mesh.world == 3
+    closest = next(one for one in searched.explored.found.rejected if one.mesh is not None)
+    assert searched.mesh == closest.mesh
+    assert all(advice.ask.mesh.world != 1 for advice in searched.counsel.advice)
