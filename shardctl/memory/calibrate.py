@@ -148,6 +148,8 @@ def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurem
             raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
     for key, value in values.items():
         _check(key, value, where)
+    if values.get("virtual_stages", 1) > 1:  # as --vp does
+        values.setdefault("schedule", "interleaved")
     return Measurement(mesh, replace(work, **values), cast("int", peak), number)
 
 
@@ -183,8 +185,8 @@ def calibrate(measurements: Sequence[Measurement], estimate: Callable[[Measureme
     ``peak = others + scale * activations + overhead``, by least squares of the relative errors, so that small runs
     count as much as large ones.
 
-    Raises UsageError for fewer measurements than coefficients, and for runs whose activations are all alike, which
-    cannot tell a factor from an overhead.
+    Raises UsageError for fewer measurements than coefficients, for runs whose activations are all alike, which cannot
+    tell a factor from an overhead, and for peaks by which activations would take nothing.
     """
     if len(measurements) < UNKNOWNS:
         peaks = "1 measured peak" if len(measurements) == 1 else f"{len(measurements)} measured peaks"
@@ -205,6 +207,8 @@ def calibrate(measurements: Sequence[Measurement], estimate: Callable[[Measureme
         for run, size, rest in zip(measurements, modelled, exact, strict=True)
     ]
     scale, overhead = _least_squares(rows)
+    if not scale:
+        raise UsageError(_nothing(measurements, exact), hint=_DIFFERS)
     lines = tuple(
         Line(run, total(terms).nbytes, round(rest + scale * size + overhead))
         for run, terms, rest, size in zip(measurements, guesses, exact, modelled, strict=True)
@@ -212,6 +216,15 @@ def calibrate(measurements: Sequence[Measurement], estimate: Callable[[Measureme
     return Calibration(scale, round(overhead), lines)
 
 
+def _nothing(measurements: Sequence[Measurement], exact: Sequence[int]) -> str:
+    """Why activations would take nothing."""
+    run, rest = min(zip(measurements, exact, strict=True), key=lambda pair: pair[0].peak - pair[1])
+    if run.peak < rest:
+        return f"line {run.line} measured {run.peak:,} bytes, less than the {rest:,} of all but activations"
+    return "the measured peaks do not grow with the activations"
+
+
+_DIFFERS: Final = "peaks are bytes of the heaviest rank; each line says where its run differs from the options"
 _ALIKE: Final = 0.01
 """Differences of activations below this, relative to the largest, are within what measurements vary by."""
 

@@ -77,14 +77,16 @@ def test_the_interval_holds_every_measured_peak():
 
 
 def test_neither_coefficient_is_ever_negative():
-    # Peaks below the weights, and peaks that fall as activations grow.
-    assert calibrate([run(1024, GB), run(8192, GB)], terms).scale == 0
-    falling = calibrate([run(1024, WEIGHTS + 9 * GB), run(8192, WEIGHTS + GB)], terms)
-    assert falling.scale == 0
-    assert falling.overhead > 0
     steep = calibrate([run(4096, WEIGHTS + GB), run(8192, WEIGHTS + 20 * GB)], terms)
     assert steep.overhead == 0
     assert steep.scale > 0
+
+
+def test_peaks_by_which_activations_take_nothing_are_refused():
+    with pytest.raises(UsageError, match="line 1 measured 1,000,000,000 bytes, less than the 16,000,000,000"):
+        calibrate([run(1024, GB), run(8192, 2 * GB)], terms)
+    with pytest.raises(UsageError, match="do not grow with the activations"):
+        calibrate([run(1024, WEIGHTS + 9 * GB), run(8192, WEIGHTS + GB)], terms)
 
 
 @given(
@@ -131,6 +133,8 @@ def test_a_log_is_read_line_by_line():
     assert (first.line, first.work.sequence, first.work.profile, str(first.mesh)) == (2, 4096, "hf", "tp2")
     assert (second.line, second.peak, second.work.micro_batch, second.work.zero) == (4, 31, 2, 1)
     assert (second.work.recompute, str(second.mesh)) == ("full", "fsdp2 x tp4")
+    (chunked,) = read('{"mesh": "pp=4", "virtual_stages": 2, "peak": 9}', Training(1024))
+    assert chunked.work.schedule == "interleaved"
 
 
 @pytest.mark.parametrize(
