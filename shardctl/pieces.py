@@ -80,6 +80,7 @@ class Placed:
         """
         numbers: dict[tuple[object, ...], int] = {}
         kinds: list[tuple[tuple[int, ...], Spec]] = []
+        examples: list[str] = []
         kind_of = []
         for tensor in self.tensors:
             spec = self.specs[tensor.name]
@@ -87,8 +88,11 @@ class Placed:
             number = numbers.setdefault((tensor.shape, id(spec.cuts), member), len(numbers))
             if number == len(kinds):
                 kinds.append((tensor.shape, spec))
-                check(tensor.name, tensor.shape, spec, self.mesh)
+                examples.append(tensor.name)
             kind_of.append(number)
+        specs = [spec for _, spec in kinds]
+        for name, (shape, spec) in zip(examples, kinds, strict=True):
+            check(name, shape, spec, self.mesh, beside=specs)
         return kinds, kind_of
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
@@ -145,7 +149,10 @@ def balance(costs: Sequence[int], first: int, last: int, count: int) -> tuple[in
     (1, 3, 2, 2)
     """
     if count > max(len(costs), 1):
-        raise UsageError(f"pp={count} needs at least {count} layers, but the model has {len(costs)}")
+        raise UsageError(
+            f"pp={count} needs at least {count} layers, but the model has {len(costs)}",
+            hint=f"use --pp {len(costs)} or fewer" if costs else "leave --pp out",
+        )
     if count == 1:
         return (len(costs),)
     low, high = max([*costs, first, last], default=0), sum(costs) + first + last
@@ -202,7 +209,9 @@ def even_stages(layers: int, count: int) -> tuple[int, ...]:
     (2, 1, 1)
     """
     if count > layers:
-        raise CutError(f"pp={count} needs at least {count} layers, but the model has {layers}")
+        raise CutError(
+            f"pp={count} needs at least {count} layers, but the model has {layers}", hint=f"use --pp {layers} or fewer"
+        )
     return tuple(layers // count + (stage < layers % count) for stage in range(count))
 
 

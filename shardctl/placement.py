@@ -13,7 +13,7 @@ from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.value import value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.mesh import Mesh
 
@@ -110,30 +110,36 @@ def boxes(shape: Sequence[int], spec: Spec, mesh: Mesh, at: Mapping[str, int]) -
     ]
 
 
-def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> None:
-    """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it."""
+def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh, *, beside: Iterable[Spec] = ()) -> None:
+    """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it.
+
+    `beside` says how other tensors are cut, for which those degrees must work as well.
+    """
     if spec.cuts and len(spec.cuts) != len(shape):
         raise CutError(f"{name} has {len(shape)} dims but its rule speaks of {len(spec.cuts)}")
-    if spec.member:
-        cut = Cut(spec.member.axis, (Section(spec.member.count, noun="experts"),))
-        _check_cut(name, shape, spec.member.count, cut, mesh)
     for extent, cuts in zip(shape, spec.cuts, strict=False):
         for cut in cuts:
-            _check_cut(name, shape, extent, cut, mesh)
+            ruled = sum(section.size for section in cut.sections)
+            if cut.sections and ruled != extent:
+                raise CutError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
+    for cut in _exact(spec):
+        degree = mesh.degree(cut.axis)
+        for section in cut.sections:
+            if not divides(section, degree):
+                units = section.size // section.unit
+                raise CutError(
+                    f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
+                    f"{units} {section.noun or 'rows or columns'}",
+                    hint=_advice(cut.axis, degree, (spec, *beside)),
+                )
 
 
-def _check_cut(name: str, shape: Sequence[int], extent: int, cut: Cut, mesh: Mesh) -> None:
-    degree, ruled = mesh.degree(cut.axis), sum(section.size for section in cut.sections)
-    if cut.sections and ruled != extent:
-        raise CutError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
-    for section in cut.sections:
-        if not divides(section, degree):
-            units = section.size // section.unit
-            raise CutError(
-                f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
-                f"{units} {section.noun or 'rows or columns'}",
-                hint=_advice(cut, section, units),
-            )
+def _exact(spec: Spec) -> Iterator[Cut]:
+    """The cuts of a tensor, and which of the experts a rank has as one more."""
+    if spec.member:
+        yield Cut(spec.member.axis, (Section(spec.member.count, noun="experts"),))
+    for cuts in spec.cuts:
+        yield from cuts
 
 
 def divides(section: Section, degree: int) -> bool:
@@ -142,13 +148,17 @@ def divides(section: Section, degree: int) -> bool:
     return units % degree == 0 or (section.shared and degree % units == 0)
 
 
-def _advice(cut: Cut, section: Section, units: int) -> str:
-    degrees = [str(d) for d in range(1, units + 1) if all(divides(s, d) for s in cut.sections)]
+def _advice(axis: str, degree: int, specs: Iterable[Spec]) -> str:
+    """Which degrees of an axis work for all of `specs`, and whether sharing heads would make `degree` one of them."""
+    sections = {section for spec in specs for cut in _exact(spec) if cut.axis == axis for section in cut.sections}
+    most = min((s.size // s.unit for s in sections if not s.shared), default=degree)
+    degrees = [str(d) for d in range(1, most + 1) if all(divides(s, d) for s in sections)]
     shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
     listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
-    heads = section.noun.startswith("key") and not section.shared
+    refusing = [section for section in sections if not divides(section, degree)]
+    heads = all(s.noun.startswith("key") and degree % (s.size // s.unit) == 0 for s in refusing)
     also = ", or --kv-heads replicate to keep each head on several ranks" if heads else ""
-    return f"use --{cut.axis} {listed}{also}"
+    return f"use --{axis} {listed}{also}"
 
 
 def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> list[Interval]:

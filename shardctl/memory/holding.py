@@ -115,8 +115,9 @@ def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holdi
     Raises CutError, naming a tensor, if the mesh cannot cut it.
     """
     groups, group_of = ways(inventory)
+    specs = [kind.spec for kind in groups]
     for kind in groups:
-        check(kind.example, kind.shape, kind.spec, mesh)
+        check(kind.example, kind.shape, kind.spec, mesh, beside=specs)
     by_stage, spans = _staged(inventory, stages)
     places = [mesh.coordinate(rank) for rank in range(mesh.world)]
     alike = Counter(_key(at) for at in places)

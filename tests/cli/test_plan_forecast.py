@@ -63,6 +63,24 @@ def test_the_schema_refuses_what_it_does_not_describe(say):
         jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
 
 
+@pytest.mark.parametrize(
+    ("degree", "options", "reason", "hint"),
+    [
+        (8, (), "28 attention heads", "use --tp 1, 2 or 4"),
+        (7, (), "4 key/value heads", "use --tp 1, 2 or 4"),
+        (28, (), "4 key/value heads", "use --tp 1, 2 or 4, or --kv-heads replicate to keep each head on several ranks"),
+        (7, ("--kv-heads", "replicate"), "4 key/value heads", "use --tp 1, 2, 4 or 28"),
+    ],
+)
+def test_the_degrees_that_are_offered_work_for_every_tensor(say, tmp_path, degree, options, reason, hint):
+    """Qwen2.5-7B has 28 heads, and 4 of keys and values: 7 and 14 ranks could share the first only."""
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584, "intermediate_size": 18944 * 7}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(LLAMA.read_text()) | heads))
+    found = say("plan", tmp_path / "config.json", "--tp", str(degree), *options)
+    assert found.code == 2
+    assert f"over tp={degree}: {reason}\nhint:  {hint}\n" in found.err
+
+
 def test_it_is_refused_when_it_does_not_fit(say):
     large = say("plan", PUBLIC / "llama-3.1-70b.json", "--gpu", "a10g", "--json")
     assert large.code == 3
