@@ -11,7 +11,7 @@ from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.legal import Law
 from shardctl.memory.search import SERVING, Bulk, Space
 from shardctl.memory.workload import Serving, Training
-from shardctl.verbs.forecasting import needs
+from shardctl.verbs.forecasting import calibrated, needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,9 +51,10 @@ def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
         stages = bulk.stages(ask.mesh)
         try:
             held = heaviest.hold(ask.mesh, stages)
-            return needs(other, held, ask.mesh, stages, ask.work, passes=not seen.estimate.partial)
+            found = needs(other, held, ask.mesh, stages, ask.work, passes=not seen.estimate.partial)
         except UnsupportedError as error:
             raise UsageError(error.message) from error
+        return calibrated(found, seen.calibration)
 
     law = Law(about.inventory, work.sequence if isinstance(work, Training) else None)
     advice = advise(Ask(mesh, work), attempt, budget, law=law, per_node=seen.device.per_node)

@@ -89,7 +89,8 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     seen = replace(seen, dequantised=about.dequantised)
     if isinstance(work, Training):
         if purpose.calibration is not None:
-            seen = _calibrated(seen, _calibration(about, work, mesh, purpose.calibration))
+            fit = fitted(about, work, mesh, purpose.calibration)
+            seen = replace(seen, estimate=calibrated(estimate, fit), calibration=fit)
         states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
         seen = replace(seen, strategies=strategies(about.parameters, devices, optimizer=states))
         seen = _offloaded(seen, work, mesh)
@@ -144,7 +145,13 @@ def needs(
     return replace(gather(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial)
 
 
-def _calibration(about: Subject, work: Training, mesh: Mesh, log: Path) -> Calibration:
+def fitted(about: Subject, work: Training, mesh: Mesh, log: Path | Calibration) -> Calibration:
+    """What the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
+
+    Raises SourceError for a log that cannot be read, and UsageError for one that nothing can be fitted to.
+    """
+    if isinstance(log, Calibration):
+        return log
     try:
         text = log.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -161,6 +168,9 @@ def _calibration(about: Subject, work: Training, mesh: Mesh, log: Path) -> Calib
     return calibrate(found, terms)
 
 
-def _calibrated(seen: Forecast, calibration: Calibration) -> Forecast:
-    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in seen.estimate.ranks)
-    return replace(seen, estimate=replace(seen.estimate, ranks=ranks), calibration=calibration)
+def calibrated(estimate: Estimate, calibration: Calibration | None) -> Estimate:
+    """The estimate with fitted coefficients, if any are."""
+    if calibration is None:
+        return estimate
+    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in estimate.ranks)
+    return replace(estimate, ranks=ranks)

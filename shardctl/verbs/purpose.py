@@ -12,6 +12,7 @@ from shardctl.memory.workload import Serving, Training
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardctl.memory.calibrate import Calibration
     from shardctl.memory.devices import Device
     from shardctl.memory.workload import Offload, Profile, Recompute, Schedule
     from shardctl.mesh import Mesh
@@ -63,8 +64,8 @@ class Purpose:
     flash: bool | None = None
     gradient_dtype: str | None = None
     """Of gradients that are kept; safetensors' name."""
-    calibration: Path | None = None
-    """A log of measured peaks, which the estimate of training is fitted to."""
+    calibration: Path | Calibration | None = None
+    """A log of measured peaks, which the estimate of training is fitted to, or what it was fitted to already."""
 
     def decided(self, mesh: Mesh) -> Use:
         """What they are for: as said, else training where something is asked that only training has."""

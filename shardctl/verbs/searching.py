@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
+from shardctl.errors import UnsupportedError, UsageError
 from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
 from shardctl.memory.estimate import Estimate
@@ -25,12 +25,14 @@ from shardctl.memory.search import (
 )
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import EXPERT_FSDP, Mesh
-from shardctl.verbs.forecasting import needs
+from shardctl.verbs.forecasting import calibrated, fitted, needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from shardctl.memory.calibrate import Calibration
     from shardctl.memory.estimate import RankEstimate
+    from shardctl.memory.holding import Holding
     from shardctl.verbs.purpose import Purpose
     from shardctl.verbs.subject import Subject
 
@@ -49,13 +51,16 @@ class Explored:
     """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
     sequences: int | None = None
     """In training, the sequences of one optimizer step, which are the same for every mesh."""
+    calibration: Calibration | None = None
+    """What measured peaks made of the estimates."""
 
     def compared(self, purpose: Purpose, mesh: Mesh) -> Purpose:
         """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
             return purpose
         replicas = mesh.degree("dp") * mesh.degree("fsdp")
-        return replace(purpose, microbatches=self.sequences // (replicas * (purpose.batch or 1)))
+        microbatches = self.sequences // (replicas * (purpose.batch or 1))
+        return replace(purpose, microbatches=microbatches, calibration=self.calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class Explorer:
     heaviest: Heaviest
     known: dict[Mesh, dict[int, RankEstimate]] = field(default_factory=dict)
     """What was estimated: by mesh and stage."""
+    calibration: Calibration | None = None
+    """What measured peaks make of estimates."""
 
     def law(self) -> Law:
         """Which degrees the model allows."""
@@ -97,8 +104,23 @@ class Explorer:
             if stage not in found:
                 if stage >= len(held):
                     held = self.heaviest.hold(mesh, stages)
-                (found[stage],) = needs(self.about, held[stage : stage + 1], mesh, stages, self.work_on(mesh)).ranks
+                seen = self._known(held[stage : stage + 1], mesh, stages)
+                (found[stage],) = calibrated(seen, self.calibration).ranks
             yield Estimate((found[stage],))
+
+    def _known(self, held: tuple[Holding, ...], mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
+        """What the ranks of `held` need.
+
+        Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
+        UnsupportedError where it is of no mesh.
+        """
+        work = self.work_on(mesh)
+        try:
+            return needs(self.about, held, mesh, stages, work)
+        except UnsupportedError as error:
+            alone, layers = Mesh.of(), (self.about.inventory.layers,)
+            needs(self.about, self.heaviest.hold(alone, layers), alone, layers, work)
+            raise UsageError(error.message, hint=error.hint) from error
 
     def once(self, *, expert: bool) -> int:
         """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
@@ -141,6 +163,8 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     if about.anatomy is None:  # compared by weights
         work = None
     explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
+    if isinstance(work, Training) and purpose.calibration is not None:
+        explorer = replace(explorer, calibration=fitted(about, work, mesh or Mesh.of(), purpose.calibration))
     law, space = explorer.law(), explorer.space()
     budget = purpose.device.usable_bytes if purpose.device is not None else None
     fewest, quick = None, Quick()
@@ -155,7 +179,7 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
         devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=None if space.stored else quick
     )
     step = sequences(work, devices) if isinstance(work, Training) else None
-    return Explored(found, fewest[1] if fewest else None, step)
+    return Explored(found, fewest[1] if fewest else None, step, explorer.calibration)
 
 
 def sequences(work: Training, devices: int) -> int:

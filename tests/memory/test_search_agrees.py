@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardctl.memory.devices import device
+from shardctl.mesh import Mesh
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.plan import plan
 from shardctl.verbs.purpose import Purpose
@@ -51,6 +53,25 @@ def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     best = searched.explored.found.ranked[0]
     assert (str(best.mesh), searched.forecast.work.microbatches) == ("pp2 x tp2", 4)
     assert needed(searched.forecast.estimate) == needed(best.estimate)
+
+
+def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
+    log = tmp_path / "peaks"
+    runs = [{"mesh": "fsdp=4", "recompute": "none", "sequence": n, "peak": (38000 + n) * 10**6} for n in (512, 4096)]
+    log.write_text("\n".join(map(json.dumps, runs)))
+    asked = Purpose("train", device("h100"), 4, search=True, seq_len=8192, calibration=log)
+    searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=asked)
+    plain = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=replace(asked, calibration=None))
+    assert needed(searched.forecast.estimate) == needed(searched.explored.found.ranked[0].estimate)
+    assert len(searched.explored.found.ranked) > len(plain.explored.found.ranked)
+    assert searched.forecast.calibration.scale < 0.5
+    alone = replace(asked, device=device("l40s"), search=False, devices=None)
+    advised = plan(LARGE / "llama-3.1-8b.json", Wish(mesh=Mesh.of(fsdp=2)), purpose=alone).counsel.advice
+    for one in advised:
+        changed = replace(alone, seq_len=one.ask.work.sequence, recompute=one.ask.work.recompute)
+        if one.ask.mesh == Mesh.of(fsdp=2) and one.ask.work.offload == "none" and one.ask.work.optimizer == "adamw":
+            tried = plan(LARGE / "llama-3.1-8b.json", Wish(mesh=one.ask.mesh), purpose=changed)
+            assert needed(tried.forecast.estimate)[1] == one.nbytes
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
