@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
-from shardctl.memory.profiles import GROUPS, RUNTIMES
+from shardctl.memory.profiles import runtime
+from shardctl.memory.saved import GROUPS
 from shardctl.memory.schedule import in_flight, losses
 from shardctl.memory.sizes import Share, head_sizes, layer_sizes
 from shardctl.memory.term import Term
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from shardctl.memory.holding import Holding
-    from shardctl.memory.profiles import Flag, Group, Moment, Runtime, Saved
+    from shardctl.memory.saved import Flag, Group, Moment, Runtime, Saved
     from shardctl.memory.sizes import Size
     from shardctl.memory.workload import Training
     from shardctl.mesh import Mesh
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _NAMES: Final[Mapping[Group, str]] = {
     "norms": "kept by norms",
     "attention": "kept by attention",
+    "recurrent": "kept by recurrent layers and their kernels",
     "mlp": "kept by MLPs",
     "experts": "kept by experts",
     "dropout": "dropout masks",
@@ -33,6 +35,8 @@ _SKEW: Final = 1.3
 """How much more than an even part of the tokens a rank's experts are expected to get at most; routers are trained to
 balance, and do so within some tens of percent."""
 
+_WIDE: Final = 4
+"""Bytes of an element of what flows between layers that add in fp32."""
 _NORMS: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
@@ -143,7 +147,8 @@ class _Rank:
         self, anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, stages: Sequence[int], style: Style
     ) -> None:
         self.work = work
-        self.runtime: Runtime = RUNTIMES[work.profile]
+        recurrent = any(layer.state is not None for layer in anatomy.layers)
+        self.runtime: Runtime = runtime(work.profile, recurrent=recurrent)
         self.style = style
         self.width = BY_NAME[work.dtype].bits // 8
         self.share = Share.of(mesh, work)
@@ -182,16 +187,18 @@ class _Rank:
         again = _Amount()
         if full:
             kept = {"inputs of layers": self._amount(self.runtime.checkpoint, sizes, flags)}
-            for group in GROUPS:
-                again += self._amount(groups[group], sizes, flags)
+            for tensors in groups.values():
+                again += self._amount(tensors, sizes, flags)
             again += self._amount(self.runtime.shared, sizes, flags).without()
         else:
-            kept = {_NAMES[g]: self._amount(groups[g], sizes, flags, core=not selective) for g in GROUPS}
+            kept = {_NAMES[g]: self._amount(groups.get(g, ()), sizes, flags, core=not selective) for g in GROUPS}
         if selective:
-            again = self._amount([saved for g in GROUPS for saved in groups[g] if saved.core], sizes, flags)
+            again = self._amount([saved for g in groups.values() for saved in g if saved.core], sizes, flags)
         moments = []
         for moment in self.runtime.layer:
             alive = self._amount(moment.alive, sizes, flags)
+            for group in moment.gone:
+                alive += self._amount(groups[group], sizes, flags).without()
             if alive.nbytes > 0:
                 moments.append((moment.name + (" of a layer computed again" if full else ""), again + alive))
         return _Alike(tuple(numbers), kept, tuple(moments))
@@ -260,6 +267,7 @@ class _Rank:
         return _Amount(tuple((name, width, count) for (name, count), width in found.items()))
 
     def _style_flags(self) -> frozenset[Flag]:
+        """What holds of all layers, and of what follows the last."""
         flags: set[Flag] = {self.style.norm, "fused" if self.work.flash else "scores"}
         if self.style.dropout:
             flags.add("drop")
@@ -271,13 +279,25 @@ class _Rank:
             flags.add("cap scores")
         if self.style.capped_logits:
             flags.add("cap logits")
+        if self.width < _WIDE and any(layer.wide for layer in self.anatomy.layers):
+            flags.add("wide")
         return frozenset(flags)
 
     def _flags(self, layer: Layer) -> frozenset[Flag]:
         flags = set(self._style_flags())
         flags.add("gated" if layer.gated else "plain")
+        if layer.feeds:
+            flags.add("then mlp")
         if layer.attention is not None:
             flags.add("latent" if layer.attention.kind == "latent" else "full")
+            if layer.attention.gated:
+                flags.add("gated attention")
+        if layer.state is not None and layer.state.scan is not None:
+            flags.add(layer.state.scan.kind)
+        if layer.experts is not None:
+            flags.add("wide weights" if layer.experts.wide else "narrow weights")
+            if layer.experts.shared_gate:
+                flags.add("gated shared")
         return frozenset(flags)
 
     def _term(self, name: str, amount: _Amount, times: float | None = None, *, skewed: bool = False) -> Iterator[Term]:

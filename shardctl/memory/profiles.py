@@ -2,92 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.memory.recurrent import RECURRENT, RECURRENT_MOMENTS
+from shardctl.memory.saved import Moment, Runtime, Saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.memory.sizes import Size
     from shardctl.memory.workload import Profile
-
-Group = Literal["norms", "attention", "mlp", "experts", "dropout"]
-GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "mlp", "experts", "dropout")
-"""The parts of a layer that terms are given for."""
-Flag = Literal[
-    "rms",
-    "rms32",
-    "layer",
-    "fused",
-    "scores",
-    "full",
-    "latent",
-    "gated",
-    "plain",
-    "drop",
-    "drop scores",
-    "cap scores",
-    "cap logits",
-    "norm behind",
-]
-"""What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
-projected or latent; whether MLPs have a gate; where dropout is; what is
-bounded by a hyperbolic tangent (Gemma 2); whether there is
-a norm behind the MLP."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A tensor that is kept, or that is alive for a moment."""
-
-    name: str
-    """What it is, in words."""
-    size: Size
-    """What its elements are counted by."""
-    width: float | None = None
-    """Bytes of an element; None for those of the type that computes. Negative for what is gone by then."""
-    when: tuple[Flag, ...] = ()
-    """All of these must hold."""
-    sequence: bool = False
-    """Whether sequence parallelism divides it over tp."""
-    core: bool = False
-    """Whether selective recomputation drops it: attention between its projections (Korthikanti et al. 2022, sec. 5)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A time of the backward pass when much is alive besides what the forward pass kept."""
-
-    name: str
-    alive: tuple[Saved, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """What one runtime keeps."""
-
-    kept: Mapping[Group, tuple[Saved, ...]]
-    """Of one layer, after its forward pass."""
-    checkpoint: tuple[Saved, ...]
-    """Of one layer that will be recomputed."""
-    shared: tuple[Saved, ...]
-    """What such a layer, once recomputed, keeps of it too, and is not there twice."""
-    layer: tuple[Moment, ...]
-    """While a layer's backward pass runs; the gradient of its output is part of it."""
-    head: tuple[Saved, ...]
-    """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
-    loss: Moment
-    """While the loss's backward pass runs."""
-    norm: Moment
-    """While the last norm's backward pass runs, all that is alive of the head and the norm."""
-    embedding: tuple[Saved, ...]
-    """On the first stage, of the embedding."""
-    sequence_parallel: bool
-    """Whether it has sequence parallelism."""
-    spread: tuple[float, float]
-    """Where the truth is to be expected, as factors of the estimate."""
-    source: str
-
 
 _ATTENTION: Final = (
     Saved("queries", "queries"),
@@ -116,7 +41,9 @@ _HF_ATTENTION: Final = (
     Saved("biases of positions", "biases", None, ("fused",)),
     Saved("fp32 copies of queries and keys that are normed", "head_norms", 4),
     Saved("queries and keys normed, before the weight", "head_norms"),
+    Saved("what of those is fp32", "head_norms", 2, ("rms32",)),
     Saved("statistics of the norms of queries and keys", "head_norm_rows", 4),
+    Saved("gate, attention's result in its order, and their product", "contexts", 6, ("gated attention",)),
     Saved("fp32 copies of compressed queries and keys", "latent_norms", 4),
     Saved("compressed queries and keys normed, before the weight", "latent_norms"),
     Saved("inputs of the projections from compressed queries and keys", "latent_norms"),
@@ -144,6 +71,8 @@ _HF_EXPERTS: Final = (
     Saved("activation's result of the experts", "routed"),
     Saved("gated of the experts", "routed", None, ("gated",)),
     Saved("results of the experts, before their weights", "routed_hidden"),
+    Saved("results of the shared experts, before their gate", "hidden", None, ("gated shared",)),
+    Saved("gate of the shared experts", "tokens", None, ("gated shared",)),
 )
 _HF_LAYER: Final = (
     Moment(
@@ -176,8 +105,9 @@ _HF_LAYER: Final = (
         "backward pass of experts, their weights",
         (
             Saved("gradient of the layer's output", "hidden"),
-            Saved("fp32 gradients of the experts' results, their weighted ones and products", "routed_hidden", 12),
-            Saved("gradients of the experts' results", "routed_hidden"),
+            Saved("fp32 gradients of results, weighted ones and products", "routed_hidden", 12, ("wide weights",)),
+            Saved("gradients of the experts' results", "routed_hidden", None, ("wide weights",)),
+            Saved("gradients of results, weighted ones and products", "routed_hidden", 6, ("narrow weights",)),
         ),
     ),
     Moment(
@@ -203,6 +133,7 @@ _HF_LOSS: Final = (
     Saved("fp32 logarithms of probabilities", "gathered_logits", 4),
     Saved("hyperbolic tangent of the logits", "gathered_logits", None, ("cap logits",)),
     Saved("labels", "tokens", 16),
+    Saved("what the last norm keeps in fp32", "hidden", 2, ("wide",)),
 )
 _HF_LOSS_MOMENT: Final = Moment(
     "backward pass of the loss",
@@ -223,13 +154,14 @@ _HF: Final = Runtime(
     kept={
         "norms": _HF_NORMS,
         "attention": _HF_ATTENTION,
+        "recurrent": RECURRENT,
         "mlp": _HF_MLP,
         "experts": _HF_EXPERTS,
         "dropout": (Saved("dropout masks", "drops", 1, ("drop",)),),
     },
-    checkpoint=(Saved("the layer's input", "hidden"),),
+    checkpoint=(Saved("the layer's input", "hidden"), Saved("what is wider of it", "hidden", 2, ("wide",))),
     shared=(Saved("the layer's input", "hidden", None, ("layer",)),),
-    layer=_HF_LAYER,
+    layer=(*_HF_LAYER, *RECURRENT_MOMENTS),
     head=_HF_LOSS,
     loss=_HF_LOSS_MOMENT,
     norm=_HF_NORM_MOMENT,
@@ -342,12 +274,39 @@ _FSDP2: Final = Runtime(
     source="tensors that torch 2.13 keeps of modules with torch.nn.RMSNorm, as torchtitan's are, uncompiled",
 )
 
-RUNTIMES: Final[Mapping[Profile, Runtime]] = {
+_MODULES: Final = "transformers' modules"
+_RUNTIMES: Final[Mapping[Profile, Runtime]] = {
     "megatron": _MEGATRON,
     "hf": _HF,
     "fsdp2": _FSDP2,
     "deepspeed": replace(
-        _HF, spread=(0.85, 1.15), source="transformers' modules, which DeepSpeed trains as they are: as profile hf"
+        _HF, spread=(0.85, 1.15), source=f"{_MODULES}, which DeepSpeed trains as they are: as profile hf"
     ),
 }
 """By profile."""
+_KERNELS: Final = (
+    "with the kernels of mamba-ssm 2.3, causal-conv1d 1.7 and flash-linear-attention 0.6 installed, "
+    "without which far more is kept"
+)
+_RECURRENT: Final[Mapping[Profile, Runtime]] = {
+    "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
+    "fsdp2": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are, {_KERNELS}: as profile hf"),
+    "deepspeed": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
+}
+"""The same for models with recurrent layers, whose modules are transformers' whatever shards them."""
+
+
+def runtime(profile: Profile, *, recurrent: bool) -> Runtime:
+    """What the runtime of a profile keeps of a model, which may have recurrent layers.
+
+    Raises UnsupportedError if the profile has no recurrent layers that were measured.
+    """
+    if not recurrent:
+        return _RUNTIMES[profile]
+    if profile not in _RECURRENT:
+        others = ", ".join(_RECURRENT)
+        raise UnsupportedError(
+            f"what {profile} keeps of recurrent layers (Mamba or linear attention) is not known",
+            hint=f"that of transformers' layers is, with the profiles {others}",
+        )
+    return _RECURRENT[profile]

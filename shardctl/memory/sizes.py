@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from shardctl.errors import UnsupportedError
+from shardctl.memory.recurrent import recurrent_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +43,24 @@ Size = Literal[
     "routed",
     "logits",
     "gathered_logits",
+    "inner",
+    "projected",
+    "convolved",
+    "low",
+    "low_rank",
+    "low_states",
+    "noted_states",
+    "decays",
+    "channels",
+    "group_rows",
+    "state_heads",
+    "state_pairs",
+    "pair_rows",
+    "final_states",
+    "chunk_states",
+    "chunk_products",
+    "split_products",
+    "grouped",
 ]
 """What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`: of all
 norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
@@ -51,7 +69,16 @@ latent attention compresses to; what it makes keys and values from. `repeated_..
 `contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
 but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
 function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the
-tokens that this rank's experts get. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all."""
+tokens that this rank's experts get. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
+
+Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
+is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
+are projected, of the former and of the latter (Mamba). `noted_states`: that a kernel notes on its way. `decays`: of
+the exponents, which are parameters. `channels`: one per channel. `group_rows`, `state_heads`: one per token and
+group; and head of states. `state_pairs`, `pair_rows`: of queries and keys of linear attention; one per each of their
+heads. `final_states`, `chunk_states`: of the states of each sequence; of each chunk of tokens. `chunk_products`: one
+per two tokens of a chunk, and group or head. `split_products`: those of a kernel that adds up in parts. `grouped`: of
+what the heads of a group share (B and C)."""
 
 SIZES: Final[tuple[Size, ...]] = get_args(Size)
 
@@ -85,16 +112,11 @@ def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mappin
     """The elements of each size in one layer; those not named have none.
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
-    Raises UnsupportedError for a layer with a recurrent state, naming it by `number`.
+    Raises UnsupportedError, naming the layer by `number`, for a recurrent state of which that is not known.
     """
-    if layer.state is not None:
-        raise UnsupportedError(
-            f"what training keeps of layer {number} is not known: it has a recurrent state (Mamba or linear attention)",
-            hint="a plan of one mesh shows weights, gradients and optimizer states, which are known",
-        )
     n, hidden = share.tokens, layer.hidden
     cross = layer.attention is not None and layer.attention.cross
-    both = layer.attention is not None and (layer.mlp or layer.experts is not None)
+    both = layer.mixes and layer.feeds
     norms = style.norms + cross if both else max(1, style.norms // 2)
     sizes: dict[Size, float] = {
         "tokens": n,
@@ -106,6 +128,8 @@ def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mappin
     }
     if layer.attention is not None:
         _attention(sizes, layer.attention, style, share)
+    if layer.state is not None:
+        sizes.update(recurrent_sizes(layer.state, share, number))
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
     sizes["intermediate"] = n * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps

@@ -46,6 +46,12 @@ _TEXTS: Final[Mapping[str, str]] = {
     "qwen2_vl": "qwen2_vl_text",
 }
 """By `model_type` of what sees: that of its text model where a config is silent."""
+_NARROW_WEIGHTS: Final = frozenset(
+    ("granitemoe", "granitemoeshared", "jamba", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
+)
+"""By `model_type`: those whose routers cast the weights of the experts chosen to the type of the activations."""
+_WIDE: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
+"""By `model_type`: those that add in fp32 unless a config says otherwise."""
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
 
 
@@ -68,6 +74,27 @@ class Attention:
     """Elements that latent attention caches of each token for all heads together: `kv_lora_rank + qk_rope_head_dim`."""
     cross: bool = False
     """Whether the layer attends to the encoder, too, with heads of the same numbers and a cache of its own."""
+    gated: bool = False
+    """Whether its result is multiplied by a gate (Qwen3-Next)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """How a layer computes its states over all tokens at once."""
+
+    kind: Literal["selective", "normed selective", "chunked", "delta"]
+    """Selective scan (Mamba), the same with norms of time steps, B and C between its steps (Jamba), scan in chunks
+    (Mamba 2), gated delta rule (Qwen3-Next)."""
+    inner: int
+    """Channels that the states are read into."""
+    rank: int = 0
+    """Of the projection to the time step of each channel, where there is one (Mamba)."""
+    heads: int = 0
+    """Heads with a decay of their own; 0 where every channel has its own."""
+    key_heads: int = 0
+    """Of linear attention, the heads of queries and of keys."""
+    chunk: int = 0
+    """Tokens that are computed at once, where the config says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +114,8 @@ class State:
     """Elements per sequence of the recurrent state, which tp divides."""
     recurrent_fp32: bool
     """Whether transformers keeps the recurrent state in fp32 whatever the model's type."""
+    scan: Scan | None = None
+    """How it is computed in training, where that is known."""
 
     @property
     def convolution(self) -> int:
@@ -105,6 +134,10 @@ class Experts:
     """The intermediate size of one."""
     shared: int = 0
     """The intermediate size of those that see every token, all together; 0 for none."""
+    shared_gate: bool = False
+    """Whether what those make of a token is multiplied by a gate (Qwen2-MoE, Qwen3-Next)."""
+    wide: bool = True
+    """Whether results are weighted in fp32, because the router's weights stay fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +156,18 @@ class Layer:
     experts: Experts | None
     encoder: bool = False
     """Whether it is an encoder's, which caches nothing and sees tokens both ways."""
+    wide: bool = False
+    """Whether what it adds to is fp32 whatever computes (Mamba's `residual_in_fp32`)."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether tokens see others in it."""
+        return self.attention is not None or self.state is not None
+
+    @property
+    def feeds(self) -> bool:
+        """Whether it has an MLP or experts."""
+        return bool(self.mlp) or self.experts is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +297,7 @@ class _Reader:
         """The layer that has `rows`."""
         named = _Dims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
-        state = _state(named)
+        state = _state(named, self.scan(named))
         if attention is None and state is None:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
@@ -260,7 +305,9 @@ class _Reader:
             config = self.config.called({"num_experts_per_tok": "experts_per_token"})
             shared = named.size("sffn") if named.has("sffn") else 0
             chosen = config.size("num_experts_per_tok", _CHOSEN.get(self.kind))
-            experts = Experts(named.size("experts"), chosen, named.size("effn"), shared)
+            gated = any("shared_expert_gate" in row.name for row in rows)
+            wide = self.kind not in _NARROW_WEIGHTS
+            experts = Experts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide)
         mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
         widest = mlp or ("effn" if experts else "")
         return Layer(
@@ -272,7 +319,21 @@ class _Reader:
             experts=experts,
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
+            wide=self.kind in _WIDE and self.config.switch("residual_in_fp32", default=True),
         )
+
+    def scan(self, named: _Dims) -> Scan | None:
+        """How a recurrent layer that is known computes its states."""
+        if self.kind in {"mamba", "falcon_mamba", "jamba"} and named.has("inner"):
+            normed = self.kind == "jamba"
+            return Scan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
+        if self.kind == "mamba2" and named.has("groups"):
+            chunk = self.config.size("chunk_size", 256)
+            return Scan("chunked", named.size("inner"), heads=named.size("heads"), chunk=chunk)
+        if self.kind == "qwen3_next" and named.has("keys"):
+            keys = named.size("keys") // named.unit("keys")
+            return Scan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
+        return None
 
     def attention(self, named: _Dims, rows: list[Row], window: int | None) -> Attention | None:
         """The attention, if any of `rows` is a projection to queries."""
@@ -293,7 +354,8 @@ class _Reader:
             keys = (named.size("qkv") - width) // 2
         cross = any(name in row.name for row in rows for name in _CROSS)
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
-        return Attention(kind, width // head, keys // head, head, head, window, cross=cross)
+        gated = named.has("gated_q")
+        return Attention(kind, width // head, keys // head, head, head, window, cross=cross, gated=gated)
 
 
 _WITH_GATE: Final = 3
@@ -348,20 +410,21 @@ class _Dims:
         return (part for word in row.dims.split() for part in word.split("+"))
 
 
-def _state(named: _Dims) -> State | None:
+def _state(named: _Dims, scan: Scan | None) -> State | None:
     """The state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
 
     Each has a convolution over the last tokens, and of each channel as many elements as the state is wide: in a gated
     delta net, those of a key head for each channel of the values.
     """
     if named.has("groups"):
-        inner, groups, wide = named.size("inner"), named.size("groups"), named.unit("groups")
-        return State(inner, 2 * groups, groups // wide, named.size("window"), inner * wide, recurrent_fp32=True)
-    if named.has("inner"):
-        inner = named.size("inner")
-        return State(inner, 0, 1, named.size("window"), inner * named.size("state"), recurrent_fp32=True)
-    if named.has("keys"):
-        keys, values = named.size("keys"), named.size("values")
-        recurrent = values * named.unit("keys")
-        return State(2 * keys + values, 0, 1, named.size("window"), recurrent, recurrent_fp32=True)
-    return None
+        inner, grouped, wide = named.size("inner"), named.size("groups"), named.unit("groups")
+        channels, groups, recurrent = inner, grouped // wide, inner * wide
+    elif named.has("inner"):
+        channels, grouped, groups = named.size("inner"), 0, 1
+        recurrent = channels * named.size("state")
+    elif named.has("keys"):
+        channels, grouped, groups = 2 * named.size("keys") + named.size("values"), 0, 1
+        recurrent = named.size("values") * named.unit("keys")
+    else:
+        return None
+    return State(channels, 2 * grouped, groups, named.size("window"), recurrent, recurrent_fp32=True, scan=scan)

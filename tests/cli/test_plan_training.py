@@ -78,17 +78,42 @@ def test_a_plan_of_training_is_none_of_converting_codes(say, tmp_path, fp8):
     assert "nothing to convert" in found.err
 
 
-@pytest.mark.parametrize("config", ["mamba2", "falcon_mamba", "jamba", "qwen3_next"])
-def test_what_is_known_of_recurrent_layers_is_shown(document, config):
+RECURRENT = ("mamba2", "falcon_mamba", "jamba", "qwen3_next")
+
+
+@pytest.mark.parametrize("config", RECURRENT)
+def test_what_transformers_recurrent_layers_keep_is_known(document, config):
     found = document(CONFIGS / f"{config}.json", "--fsdp", "2", "--gpu", "t4")
+    assert not found["verdict"]["partial"]
+    assert found["verdict"]["fits"] is True
+    assert found["purpose"]["why_not"] == ""
+    terms = found["needs"][found["ranks"][0]["needs"]]["terms"]
+    assert "kept by recurrent layers and their kernels" in {term["name"] for term in terms}
+
+
+@pytest.mark.parametrize("config", RECURRENT)
+def test_what_is_known_of_recurrent_layers_that_tp_divides_is_shown(document, config):
+    found = document(CONFIGS / f"{config}.json", "--tp", "2", "--for", "train", "--gpu", "t4")
     elements = states(found, "gradients") // 4
     assert states(found, "optimizer") == 8 * elements
     assert elements >= found["parameters"] / 2
     assert found["verdict"]["partial"]
     assert found["verdict"]["fits"] is None
     assert found["verdict"]["certain"] is False
-    assert "recurrent state" in found["purpose"]["why_not"]
+    assert "layer 0 is not known with tp" in found["purpose"]["why_not"]
     assert found["exit_code"] == 0
+
+
+def test_a_search_leaves_out_meshes_of_which_nothing_is_known(document, say):
+    """Of recurrent layers, those with tp or cp; where none is known, there is nothing to rank."""
+    options = (CONFIGS / "mamba2.json", "--search", "--gpus", "2", "--gpu", "t4", "--for", "train", "--seq-len", "4096")
+    found = document(*options)["search"]
+    divided = [{axis for axis, degree in one["mesh"]["axes"].items() if degree > 1} for one in found["ranked"]]
+    assert sorted(divided, key=str) == [{"dp"}, {"fsdp"}, {"pp"}]
+    assert any("not known with tp" in one["reason"] for one in found["rejected"])
+    refused = say("plan", *options, "--profile", "megatron")
+    assert refused.code == 4
+    assert "with the profiles hf, fsdp2, deepspeed" in refused.err
 
 
 def test_of_a_model_that_nobody_describes_the_states_are_shown(document, tmp_path):
@@ -108,19 +133,19 @@ def test_codes_that_nobody_describes_are_not_passed_over(say, tmp_path):
 
 
 def test_states_alone_may_be_too_much(say):
-    found = say("plan", CONFIGS / "mamba2.json", "--for", "train", "--gpu", "400MiB", "--detail", "summary")
+    found = say("plan", CONFIGS / "mamba2.json", "--profile", "megatron", "--gpu", "400MiB", "--detail", "summary")
     assert found.code == 3
     assert "DOES NOT FIT: rank 0 needs at least" in found.out
     assert "activations are not modelled" in found.out
 
 
 def test_where_states_alone_are_too_much_changes_are_tried_and_may_be_enough(document, say, tmp_path):
-    """A Mamba of 7 B parameters: no change of activations is advised, for nobody knows what they need."""
+    """A Mamba of 7 B parameters, of which Megatron-LM has no layers: no change of activations is advised."""
     config = json.loads((CONFIGS / "mamba.json").read_text())
     config |= {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 64, "vocab_size": 65024}
     large = tmp_path / "config.json"
     large.write_text(json.dumps(config))
-    options = (large, "--for", "train", "--gpu", "a100-80g")
+    options = (large, "--profile", "megatron", "--gpu", "a100-80g")
     found = document(*options)
     assert (found["verdict"]["fits"], found["verdict"]["partial"]) == (False, True)
     budget = found["verdict"]["budget_bytes"]
@@ -134,7 +159,7 @@ def test_where_states_alone_are_too_much_changes_are_tried_and_may_be_enough(doc
 
 
 def test_what_fits_without_its_activations_is_not_said_to_fit(say):
-    found = say("plan", CONFIGS / "mamba2.json", "--for", "train", "--gpu", "t4", "--detail", "summary")
+    found = say("plan", CONFIGS / "mamba2.json", "--profile", "megatron", "--gpu", "t4", "--detail", "summary")
     assert found.code == 0
     assert "whether it fits is not known: rank 0 needs at least" in found.out
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import UnsupportedError
 from shardctl.memory.activations import activations
 from shardctl.memory.holding import Holding
 from shardctl.memory.workload import PROFILES, Training
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import Anatomy, Attention, Experts, Layer, State, anatomy
+from shardctl.models.anatomy import Anatomy, Attention, Experts, Layer, anatomy
 from shardctl.models.style import Style, style
 
 # Korthikanti et al. 2022, Table 3: heads, hidden, layers, tp, pp, micro batch, and Megatron's sequence and vocabulary.
@@ -246,14 +245,6 @@ def test_cross_attention_keeps_as_much_again():
         {t.name: t.nbytes for t in terms(model, work=work)}["kept by attention"] for model in (llama(), crossed)
     )
     assert two == 2 * one
-
-
-def test_recurrent_states_are_not_guessed():
-    model = llama(layers=3)
-    state = State(channels=512, grouped=0, groups=1, window=4, recurrent=8192, recurrent_fp32=True)
-    mamba = replace(model.layers[0], attention=None, state=state)
-    with pytest.raises(UnsupportedError, match="layer 1 "):
-        terms(replace(model, layers=(model.layers[0], mamba, model.layers[2])))
 
 
 def test_fp32_takes_twice_what_is_kept_in_bf16_but_not_what_is_fp32_anyway():

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models import FAMILIES, describe
-from shardctl.models.anatomy import Attention, Experts, State, anatomy
+from shardctl.models.anatomy import Attention, Experts, Scan, State, anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -175,16 +176,18 @@ def test_hybrids_by_layer():
         (latent, 48, None),
         (latent, 0, Experts(4, 2, 16, shared=32)),
     ]
-    full = Attention("full", 4, 2, 8, 8)
-    delta = State(channels=80, grouped=0, groups=1, window=4, recurrent=8 * 4 * 6, recurrent_fp32=True)
+    full, rule = Attention("full", 4, 2, 8, 8), Scan("delta", 48, heads=8, key_heads=4)
+    delta = State(channels=80, grouped=0, groups=1, window=4, recurrent=8 * 4 * 6, recurrent_fp32=True, scan=rule)
     assert [(one.attention, one.state) for one in anatomy(fixture("qwen3_next")).layers] == [
-        (None, delta), (full, None), (None, delta),
+        (None, delta), (replace(full, gated=True), None), (None, delta),
     ]  # fmt: skip
-    mamba = State(channels=64, grouped=0, groups=1, window=4, recurrent=64 * 8, recurrent_fp32=True)
+    scan = Scan("normed selective", 64, rank=4)
+    mamba = State(channels=64, grouped=0, groups=1, window=4, recurrent=64 * 8, recurrent_fp32=True, scan=scan)
     assert [(one.attention, one.state) for one in anatomy(fixture("jamba-moe")).layers] == [
         (None, mamba), (full, None), (None, mamba), (full, None),
     ]  # fmt: skip
-    assert anatomy(fixture("mamba2")).layers[0].state == State(64, 64, 4, 4, 64 * 8, recurrent_fp32=True)
+    chunks = Scan("chunked", 64, heads=4, chunk=256)
+    assert anatomy(fixture("mamba2")).layers[0].state == State(64, 64, 4, 4, 64 * 8, recurrent_fp32=True, scan=chunks)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""What training keeps of layers with a recurrent state: Mamba, Mamba 2 and gated delta nets.
+
+All of it is what the kernels save that such models are trained with: the arguments of `ctx.save_for_backward` in the
+autograd functions that transformers calls if they are installed, and what its own modules keep around them. Without the
+kernels transformers keeps a state for every token, many times as much.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.memory.saved import Moment, Saved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.sizes import Share, Size
+    from shardctl.models.anatomy import Scan, State
+
+_SELECTIVE_CHUNK: Final = 2048
+"""Tokens after which the kernel of the selective scan notes its state
+(mamba-ssm, `csrc/selective_scan/selective_scan.cpp`, `n_chunks`)."""
+_DELTA_CHUNK: Final = 64
+"""Tokens that a gated delta rule takes at once (flash-linear-attention, `ops/gated_delta_rule/chunk.py`)."""
+_MULTIPROCESSORS: Final = 132
+"""Of an H100. The kernel of the scan in chunks adds up heads in as many parts as keep all of them busy
+(mamba-ssm, `ops/triton/ssd_chunk_scan.py`, `_chunk_scan_bwd_dcb`, `nsplits`)."""
+_NOT_KNOWN: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
+
+
+def recurrent_sizes(state: State, share: Share, number: int) -> Mapping[Size, float]:
+    """The elements of each size in the recurrent part of layer `number`.
+
+    Raises UnsupportedError where a runtime that is known does not train such a layer: with its channels divided by tp,
+    or its sequence by cp. A kernel of the selective scan holds the projections too, whose sums tp would have to share
+    within it, and a state passes from token to token over all of a sequence.
+    """
+    what = f"what training keeps of layer {number} is not known"
+    if state.scan is None:
+        raise UnsupportedError(f"{what}: it has a recurrent state (Mamba or linear attention)", hint=_NOT_KNOWN)
+    for axis, divided in (("tp", share.tp > 1), ("cp", share.queries != share.keys)):
+        if divided:
+            raise UnsupportedError(
+                f"{what} with {axis}: transformers' kernels of recurrent layers run on whole layers and sequences",
+                hint=f"without {axis} it is known; {_NOT_KNOWN}",
+            )
+    return _SIZES[state.scan.kind](state, state.scan, share)
+
+
+def _selective(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+    n, wide = share.tokens, state.recurrent // scan.inner
+    return {
+        "inner": n * scan.inner,
+        "projected": n * 2 * scan.inner,
+        "low": n * (scan.rank + 2 * wide),
+        "low_rank": n * scan.rank,
+        "low_states": n * 2 * wide,
+        "noted_states": share.batch * 2 * state.recurrent * -(-share.keys // _SELECTIVE_CHUNK),
+        "decays": state.recurrent,
+        "channels": scan.inner,
+    }
+
+
+def _chunked(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+    n, chunks = share.tokens, -(-share.keys // scan.chunk)
+    heads = scan.heads // state.groups
+    programs = share.batch * chunks * scan.heads
+    split = -(-heads // max(1, min(heads, -(-programs // _MULTIPROCESSORS))))
+    products = share.batch * state.groups * chunks * scan.chunk**2
+    return {
+        "inner": n * scan.inner,
+        "projected": n * (scan.inner + state.channels + state.grouped + scan.heads),
+        "convolved": n * (state.channels + state.grouped),
+        "group_rows": n * state.groups,
+        "state_heads": n * scan.heads,
+        "decays": scan.heads,
+        "final_states": share.batch * state.recurrent,
+        "chunk_states": share.batch * state.recurrent * chunks,
+        "chunk_products": products,
+        "split_products": products * split,
+        "grouped": n * state.grouped,
+    }
+
+
+def _delta(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+    n, pairs = share.tokens, state.channels - scan.inner
+    return {
+        "inner": n * scan.inner,
+        "projected": n * (pairs + 2 * scan.inner),
+        "convolved": n * state.channels,
+        "state_pairs": n * pairs,
+        "pair_rows": n * 2 * scan.key_heads,
+        "state_heads": n * scan.heads,
+        "decays": scan.heads,
+        "chunk_products": n * scan.heads * _DELTA_CHUNK,
+    }
+
+
+_SIZES: Final = {"selective": _selective, "normed selective": _selective, "chunked": _chunked, "delta": _delta}
+
+RECURRENT: Final = (
+    Saved("gate and input of the convolution, in the kernel's order", "projected", None, ("selective",)),
+    Saved("time steps, B and C, projected", "low", None, ("selective",)),
+    Saved("B and C, in the kernel's order", "low_states", None, ("selective",)),
+    Saved("results of the scan", "inner", None, ("selective",)),
+    Saved("states that the kernel notes", "noted_states", 4, ("selective",)),
+    Saved("exponentials, and their negatives", "decays", 8, ("selective",)),
+    Saved("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
+    # Jamba norms time steps, B and C, for which it calls one kernel after the other.
+    Saved("gate and input of the convolution", "projected", None, ("normed selective",)),
+    Saved("results of the convolution, and again in the kernel's order", "inner", 4, ("normed selective",)),
+    Saved("gate and time steps, in the kernel's order", "inner", 4, ("normed selective",)),
+    Saved("results of the scan, and gated in the order of the projection's input", "inner", 4, ("normed selective",)),
+    Saved("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
+    Saved("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
+    Saved("time steps normed", "low_rank", None, ("normed selective",)),
+    Saved("B and C normed, in the kernel's order", "low_states", None, ("normed selective",)),
+    Saved("statistics of the norms of time steps, B and C", "tokens", 12, ("normed selective",)),
+    Saved("states that the kernel notes", "noted_states", 4, ("normed selective",)),
+    Saved("exponentials, and their negatives", "decays", 8, ("normed selective",)),
+    Saved("fp32 biases of time steps and skips", "channels", 8, ("normed selective",)),
+    Saved("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    Saved("results of the scan", "inner", None, ("chunked",)),
+    Saved("statistics of the norm", "group_rows", 4, ("chunked",)),
+    Saved("exponentials, and their negatives", "decays", 8, ("chunked",)),
+    Saved("queries, keys and values, before the convolution", "convolved", None, ("delta",)),
+    Saved("queries and keys normed", "state_pairs", None, ("delta",)),
+    Saved("statistics of the norms of queries and keys", "pair_rows", 4, ("delta",)),
+    Saved("values", "inner", None, ("delta",)),
+    Saved("products of the keys in a chunk", "chunk_products", None, ("delta",)),
+    Saved("strengths", "state_heads", None, ("delta",)),
+    Saved("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
+    Saved("fp32 copies of result and gate, and the activation of the gate", "inner", 12, ("delta",)),
+    Saved("result normed, before and after the weight, and gated", "inner", 6, ("delta",)),
+    Saved("statistics of the norm", "state_heads", 4, ("delta",)),
+    Saved("exponentials, and their negatives", "decays", 8, ("delta",)),
+)
+"""What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
+`MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and
+`MambaSplitConv1dScanCombinedFn` (Mamba 2); causal-conv1d 1.7: `CausalConv1dFn`; flash-linear-attention 0.6:
+`ChunkGatedDeltaRuleFunction`. What is exponential is of parameters, so it does not grow with the tokens."""
+
+_REST_OF_LAYER: Final = (
+    Saved("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
+    Saved("the norm before the MLP", "hidden", -10, ("rms32", "then mlp")),
+)
+"""What is not there, besides the MLP, while the recurrent part has its turn."""
+
+_CHUNKED_ANYWAY: Final = (
+    Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
+    Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
+    Saved("gradients of all that was projected", "projected", None, ("chunked",)),
+    Saved("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
+    Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
+    Saved("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
+    Saved("fp32 states behind the last token", "final_states", 4, ("chunked",)),
+)
+
+RECURRENT_MOMENTS: Final = (
+    Moment(
+        "backward pass of a selective scan",
+        (
+            Saved("gradient of the layer's output", "hidden", None, ("selective",)),
+            Saved("the same in fp32", "hidden", 4, ("selective", "wide")),
+            Saved("gradients of gate and convolution's input", "projected", None, ("selective",)),
+            Saved("results of convolution, time steps and scan, computed again", "inner", 6, ("selective",)),
+            Saved("their gradients, and the last in another order", "inner", 8, ("selective",)),
+            Saved("gradients of time steps, B and C", "low", None, ("selective",)),
+            Saved("gradients of exponentials", "decays", 4, ("selective",)),
+        ),
+    ),
+    Moment(
+        "backward pass of a selective scan between norms",
+        (
+            Saved("gradient of the layer's output", "hidden", None, ("normed selective",)),
+            Saved("gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)),
+            Saved("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
+            Saved("input of the last projection, gone by then", "inner", -2, ("normed selective",)),
+            Saved("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
+            Saved("gradients of exponentials", "decays", 4, ("normed selective",)),
+            *_REST_OF_LAYER,
+        ),
+        gone=("mlp", "experts"),
+    ),
+    Moment(
+        "backward pass of a scan in chunks, its states",
+        (
+            *_CHUNKED_ANYWAY,
+            Saved("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
+            Saved("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
+        ),
+    ),
+    Moment(
+        "backward pass of a scan in chunks, its products",
+        (
+            *_CHUNKED_ANYWAY,
+            Saved("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
+            Saved("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
+            Saved("the latter in parts", "split_products", 4, ("chunked",)),
+            Saved("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
+        ),
+    ),
+    Moment(
+        "forward pass of linear attention's norm",
+        (
+            Saved("the layer's input", "hidden", None, ("delta",)),
+            Saved("queries, keys, values and gate, projected", "projected", None, ("delta",)),
+            Saved("results of the convolution", "convolved", None, ("delta",)),
+            Saved("gate and result in order, and the result gated in fp32", "inner", 8, ("delta",)),
+            Saved("strengths and time steps", "state_heads", 12, ("delta",)),
+            *_REST_OF_LAYER,
+        ),
+        gone=("mlp", "experts"),
+    ),
+)
+"""When most is alive in a recurrent layer."""

@@ -1,0 +1,101 @@
+"""How a profile says what a runtime keeps: tensors with their sizes and widths, and moments when more is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.memory.sizes import Size
+
+Group = Literal["norms", "attention", "recurrent", "mlp", "experts", "dropout"]
+GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "recurrent", "mlp", "experts", "dropout")
+"""The parts of a layer that terms are given for."""
+Flag = Literal[
+    "rms",
+    "rms32",
+    "layer",
+    "fused",
+    "scores",
+    "full",
+    "latent",
+    "gated",
+    "plain",
+    "drop",
+    "drop scores",
+    "cap scores",
+    "cap logits",
+    "norm behind",
+    "wide",
+    "then mlp",
+    "gated attention",
+    "gated shared",
+    "wide weights",
+    "narrow weights",
+    "selective",
+    "normed selective",
+    "chunked",
+    "delta",
+]
+"""What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
+projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
+whether there is a norm behind the MLP; whether what flows between layers is wider than what computes; whether there is
+an MLP at all; whether attention's result, or that of shared experts, has a gate (Qwen3-Next); whether the results of
+experts are weighted in fp32; how a recurrent layer computes its states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that is kept, or that is alive for a moment."""
+
+    name: str
+    """What it is, in words."""
+    size: Size
+    """What its elements are counted by."""
+    width: float | None = None
+    """Bytes of an element; None for those of the type that computes. Negative for what is gone by then."""
+    when: tuple[Flag, ...] = ()
+    """All of these must hold."""
+    sequence: bool = False
+    """Whether sequence parallelism divides it over tp."""
+    core: bool = False
+    """Whether selective recomputation drops it: attention between its projections (Korthikanti et al. 2022, sec. 5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time of a layer's passes when much is alive besides what the forward pass kept."""
+
+    name: str
+    alive: tuple[Saved, ...]
+    gone: tuple[Group, ...] = ()
+    """Parts of the layer that keep nothing by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What one runtime keeps."""
+
+    kept: Mapping[Group, tuple[Saved, ...]]
+    """Of one layer, after its forward pass."""
+    checkpoint: tuple[Saved, ...]
+    """Of one layer that will be recomputed."""
+    shared: tuple[Saved, ...]
+    """What such a layer, once recomputed, keeps of it too, and is not there twice."""
+    layer: tuple[Moment, ...]
+    """While a layer's backward pass runs; the gradient of its output is part of it."""
+    head: tuple[Saved, ...]
+    """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
+    loss: Moment
+    """While the loss's backward pass runs."""
+    norm: Moment
+    """While the last norm's backward pass runs, all that is alive of the head and the norm."""
+    embedding: tuple[Saved, ...]
+    """On the first stage, of the embedding."""
+    sequence_parallel: bool
+    """Whether it has sequence parallelism."""
+    spread: tuple[float, float]
+    """Where the truth is to be expected, as factors of the estimate."""
+    source: str
