@@ -85,18 +85,20 @@ def bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
     return peak / ait * target / (1 - target)
 
 
-def needs(mesh: Mesh, work: Training, *, peak: float, target: float = 0.9) -> tuple[Need, ...]:
+def needs(mesh: Mesh, work: Training, *, peak: float, target: float = 0.9, used: float = 1.0) -> tuple[Need, ...]:
     """What must be moved how fast for each state that is not on the device; `peak` is a device's operations per second.
 
-    With several microbatches, optimizer states move once for all of them. Nothing is needed without offloading.
+    With several microbatches, optimizer states move once for all of them. `used` is the part of the weights that a
+    token is multiplied with: of a model with experts all are moved for the few that are. Nothing is needed without
+    offloading.
     """
     plan = scheme(mesh, work)
     microbatches = work.microbatches or mesh.degree("pp")
     tokens = work.sequence * work.micro_batch // mesh.degree("cp")
     shared = mesh.degree("fsdp") * (plan.sharers if work.zero else 1)
     found = (
-        ("parameters and gradients", plan.parameters, intensity("parameters", tokens=tokens)),
-        ("optimizer states", plan.states, intensity("optimizer", tokens=tokens * microbatches)),
+        ("parameters and gradients", plan.parameters, used * intensity("parameters", tokens=tokens)),
+        ("optimizer states", plan.states, used * intensity("optimizer", tokens=tokens * microbatches)),
     )
     return tuple(
         Need(what, tier, ait, bandwidth(ait, peak, target), bandwidth(ait, peak, target) / shared)

@@ -48,6 +48,15 @@ def attention_operations(layers: Sequence[Layer], mesh: Mesh, tokens: float, con
     )
 
 
+def used(anatomy: Anatomy, holding: Holding, mesh: Mesh) -> float:
+    """The operations of a rank for each of its weights and tokens, over those of a model without experts.
+
+    Each token goes to few of the experts, and those of a rank get some tokens of other ranks.
+    """
+    dense, expert = (holding.gathered(expert=of_expert) for of_expert in (False, True))
+    return (dense + expert * _routed(anatomy, mesh)) / (dense + expert) if expert else 1.0
+
+
 def touched(anatomy: Anatomy, mesh: Mesh, tokens: float) -> float:
     """The part of a rank's experts that `tokens` tokens per data-parallel rank are expected to go to.
 

@@ -16,6 +16,7 @@ from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.holding import hold
 from shardctl.memory.offload import Need, node
 from shardctl.memory.offload import needs as links
+from shardctl.memory.operations import used
 from shardctl.memory.optimizers import optimizer
 from shardctl.memory.search import Bulk
 from shardctl.memory.serving import largest_batch, longest_context
@@ -93,7 +94,7 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
             seen = replace(seen, estimate=calibrated(estimate, fit), calibration=fit)
         states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
         seen = replace(seen, strategies=strategies(about.parameters, devices, optimizer=states))
-        seen = _offloaded(seen, work, mesh)
+        seen = _offloaded(seen, about, work, mesh)
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes
@@ -107,7 +108,7 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     return replace(seen, longest_context=context, largest_batch=batch)
 
 
-def _offloaded(seen: Forecast, work: Training, mesh: Mesh) -> Forecast:
+def _offloaded(seen: Forecast, about: Subject, work: Training, mesh: Mesh) -> Forecast:
     """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
     if work.offload == "none":
         return seen
@@ -115,7 +116,8 @@ def _offloaded(seen: Forecast, work: Training, mesh: Mesh) -> Forecast:
     tiers: tuple[Tier, ...] = ("host", "nvme")
     nodes = {tier: node(seen.estimate, mesh, tier, per_node=on.per_node) for tier in tiers}
     held = {tier: some for tier, some in nodes.items() if some.high}
-    moved = links(mesh, work, peak=on.flops_bf16, target=BUSY)
+    share = used(about.anatomy, seen.estimate.binding.holding, mesh) if about.anatomy is not None else 1.0
+    moved = links(mesh, work, peak=on.flops_bf16, target=BUSY, used=share)
     return replace(seen, links=moved, peak=on.flops_bf16, nodes=held)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from known_models import stock
+from known_models import MIXTRAL_8X7B, stock
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
@@ -16,6 +16,7 @@ from shardctl.memory.estimate import gather
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.memory.offload import bandwidth, efficiency, intensity, needs, node
+from shardctl.memory.operations import used
 from shardctl.memory.states import states
 from shardctl.memory.term import total
 from shardctl.memory.workload import Training
@@ -111,6 +112,22 @@ def test_needs_are_of_what_is_moved():
     (only,) = needs(mesh, Training(2048, profile="megatron", zero=1, offload="cpu"), peak=V100)
     assert (only.what, only.tier, only.intensity) == ("optimizer states", "host", 2048 * 2 / 4)
     assert needs(mesh, Training(2048), peak=V100) == ()
+
+
+def test_experts_are_moved_for_the_few_tokens_that_choose_them():
+    """Of Mixtral-8x7B's 46.7B parameters each token uses 12.9B (Jiang et al. 2024, sec. 2)."""
+    described, inventory = anatomy(MIXTRAL_8X7B), stock(MIXTRAL_8X7B)
+    shares = []
+    for mesh in (Mesh.of(dp=8), Mesh.of(dp=8, ep=8)):
+        holding = hold(inventory, mesh, [32])[0]
+        shares.append(used(described, holding, mesh))
+    assert shares[0] == pytest.approx(12.88 / 46.7, rel=1e-3)
+    assert shares[1] > 1  # an eighth of the experts with the tokens of eight ranks, each of which goes to two
+    work = Training(2048, **EVERYTHING)
+    dense, sparse = (needs(Mesh.of(dp=8), work, peak=V100, used=share) for share in (1.0, shares[0]))
+    assert [b.bandwidth / a.bandwidth for a, b in zip(dense, sparse, strict=True)] == [pytest.approx(1 / shares[0])] * 2
+    plain, weights = gpt(2, 256, 4)
+    assert used(plain, hold(weights, Mesh.of(), [2])[0], Mesh.of()) == 1
 
 
 def one_tensor(elements):
