@@ -1,19 +1,22 @@
 """GPT-NeoX and Pythia: q, k and v interleaved head by head.
 
-Names and shapes follow transformers 5 (`models/gpt_neox/modeling_gpt_neox.py`).
+Names and shapes follow transformers 5 (`models/gpt_neox/modeling_gpt_neox.py`). The head is called as on the Hub, which
+is what `save_pretrained` writes and all versions read; in the state dict it is `lm_head` (`conversion_mapping.py`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import decoder_classes, heads
-from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.family import Dim, Facts, Family, Fused, Index, Row
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
 
 _LAYER: Final = ".layers.{layer}"
+_HEADS: Final = heads(".embed_in.weight")
 _NEOX: Final = (
     Row(".embed_in.weight", "vocab hidden", on="first"),
     Row(f"{_LAYER}.input_layernorm.weight", "hidden"),
@@ -33,7 +36,9 @@ _NEOX: Final = (
     Row(f"{_LAYER}.mlp.dense_4h_to_h.bias", "hidden"),
     Row(".final_layer_norm.weight", "hidden", on="last"),
     Row(".final_layer_norm.bias", "hidden", on="last"),
-    *heads(".embed_in.weight"),
+    Row("embed_out.weight", "vocab hidden", when="lm !tied", on="last"),
+    replace(_HEADS[0], when="lm tied"),
+    *_HEADS[1:],
 )
 
 
@@ -65,4 +70,5 @@ GPT_NEOX: Final = Family(
     classes=decoder_classes("GPTNeoX", prefix="gpt_neox", tokens="classifier"),
     prefixes=("gpt_neox",),
     legacy={"embed_out": "lm_head"},
+    fused=(Fused("lm_head.weight", ("embed_out.weight",)),),
 )

@@ -44,7 +44,8 @@ def vit_of_2020(name):
 
 
 def neox(name):
-    return name.replace("lm_head", "embed_out")
+    """As the state dict has them."""
+    return name.replace("embed_out", "lm_head")
 
 
 @pytest.mark.parametrize(

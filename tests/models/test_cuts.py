@@ -86,9 +86,10 @@ def planned_of_experts(model, plan):
 def planned(model, plan):
     """The dims that transformers' plan cuts of each tensor it speaks of."""
     expected = planned_of_experts(model, plan)
+    moved = {fusion.tensors[0]: fusion.name for fusion in model.fusions.values() if len(fusion.tensors) == 1}
     for pattern, style in plan.items():
         for tensor in (n for t in model.own() for n in (t.name, *t.ties)):
-            module, _, kind = tensor.rpartition(".")
+            module, _, kind = moved.get(tensor, tensor).rpartition(".")
             if ".".join("*" if p.isdecimal() else p for p in module.split(".")) != pattern:
                 continue
             if style.startswith("colwise") or style == "embedding_rowwise":

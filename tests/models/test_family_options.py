@@ -20,7 +20,7 @@ EYES = {
 
 def described(config):
     """Names and shapes of the state dict that a config describes."""
-    return {name: t.shape for t in describe(config).own() for name in (t.name, *t.ties)}
+    return describe(config).state()
 
 
 @pytest.mark.parametrize(

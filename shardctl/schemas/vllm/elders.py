@@ -49,7 +49,7 @@ def gpt_neox(here: Rank, model: Model) -> Iterator[Entry]:
     """GPT-NeoX and Pythia."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("gpt_neox.embed_in.weight")
-    yield here.vocabulary(_HEAD, "embed_out.weight")
+    yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", "embed_out.weight")
     yield from here.same(*(f"gpt_neox.final_layer_norm.{kind}" for kind in _KINDS))
     for number in range(model.layers):
         layer = f"gpt_neox.layers.{number}"
