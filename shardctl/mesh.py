@@ -19,6 +19,8 @@ REPLICATING: Final = ("dp", "cp")
 """Axes whose members hold the same weights."""
 EXPERT_FSDP: Final = "efsdp"
 """What is left of fsdp for the experts, which ep and etp have already divided over some of its ranks."""
+MOST_RANKS: Final = 1 << 17
+"""Of a mesh; clusters have up to about 100,000 devices, and plans and layouts speak of every rank."""
 HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which two ranks must agree to hold the same weights."""
 
@@ -48,6 +50,10 @@ class Mesh:
         for name, degree in (*self.axes, ("ep", self.ep), ("etp", self.etp)):
             if degree < 1:
                 raise UsageError(f"mesh axis {name} has degree {degree}; it must be at least 1")
+        if self.world > MOST_RANKS:
+            raise UsageError(
+                f"a mesh of {self.world:,} ranks is larger than any cluster", hint=f"use {MOST_RANKS:,} ranks or fewer"
+            )
         stage = self.world // self.degree("pp")
         if stage % (self.ep * self.etp):
             raise UsageError(
@@ -138,7 +144,10 @@ class Mesh:
 
     def label(self, rank: int) -> str:
         """The rank's place in words, such as ``pp1 tp0``; axes of degree 1 are left out."""
-        at = self.coordinate(rank)
+        return self.place(self.coordinate(rank))
+
+    def place(self, at: Mapping[str, int]) -> str:
+        """The same of a coordinate."""
         return " ".join(f"{name}{at[name]}" for name, degree in self.axes if degree > 1) or "only"
 
     def __str__(self) -> str:

@@ -185,10 +185,18 @@ def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> l
     return result
 
 
-def _chunked(held: Sequence[Interval], degree: int, index: int) -> list[Interval]:
-    total = sum(stop - start for start, stop in held)
+def ceil_sized(total: int, degree: int, index: int) -> tuple[int, int]:
+    """Where the part of one of `degree` ranks begins and ends, if parts are ceil-sized.
+
+    >>> [ceil_sized(10, 4, index) for index in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
     part = -(-total // degree)
-    low, high = min(index * part, total), min((index + 1) * part, total)
+    return min(index * part, total), min((index + 1) * part, total)
+
+
+def _chunked(held: Sequence[Interval], degree: int, index: int) -> list[Interval]:
+    low, high = ceil_sized(sum(stop - start for start, stop in held), degree, index)
     result: list[Interval] = []
     position = 0
     for start, stop in held:

@@ -9,7 +9,8 @@ import pytest
 
 from shardctl.errors import CutError
 from shardctl.manifest import Tensor
-from shardctl.memory.holding import hold
+from shardctl.memory import holding
+from shardctl.memory.holding import hold, sizes_at
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import Mesh
 from shardctl.models import describe
@@ -40,10 +41,25 @@ def test_counts_are_those_of_the_pieces(path):
                 hold(inventory, mesh, stages)
             continue
         holdings = hold(inventory, mesh, stages)
-        for holding in holdings:
-            assert holding.nbytes == sum(held.nbytes for held in pieces[holding.rank])
-            units = holding.units().values()
-            assert sum(part.nbytes for unit in units for part in unit) == holding.nbytes
-        assert sum(holding.ranks for holding in holdings) == mesh.world
+        for held in holdings:
+            assert held.nbytes == sum(piece.nbytes for piece in pieces[held.rank])
+            units = held.units().values()
+            assert sum(part.nbytes for unit in units for part in unit) == held.nbytes
+        assert sum(held.ranks for held in holdings) == mesh.world
         tried += 1
     assert tried
+
+
+def test_of_as_many_ranks_as_there_are_each_holds_its_part(monkeypatch):
+    """100,000 ranks of fsdp differ in few numbers: what their parts are is counted, and not found by cutting."""
+    model = describe(json.loads((CONFIGS[0].parent / "llama.json").read_text()))
+    tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
+    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    cut = []
+    monkeypatch.setattr(holding, "sizes_at", lambda *args: cut.append(args) or sizes_at(*args))
+    mesh = Mesh.of(fsdp=100_000)
+    holdings = hold(inventory, mesh, (model.layers,))
+    assert len(holdings) == 100_000
+    assert len(cut) < 100
+    assert sum(held.nbytes for held in holdings) == inventory.nbytes
+    assert len({id(held.parts) for held in holdings}) < 10

@@ -11,7 +11,7 @@ from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UsageError
 from shardctl.manifest import Tensor
-from shardctl.mesh import AXES, Mesh
+from shardctl.mesh import AXES, MOST_RANKS, Mesh
 from shardctl.pieces import Placed, balance, parse_stages
 from shardctl.placement import Cut, Member, Section, Spec, boxes, check, intervals
 
@@ -184,3 +184,9 @@ def test_axes_are_each_given_once():
     with pytest.raises(UsageError, match="not each given once"):
         Mesh((("tp", 2), ("tp", 2), ("pp", 1), ("dp", 1), ("cp", 1)))
     assert {name for name, _ in Mesh.of().axes} == set(AXES)
+
+
+def test_a_mesh_larger_than_any_cluster_is_refused_before_its_ranks_are_listed():
+    assert Mesh.of(fsdp=MOST_RANKS).world == MOST_RANKS
+    with pytest.raises(UsageError, match=r"a mesh of 1,000,000,000 ranks is larger than any cluster"):
+        Mesh.parse("dp=1000,fsdp=1000000")

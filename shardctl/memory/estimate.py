@@ -38,9 +38,17 @@ class Estimate:
     """Whether the terms leave something out, so that ranks need at least as much: then nothing is said to fit."""
 
     @property
+    def distinct(self) -> tuple[RankEstimate, ...]:
+        """The first of those ranks of a stage that share their terms: of 100,000 ranks there are few."""
+        found: dict[tuple[int, int], RankEstimate] = {}
+        for rank in self.ranks:
+            found.setdefault((rank.holding.stage, id(rank.terms)), rank)
+        return tuple(found.values())
+
+    @property
     def binding(self) -> RankEstimate:
         """The rank that needs most, which decides whether it fits."""
-        return max(self.ranks, key=lambda rank: rank.total().nbytes)
+        return max(self.distinct, key=lambda rank: rank.total().nbytes)
 
     @property
     def fits(self) -> bool | None:
@@ -58,8 +66,8 @@ class Estimate:
         """Whether `fits` holds at both ends of the interval; None without a budget."""
         if self.budget is None:
             return None
-        worst = max(rank.total().high for rank in self.ranks)
-        least = max(rank.total().low for rank in self.ranks)
+        worst = max(rank.total().high for rank in self.distinct)
+        least = max(rank.total().low for rank in self.distinct)
         return (worst <= self.budget and not self.partial) or least > self.budget
 
     def within(self, budget: int | None) -> Estimate:

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.mesh import EXPERT_FSDP, HOLDING
-from shardctl.placement import check, intervals
+from shardctl.placement import ceil_sized, check, intervals
 from shardctl.value import value
 
 if TYPE_CHECKING:
@@ -120,32 +120,27 @@ def hold(inventory: Inventory, mesh: Mesh, stages: Sequence[int]) -> tuple[Holdi
         check(kind.example, kind.shape, kind.spec, mesh, beside=specs)
     by_stage, spans = _staged(inventory, stages)
     places = [mesh.coordinate(rank) for rank in range(mesh.world)]
-    alike = Counter(_key(at) for at in places)
+    alike = Counter(map(_key, places))
     seen: set[tuple[int, ...]] = set()
-    cutting = [_axes(kind) for kind in groups]
     dividing = sorted({kind.spec.member.axis for kind in groups if kind.spec.member})
-    known: dict[tuple[int, ...], tuple[int, int]] = {}
+    ways_at = _Sizes(groups, mesh)
     found_of: dict[tuple[object, ...], tuple[Part, ...]] = {}
     same: dict[tuple[object, ...], tuple[Part, ...]] = {}
     found = []
     for rank, at in enumerate(places):
-        if _key(at) in seen:
+        key = _key(at)
+        if key in seen:
             continue
-        seen.add(_key(at))
+        seen.add(key)
         stage = at["pp"]
-        sizes = []
-        for number, axes in enumerate(cutting):
-            place = (number, *[at[axis] for axis in axes])
-            if place not in known:
-                known[place] = sizes_at(groups[number], mesh, at)
-            sizes.append(known[place])
+        sizes = ways_at.at(at)
         decisive = (stage, *[at[axis] for axis in dividing], *sizes)
         held = found_of.get(decisive)
         if held is None:
             held = tuple(_parts(by_stage[stage], mesh, at, group_of, sizes))
             amounts = (stage, *((part.kind.example, part.count, part.gathered, part.elements) for part in held))
             held = found_of[decisive] = same.setdefault(amounts, held)
-        found.append(Holding(rank, mesh.label(rank), at, alike[_key(at)], stage, spans[stage], held))
+        found.append(Holding(rank, mesh.place(at), at, alike[key], stage, spans[stage], held))
     return tuple(found)
 
 
@@ -164,9 +159,49 @@ def ways(inventory: Inventory) -> tuple[list[Kind], list[int]]:
     return groups, group_of
 
 
-def _axes(kind: Kind) -> list[str]:
-    """The axes that cut it, each once."""
-    return list(dict.fromkeys(cut.axis for dim in kind.spec.cuts for cut in dim))
+class _Sizes:
+    """What `sizes_at` says of each way to be cut; the parts of fsdp's ranks, which can be many, are counted."""
+
+    def __init__(self, groups: Sequence[Kind], mesh: Mesh) -> None:
+        self._ways = [(kind, *_axes(kind)) for kind in groups]
+        self._mesh = mesh
+        self._whole: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        self._known: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def at(self, at: Mapping[str, int]) -> list[tuple[int, int]]:
+        """Elements of one tensor of each way that the rank at `at` computes with, and that it keeps."""
+        return [self._of(number, kind, exact, sharing, at) for number, (kind, exact, sharing) in enumerate(self._ways)]
+
+    def _of(
+        self, number: int, kind: Kind, exact: tuple[str, ...], sharing: tuple[str, ...], at: Mapping[str, int]
+    ) -> tuple[int, int]:
+        if len(sharing) != 1 or not _spread_last(kind):
+            place = (number, *[at[axis] for axis in (*exact, *sharing)])
+            if place not in self._known:
+                self._known[place] = sizes_at(kind, self._mesh, at)
+            return self._known[place]
+        place = (number, *[at[axis] for axis in exact])
+        if place not in self._whole:
+            gathered, _ = sizes_at(kind, self._mesh, at)
+            first = [cut for cut in kind.spec.cuts[0] if cut.axis not in SHARDING]
+            rows = sum(b - a for a, b in intervals(kind.shape[0], first, self._mesh, at))
+            self._whole[place] = gathered, rows, gathered // rows if rows else 0
+        gathered, rows, wide = self._whole[place]
+        low, high = ceil_sized(rows, self._mesh.degree(sharing[0]), at[sharing[0]])
+        return gathered, (high - low) * wide
+
+
+def _axes(kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that cut it exactly and those that share it, each once."""
+    every = dict.fromkeys(cut.axis for dim in kind.spec.cuts for cut in dim)
+    return tuple(a for a in every if a not in SHARDING), tuple(a for a in every if a in SHARDING)
+
+
+def _spread_last(kind: Kind) -> bool:
+    """Whether it is shared along its first dim alone, after all other cuts, in ceil-sized parts."""
+    first, *rest = kind.spec.cuts
+    spread = any(cut.axis in SHARDING for dim in (first[:-1], *rest) for cut in dim)
+    return not spread and not first[-1].sections
 
 
 def _staged(inventory: Inventory, stages: Sequence[int]) -> tuple[list[list[tuple[int, Kind]]], list[range]]:

@@ -91,10 +91,10 @@ def _head(planned: Planned) -> Iterator[str]:
 def _memory(planned: Planned) -> Iterator[str]:
     estimate = planned.forecast.estimate
     yield "<h2>Memory of each stage and group of ranks</h2>"
-    shown = [c for c in CATEGORIES if any(total(r.terms, category=c).nbytes for r in estimate.ranks)]
+    shown = [c for c in CATEGORIES if any(total(r.terms, category=c).nbytes for r in estimate.distinct)]
     keys = "".join(f'<span class="key" style="background:{_COLOURS[c]}"></span>{c}' for c in shown)
     yield f'<p class="dim">{keys}</p>'
-    full = max([estimate.budget or 0, *(rank.total().high for rank in estimate.ranks)], default=0) or 1
+    full = max([estimate.budget or 0, *(rank.total().high for rank in estimate.distinct)], default=0) or 1
     for ranks in _groups(estimate):
         first, whole = ranks[0], ranks[0].total()
         held = sum(rank.holding.ranks for rank in ranks)

@@ -46,7 +46,7 @@ def amount(sum_: Sum) -> str:
 
 def bars(estimate: Estimate) -> list[RenderableType]:
     """A bar for the heaviest rank of each stage, and the legend."""
-    full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.ranks)], default=0)
+    full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.distinct)], default=0)
     rows = []
     for rank in heaviest(estimate):
         whole = rank.total()
@@ -54,7 +54,9 @@ def bars(estimate: Estimate) -> list[RenderableType]:
         limit = f"/ {memory_size(estimate.budget)}" if estimate.budget else ""
         name = f"rank {rank.holding.rank}" + (f" ({rank.holding.label})" if rank.holding.label != "only" else "")
         rows.append((name, _bar(rank, full, estimate.budget), memory_size(whole.nbytes), limit, share))
-    shown = {term.category for rank in estimate.ranks for term in rank.terms if term.nbytes and term.tier == "device"}
+    shown = {
+        term.category for rank in estimate.distinct for term in rank.terms if term.nbytes and term.tier == "device"
+    }
     legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in shown)
     return [table(rows, right=frozenset({2}), indent=2), line(f"  {legend}", "dim")]
 
@@ -62,7 +64,7 @@ def bars(estimate: Estimate) -> list[RenderableType]:
 def heaviest(estimate: Estimate) -> list[RankEstimate]:
     """Of each stage the rank that needs most."""
     stages: dict[int, RankEstimate] = {}
-    for rank in estimate.ranks:
+    for rank in estimate.distinct:
         known = stages.get(rank.holding.stage)
         if known is None or rank.total().nbytes > known.total().nbytes:
             stages[rank.holding.stage] = rank

@@ -44,8 +44,8 @@ def test_deepseek_v3_as_stored_in_fp8_on_32_devices():
     attention = coded(1536, hidden) + coded(heads * 192, 1536) + coded(576, hidden)
     attention += coded(heads * 256, 512) + coded(hidden, heads * 128) + BF16 * (1536 + 512)
     expert = 2 * coded(2048, hidden) + coded(hidden, 2048)
-    # The shared expert on every rank, and 8 of 256; the router and its bias in bf16.
-    mixture = (1 + 8) * expert + BF16 * 256 * (hidden + 1)
+    # The shared expert on every rank, and 8 of 256; the router in bf16, its bias in fp32.
+    mixture = (1 + 8) * expert + BF16 * 256 * hidden + 4 * 256
     dense = 2 * coded(18432, hidden) + coded(hidden, 18432)
     layers = 61 * (attention + BF16 * 2 * hidden) + 58 * mixture + 3 * dense
     ends = BF16 * (2 * 129280 * hidden + hidden)
