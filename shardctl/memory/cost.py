@@ -141,8 +141,7 @@ class _Pacer:
         tokens = work.sequence * work.micro_batch / mesh.degree("cp")
         layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
         matrices = matrix_operations(self.anatomy, holding, mesh, tokens)
-        # A causal mask halves what is looked at.
-        looks = attention_operations(layers, mesh, tokens, work.sequence / 2)
+        looks = attention_operations(layers, mesh, tokens, work.sequence, masked=True)
         again = {"none": 0.0, "selective": looks, "full": matrices + looks}[work.recompute]
         rate = self.device.flops_bf16 * self.pace.operations
         compute = (3 * (matrices + looks) + again) / rate

@@ -36,13 +36,16 @@ def matrix_operations(anatomy: Anatomy, holding: Holding, mesh: Mesh, tokens: fl
     )
 
 
-def attention_operations(layers: Sequence[Layer], mesh: Mesh, tokens: float, context: float) -> float:
+def attention_operations(
+    layers: Sequence[Layer], mesh: Mesh, tokens: float, context: float, *, masked: bool = False
+) -> float:
     """Operations of one forward pass for scores and values: each of `tokens` tokens looks at `context` others.
 
-    tp divides the heads; of a sliding window no more than the window is looked at.
+    tp divides the heads. Of a sliding window no more than the window is looked at, and where it is `masked`, a decoder
+    looks at what came before: half of its own tokens, and all of an encoder's.
     """
     return sum(
-        2 * tokens * _seen(layer.attention, context) * _width(layer.attention) / mesh.degree("tp")
+        2 * tokens * _seen(layer, layer.attention, context, masked=masked) * _width(layer.attention) / mesh.degree("tp")
         for layer in layers
         if layer.attention
     )
@@ -80,12 +83,15 @@ def _weights(part: Part) -> int:
     return part.count * part.gathered * packed
 
 
-def _seen(attention: Attention, context: float) -> float:
-    return context if attention.window is None else min(context, attention.window)
+def _seen(layer: Layer, attention: Attention, context: float, *, masked: bool) -> float:
+    own = context / 2 if masked and not layer.encoder else context
+    if attention.window is not None:
+        own = min(own, attention.window)
+    return own + (context if attention.cross else 0)
 
 
 def _width(attention: Attention) -> int:
-    return attention.heads * (attention.head_dim + attention.value_dim) * (2 if attention.cross else 1)
+    return attention.heads * (attention.head_dim + attention.value_dim)
 
 
 def _experts(anatomy: Anatomy) -> Experts | None:

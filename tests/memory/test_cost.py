@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_8B, LLAMA_3_405B, MIXTRAL_8X7B, deepseek_v3, llama_405b, stock
@@ -19,6 +21,7 @@ from shardctl.mesh import Mesh
 from shardctl.models.anatomy import anatomy
 
 H100 = device("h100")
+CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 
 def cost(config, inventory, text, work, on=H100, *, cache=0, pace=None):
@@ -46,8 +49,17 @@ def test_gpt_3_takes_the_operations_of_the_published_formula():
 def test_llama_405b_took_the_operations_that_meta_states():
     # Grattafiori et al. 2024, sec. 1: 3.8e25 for 15.6e12 tokens; most had sequences of 8192.
     per_token = 3 * operations(LLAMA_3_405B, llama_405b(), 1)
-    per_token += 3 * attention_operations(anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 4096)
+    per_token += 3 * attention_operations(anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 8192, masked=True)
     assert 15.6e12 * per_token == pytest.approx(3.8e25, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "part"), [("bert", 0, 1), ("t5", 0, 1), ("t5", -1, 3 / 4), ("llama", 0, 1 / 2)]
+)
+def test_a_mask_hides_half_of_what_a_decoder_has_of_its_own(name, layer, part):
+    layers = anatomy(json.loads((CONFIGS / f"{name}.json").read_text())).layers
+    masked, whole = (attention_operations([layers[layer]], Mesh.of(), 8, 64, masked=masked) for masked in (True, False))
+    assert masked / whole == part
 
 
 def test_experts_work_for_the_tokens_that_choose_them():
