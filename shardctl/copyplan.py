@@ -86,7 +86,7 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
         raise SourceError(f"{name} is {list(stored.shape)} in the source but {list(wanted.shape)} is wanted")
     chunks = stored.chunks
     for chunk in chunks:
-        if chunk.dtype is not stored.dtype and chunk.dtype != stored.dtype:
+        if chunk.dtype is not stored.dtype:
             raise UnsupportedError(f"{name} is stored as {chunk.dtype} at {chunk.box} but as {stored.dtype} elsewhere")
     reads = _matched(stored, wanted, known)
     return TensorCopy(stored, wanted, tuple([narrow(chunks[i], box) for i, box in reads]))

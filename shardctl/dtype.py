@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type.
+    """An element type; there is one object of each, in `DTYPES`, so that types are compared by identity.
 
     Bytes are moved in *units*: one element, or for types narrower than a byte the smallest group of elements that
     fills whole bytes (two F4, four F6). Byte strides always step over units.
+
+    >>> from copy import deepcopy
+    >>> deepcopy(BY_NAME["F4"]) is BY_NAME["F4"]
+    True
     """
 
     name: str
@@ -70,8 +74,8 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
-    def __hash__(self) -> int:
-        return hash(self.name)  # asked for once a tensor and more, and names are distinct
+    def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
+        return _named, (self.name,)  # another process has its own object
 
 
 DTYPES: Final = (
@@ -104,3 +108,7 @@ FLOATS: Final = {"fp32": BY_NAME["F32"], "fp16": BY_NAME["F16"], "bf16": BY_NAME
 """The dtypes that `--dtype` can cast to, by the name the command line uses."""
 CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The names of those that it changes; integers, booleans and scaled 8-bit floats mean something else."""
+
+
+def _named(name: str) -> DType:
+    return BY_NAME[name]
