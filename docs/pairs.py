@@ -14,7 +14,9 @@ from shardctl.api import Mesh, Reading, ShardctlError, Wish, digest, reshard
 from shardctl.layouts import LAYOUTS
 
 ROOT = Path(__file__).parent
-LLAMA = ROOT.parent / "fixtures/trtllm/llama_tp2_pp2/source"
+LLAMA = ROOT.parent / "fixtures/trtllm/llama_pp3/source"
+ORBAX = ROOT.parent / "fixtures/orbax/ocdbt"
+"""The same Llama, written by Orbax under a JAX library's names, which the rule file beside it translates."""
 DEEPSEEK = ROOT.parent / "fixtures/deepseek_mp/bf16/source"
 PAGE = ROOT / "formats.md"
 BEGIN, END = "<!-- pairs: python docs/pairs.py -->\n", "<!-- end of pairs -->\n"
@@ -22,15 +24,20 @@ CUT = {"ranks", "dcp", "meta", "megatron", "torch_dist", "vllm", "trtllm", "deep
 """Layouts that have ranks: these are written for two."""
 
 
-_SAID = {"torch": "`.bin`, `.pt`, `.pth`", "universal": "`universal` (DeepSpeed)"}
+_SAID = {
+    "torch": "`.bin`, `.pt`, `.pth`",
+    "universal": "`universal` (DeepSpeed)",
+    "orbax": "Orbax (with `[names]`)",
+}
 
 
 def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
     """An empty text if `source` became a checkpoint of the same digest, else why not."""
     mesh = Mesh.of(tp=2) if layout in CUT else None
     reading = Reading(config=config)
+    rules = ORBAX.parent / "names.toml" if source == ORBAX else None
     try:
-        reshard(source, folder, Wish(to=layout, mesh=mesh), reading=reading)
+        reshard(source, folder, Wish(to=layout, mesh=mesh), reading=Reading(config=config, rules=rules))
     except ShardctlError as error:
         return str(error.message)
     found, expected = digest(folder, reading=reading).digest, digest(config.parent).digest
@@ -60,6 +67,8 @@ def cells(folder: Path):
             made = folder / f"{model.parent.name}-{layout}"
             if layout not in sources and not converted(model, config, layout, made):
                 sources[layout] = made
+        if model == LLAMA:
+            sources["orbax"] = ORBAX
         for name, source in sources.items():
             for layout in LAYOUTS:
                 if found.get((name, layout)) == "":
