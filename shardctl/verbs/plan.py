@@ -131,6 +131,10 @@ def plan(
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     purpose = purpose or Purpose()
+    if purpose.search and wish.mesh is None and wish.stages is not None:
+        raise UsageError(
+            "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
+        )
     with opened(path, replace(understood(reading, wish), described=True)) as checkpoint:
         about = _otherwise(checkpoint, wish, purpose)
         explored = explore(about or subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None

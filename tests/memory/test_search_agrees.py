@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.errors import UsageError
 from shardctl.memory.devices import device
 from shardctl.mesh import Mesh
 from shardctl.verbs.drafting import Wish
@@ -72,6 +73,12 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
         if one.ask.mesh == Mesh.of(fsdp=2) and one.ask.work.offload == "none" and one.ask.work.optimizer == "adamw":
             tried = plan(LARGE / "llama-3.1-8b.json", Wish(mesh=one.ask.mesh), purpose=changed)
             assert needed(tried.forecast.estimate)[1] == one.nbytes
+
+
+def test_stages_are_those_of_a_mesh():
+    with pytest.raises(UsageError, match="--stages is about one mesh"):
+        plan(SMALL / "llama.json", Wish(stages="1,1"), purpose=Purpose("train", search=True, devices=2))
+    assert plan(SMALL / "llama.json", Wish(mesh=Mesh.of(pp=2), stages="1,1"), purpose=Purpose(search=True)).fits
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
