@@ -10,7 +10,7 @@ from shardctl.memory.legal import Law
 from shardctl.memory.narrower import narrowed
 from shardctl.memory.search import Candidate, smallest
 from shardctl.memory.workload import Serving, Training
-from shardctl.mesh import Mesh
+from shardctl.mesh import MOST_RANKS, Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -196,25 +196,39 @@ class _Tries:
             shorter = [(size, replace(ask, work=replace(work, context=size))) for size in _halves(tokens, _LEAST)]
         yield self.more_devices(ask)
         yield [
-            _Change(f"take sequences of {size} instead of {tokens} tokens", f"--seq-len {size}", less)
+            _Change(f"take sequences of {size:,} instead of {tokens:,} tokens", f"--seq-len {size}", less)
             for size, less in shorter
         ]
 
     def more_devices(self, ask: Ask) -> list[_Change]:
-        """Twice, four times and more the devices, along one axis each."""
+        """Twice, four times and more the devices: along one axis, or in serving along tp and pp together."""
         if self.law is None:
             return []
         found = []
         times = 2
         while times <= MOST_TIMES:
-            for axis in ("tp", "fsdp", "pp") if isinstance(ask.work, Training) else ("tp", "pp"):
-                mesh = _grown(ask.mesh, axis, times)
+            for grown in _ways(ask.work, times):
+                mesh = ask.mesh
+                for axis, more in grown.items():
+                    mesh = _grown(mesh, axis, more)
                 inside = mesh.degree("tp") <= self.per_node
-                if inside and self.law.refuse(mesh) is None:
-                    text = f"use {mesh.world} devices instead of {ask.mesh.world}"
-                    found.append(_Change(text, f"--{axis} {mesh.degree(axis)}", replace(ask, mesh=mesh)))
+                if inside and mesh.world <= MOST_RANKS and self.law.refuse(mesh) is None:
+                    text = f"use {mesh.world:,} devices instead of {ask.mesh.world:,}"
+                    options = " ".join(f"--{axis} {mesh.degree(axis)}" for axis in grown)
+                    found.append(_Change(text, options, replace(ask, mesh=mesh)))
             times *= 2
         return found
+
+
+def _ways(work: Serving | Training, times: int) -> Iterator[dict[str, int]]:
+    """By axis, how many times the ranks it gets where there are `times` the devices, a power of two."""
+    if isinstance(work, Training):
+        yield from ({axis: times} for axis in ("tp", "fsdp", "pp"))
+        return
+    stages = 1
+    while stages <= times:
+        yield {axis: more for axis, more in (("tp", times // stages), ("pp", stages)) if more > 1}
+        stages *= 2
 
 
 def _of_training(ask: Ask, work: Training) -> Iterator[list[_Change]]:
@@ -236,7 +250,7 @@ def _of_training(ask: Ask, work: Training) -> Iterator[list[_Change]]:
     ]
     yield [
         _Change(
-            f"take {size} instead of {work.micro_batch} sequences at a time",
+            f"take {size:,} instead of {work.micro_batch:,} sequences at a time",
             f"--batch {size}",
             replace(ask, work=replace(work, micro_batch=size)),
         )
@@ -264,7 +278,7 @@ def _of_serving(ask: Ask, work: Serving) -> Iterator[list[_Change]]:
     ]
     yield [
         _Change(
-            f"hold {size} instead of {work.batch} sequences at once",
+            f"hold {size:,} instead of {work.batch:,} sequences at once",
             f"--batch {size}",
             replace(ask, work=replace(work, batch=size)),
         )

@@ -217,6 +217,7 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
     layers = reader.layers()
     generates = "lm" in parts
     positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
+    learned = next((facts.size(name) for name in ("positions", "patches") if name in facts.dims), None)
     source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
     return Anatomy(
         hidden=layers[-1].hidden if layers else 0,
@@ -224,7 +225,7 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
         layers=layers,
         tied=bool(facts.flags.get("tied", False)) and any(row.tie for row in family.rows),
         generates=generates,
-        positions=positions,
+        positions=positions or learned,
         source_positions=source,
         style=style(config),
     )

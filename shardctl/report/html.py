@@ -9,9 +9,10 @@ from shardctl import __version__
 from shardctl.memory.term import CATEGORIES, Category, total
 from shardctl.mesh import HOLDING
 from shardctl.report.memory_bars import heaviest, number
-from shardctl.report.planning import moved, verdict, workload
+from shardctl.report.planning import beyond, moved, room, verdict, workload
 from shardctl.report.search_table import row
 from shardctl.report.sizes import count, file_size, memory_size, plural
+from shardctl.report.strategies import by_type
 from shardctl.report.visible import visible
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _COLOURS: Final[dict[Category, str]] = {
 }
 _DRAWN: Final = 512
 """Ranks in the picture of the mesh; beyond, one line says how many more there are."""
+_WIDE: Final = 16
+"""Ranks of one line of it."""
 _STYLE: Final = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem;border-bottom:1px solid #ddd}
@@ -77,15 +80,23 @@ def _head(planned: Planned) -> Iterator[str]:
     facts.append(f"{planned.mesh} = {plural(world, 'rank')}" if world > 1 else "one device")
     yield f"<p>{_text(' · '.join(filter(None, facts)))}</p>"
     if seen.work is None:
+        if seen.device is not None:
+            yield _verdict(planned)
         yield f"<p>Memory besides weights is not modelled: {_text(seen.unmodelled)}</p>"
         return
-    yield f"<p>{_text(workload(seen.work))}</p>"
-    style = {True: "yes", False: "no", None: ""}[seen.estimate.fits]
-    yield f'<p class="{style}">{_text(verdict(planned))}</p>'
+    yield f"<p>{_text(workload(seen.work) + beyond(seen))}</p>"
+    if seen.device is not None and (text := room(seen)):
+        yield f"<p>{_text(text)}</p>"
+    yield _verdict(planned)
     for text in moved(seen):
         yield f"<p>{_text(text)}</p>"
     if seen.estimate.partial:
         yield f"<p>Activations are not modelled: {_text(seen.unmodelled)}</p>"
+
+
+def _verdict(planned: Planned) -> str:
+    style = {True: "yes", False: "no", None: ""}[planned.forecast.estimate.fits]
+    return f'<p class="{style}">{_text(verdict(planned))}</p>'
 
 
 def _memory(planned: Planned) -> Iterator[str]:
@@ -131,7 +142,7 @@ def _mesh(planned: Planned) -> Iterator[str]:
     yield f"<h2>The mesh: {_text(str(mesh))}</h2>"
     needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total() for r in planned.forecast.estimate.ranks}
     inner = next((degree for _, degree in reversed(mesh.axes) if degree > 1), 1)
-    yield f'<div class="mesh" style="grid-template-columns:repeat({inner},1fr)">'
+    yield f'<div class="mesh" style="grid-template-columns:repeat({min(inner, _WIDE)},1fr)">'
     for rank in range(min(mesh.world, _DRAWN)):
         at = mesh.coordinate(rank)
         need = needs[tuple(at[a] for a in HOLDING)]
@@ -150,6 +161,8 @@ def _changes(planned: Planned) -> Iterator[str]:
         for one in planned.counsel.advice
     )
     yield from _table(("each was tried", "the heaviest rank", "option", "change"), rows)
+    if planned.counsel.types:
+        yield f"<p>{_text(by_type(planned.counsel.types))}</p>"
 
 
 def _strategies(planned: Planned) -> Iterator[str]:

@@ -68,7 +68,13 @@ def plan_fields(result: Planned) -> Document:
             for one in result.counsel.advice
         ],
         "types": [
-            {"dtype": one.dtype, "devices": one.devices, "weight_bytes": one.weights} for one in result.counsel.types
+            {
+                "dtype": one.dtype,
+                "devices": one.devices,
+                "mesh": mesh_fields(one.candidate.mesh) if one.candidate else None,
+                "weight_bytes": one.weights,
+            }
+            for one in result.counsel.types
         ],
         "conversion": asdict(result.conversion) if result.conversion else None,
         "warnings": list(result.warnings),
@@ -114,6 +120,7 @@ def _purpose(seen: Forecast) -> Document:
         "dequantised": seen.dequantised,
         "longest_context": seen.longest_context,
         "largest_batch": seen.largest_batch,
+        "positions": seen.positions,
     }
 
 
@@ -151,7 +158,6 @@ def _offload(seen: Forecast) -> Document | None:
 
 def _verdict(seen: Forecast) -> Document:
     estimate, whole = seen.estimate, seen.estimate.binding.total()
-    all_known = seen.work is not None or estimate.fits is False
     return {
         "binding_rank": estimate.binding.holding.rank,
         "total_bytes": whole.nbytes,
@@ -160,7 +166,7 @@ def _verdict(seen: Forecast) -> Document:
         "budget_bytes": estimate.budget,
         "partial": estimate.partial,
         "fits": estimate.fits,
-        "certain": estimate.certain if estimate.certain is None else estimate.certain and all_known,
+        "certain": estimate.certain,
     }
 
 

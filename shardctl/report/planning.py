@@ -54,15 +54,17 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
     """What the ranks need for the purpose, and whether it fits."""
     seen = planned.forecast
     if seen.work is None:
-        return [line(f"memory besides weights is not modelled: {seen.unmodelled}", "dim")] if seen.unmodelled else []
-    parts: list[RenderableType] = [line(workload(seen.work))]
+        why = f"memory besides weights is not modelled: {seen.unmodelled}" if seen.unmodelled else ""
+        answer = verdict(planned) if seen.device is not None else ""
+        return [line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text]
+    parts: list[RenderableType] = [line(workload(seen.work) + beyond(seen))]
     if detail != "summary":
         parts += picture(planned.mesh, seen.estimate)
     parts += bars(seen.estimate)
     if detail == "tensor":
         parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
-    if seen.longest_context and seen.largest_batch:
-        parts.append(line(_room(seen.longest_context, seen.largest_batch, seen.work)))
+    if seen.device is not None and (text := room(seen)):
+        parts.append(line(text))
     parts.append(line(verdict(planned), _STYLES[seen.estimate.fits]))
     parts += [line(text) for text in moved(seen)]
     if seen.estimate.partial:
@@ -73,11 +75,27 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
 _STYLES: Final = {True: "bold green", False: "bold red", None: ""}
 
 
-def _room(context: int, batch: int, work: Serving | Training) -> str:
-    """What would fit instead."""
-    assert isinstance(work, Serving)  # noqa: S101 - only serving has a cache
-    at_once = plural(work.batch, "sequence")
-    return f"room for {plural(batch, 'sequence')} of {work.context:,} tokens, or {at_once} of {context:,} tokens"
+def beyond(seen: Forecast) -> str:
+    """A remark where sequences are longer than those that the model was made for; else empty."""
+    asked = seen.work.context if isinstance(seen.work, Serving) else seen.work.sequence if seen.work else 0
+    return f" (the model was made for {seen.positions:,})" if seen.positions and asked > seen.positions else ""
+
+
+def room(seen: Forecast) -> str:
+    """What would fit instead, in serving; empty where nothing would."""
+    work, length, batch = seen.work, seen.longest_context, seen.largest_batch
+    if not isinstance(work, Serving) or (length is None and batch is None):
+        return ""
+    found = []
+    if batch != 0:
+        many = "any number of sequences" if batch is None else plural(batch, "sequence")
+        found.append(f"{many} of {work.context:,} tokens")
+    if length != 0:
+        long = "any length" if length is None else plural(length, "token")
+        more = length is not None and seen.positions is not None and length > seen.positions >= work.context
+        made = f" (the model was made for {seen.positions:,})" if more else ""
+        found.append(f"{plural(work.batch, 'sequence')} of {long}{made}")
+    return f"room for {', or '.join(found)}" if found else ""
 
 
 def verdict(planned: Planned) -> str:

@@ -38,15 +38,23 @@ def advice(counsel: Counsel) -> list[RenderableType]:
         rows = [(one.verdict, memory_size(one.nbytes), one.options, one.change) for one in counsel.advice]
         parts.append(table(rows, right=frozenset({1}), indent=2))
     if counsel.types:
-        said = "; ".join(_needed(one) for one in counsel.types)
-        parts.append(line(f"by type: {said}"))
+        parts.append(line(by_type(counsel.types)))
     return parts
 
 
+def by_type(types: Sequence[Needed]) -> str:
+    """How few devices each type of the weights needs."""
+    if all(one.devices is None for one in types):
+        return f"in none of {', '.join(one.dtype for one in types)} is any number of devices enough that was tried"
+    return f"by type: {'; '.join(map(_needed, types))}"
+
+
 def _needed(one: Needed) -> str:
-    if one.devices is None:
+    if one.devices is None or one.candidate is None:
         return f"{one.dtype} fits no number of devices that was tried"
-    return f"{one.dtype} fits one device" if one.devices == 1 else f"{one.dtype} needs {one.devices} devices"
+    if one.devices == 1:
+        return f"{one.dtype} fits one device"
+    return f"{one.dtype} needs {one.devices:,} devices ({one.candidate.mesh})"
 
 
 def calibration(fitted: Calibration) -> list[RenderableType]:

@@ -51,6 +51,8 @@ class Forecast:
     """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
     largest_batch: int | None = None
     """The most sequences that fit at this context; None likewise."""
+    positions: int | None = None
+    """The most tokens per sequence that the model was made for, where its config says so."""
     strategies: tuple[Strategy, ...] = ()
     """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
     quantised: str = ""
@@ -88,6 +90,8 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
         estimate = needs(about, holdings, mesh, stages, work, passes=False)
     seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.narrower or "")
     seen = replace(seen, dequantised=about.dequantised)
+    if about.anatomy is not None:
+        seen = replace(seen, positions=about.anatomy.positions)
     if isinstance(work, Training):
         if purpose.calibration is not None:
             fit = fitted(about, work, mesh, purpose.calibration)
@@ -98,7 +102,9 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes
-    seen = replace(seen, estimate=seen.estimate.within(budget))
+    # Of a model whose layers nobody knows, only the weights are counted.
+    partial = seen.estimate.partial or work is None
+    seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))
     if not isinstance(work, Serving) or about.anatomy is None:
         return seen
     context, batch = (

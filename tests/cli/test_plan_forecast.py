@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
@@ -88,6 +90,49 @@ def test_it_is_refused_when_it_does_not_fit(say):
     assert verdict["fits"] is False
     assert verdict["total_bytes"] > verdict["budget_bytes"]
     assert say("plan", LLAMA, "--gpu", "h100-80g").code == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        # A window keeps no more however long a sequence is.
+        ("configs/mistral", (), "room for 1,220,131 sequences of 64 tokens, or 1 sequence of any length\n"),
+        ("configs/bert", (), None),
+        ("configs_public/llama-3.1-8b", ("--seq-len", "200000"), "room for 1 sequence of 58,592 tokens\n"),
+        ("configs_public/llama-3.1-8b", ("--batch", "1000000"), "room for 7 sequences of 8,192 tokens\n"),
+        (
+            "configs_public/gpt-3-175b",
+            ("--tp", "32"),
+            "room for 41 sequences of 2,048 tokens, or 1 sequence of 85,584 tokens (the model was made for 2,048)\n",
+        ),
+    ],
+)
+def test_what_there_is_room_for_is_said_whatever_limits_it(say, config, options, expected):
+    out = say("plan", PUBLIC.parent / f"{config}.json", "--gpu", "24GiB", "--detail", "summary", *options).out
+    assert (expected in out) if expected else ("room" not in out)
+    assert ("serve: 1 sequence of 200,000 tokens (the model was made for 131,072)\n" in out) == ("200000" in options)
+
+
+def test_weights_that_are_too_many_by_themselves_do_not_fit(say, tmp_path):
+    """Without a config nobody knows what else is needed, but that they are too much is known."""
+    save_file({"w": np.zeros((1024, 1024), np.float32)}, tmp_path / "model.safetensors")
+    found = say("plan", tmp_path, "--gpu", "3MiB")
+    assert found.code == 3
+    assert "DOES NOT FIT: rank 0 needs at least 4.0 MiB (exact) of 3.0 MiB\n" in found.out
+    unknown = say("plan", tmp_path, "--gpu", "5MiB")
+    assert unknown.code == 0
+    assert "whether it fits is not known: rank 0 needs at least 4.0 MiB (exact) of 5.0 MiB\n" in unknown.out
+    verdict = checked(say("plan", tmp_path, "--gpu", "5MiB", "--json").out)["verdict"]
+    assert (verdict["fits"], verdict["certain"], verdict["partial"]) == (None, False, True)
+
+
+def test_the_fewest_devices_for_each_type_stand_with_their_mesh(say):
+    found = say("plan", LLAMA, "--gpu", "24GiB", "--seq-len", "131072", "--batch", "16")
+    assert "by type: bf16 needs 16 devices (pp2 x tp8); " in found.out
+    types = checked(say("plan", LLAMA, "--gpu", "24GiB", "--seq-len", "131072", "--batch", "16", "--json").out)["types"]
+    assert [one["mesh"]["ranks"] for one in types] == [one["devices"] for one in types]
+    nothing = say("plan", LLAMA, "--gpu", "0.1GiB").out
+    assert "in none of bf16, fp8, int4 is any number of devices enough that was tried\n" in nothing
 
 
 def test_a_device_that_is_a_size_is_named_once(say):

@@ -108,6 +108,17 @@ def test_more_devices_are_advised_as_the_model_allows():
     assert not any(one.ask.mesh.degree("tp") > 2 for one in far)
 
 
+def test_serving_grows_along_both_axes_where_neither_is_enough_alone():
+    """16 sequences of 131,072 tokens: their caches fit 16 devices as two stages of 8, but not 16 stages."""
+    attempt, law = real(LLAMA_3_8B)
+    ask = Ask(Mesh.of(), Serving(context=131_072, batch=16))
+    found = {one.change: one for one in advise(ask, attempt, 24 * GIB, law=law)}
+    first = found["use 16 devices instead of 1"]
+    assert first.options == "--tp 8 --pp 2"
+    assert first.ask.mesh == Mesh.of(tp=8, pp=2)
+    assert attempt(first.ask).binding.total().nbytes == first.nbytes <= 24 * GIB
+
+
 def test_stages_of_a_pipeline_share_no_gradients():
     ask = Ask(Mesh.of(pp=2, dp=8), Training(sequence=4096))
     assert "--zero 1" in [one.options for one in advise(ask, made, 3 * GIB)]
