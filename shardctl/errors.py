@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def some(things: Iterable[object], most: int = 3) -> str:
+    """The first of some names, and how many more there are: messages stay readable, whatever they are about.
+
+    >>> some(["a", "b", "c", "d"]), some([1, 2])
+    ('a, b, c and 1 more', '1, 2')
+    """
+    listed = list(things)
+    more = f" and {len(listed) - most:,} more" if len(listed) > most else ""
+    return ", ".join(map(str, listed[:most])) + more
+
 
 class ShardctlError(Exception):
     """An error a user can act on: one sentence of what happened, and optionally one of what to do.

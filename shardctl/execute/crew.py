@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 SCHEMA: Final = "shardctl.workers/1"
 NOTE: Final = "workers.json"
 """The plan of several workers; a staging area that has it belongs to them."""
-_SHOWN: Final = 8
-"""Workers named in one message."""
 
 
 class Crew:
@@ -153,16 +151,6 @@ def forget(root: Path) -> None:
     for path in sorted(root.glob("worker-*")):
         path.unlink(missing_ok=True)
     (root / NOTE).unlink(missing_ok=True)
-
-
-def missing(workers: list[Worker]) -> str:
-    """Workers, named as a person would.
-
-    >>> missing([Worker(0, 3), Worker(2, 3)])
-    '0/3, 2/3'
-    """
-    more = f" and {len(workers) - _SHOWN} more" if len(workers) > _SHOWN else ""
-    return ", ".join(map(str, workers[:_SHOWN])) + more
 
 
 def _write(path: Path, content: bytes) -> None:

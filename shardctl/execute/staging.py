@@ -20,14 +20,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from shardctl.errors import AccessError, DestinationError
+from shardctl.errors import AccessError, DestinationError, some
 from shardctl.execute import crew
 from shardctl.execute.lock import Lock
 from shardctl.execute.note import Note, way_back
 from shardctl.record import RECORD
 from shardctl.storage import linux
 from shardctl.storage.durable import make_directories, sync_directory, told, write_file
-from shardctl.storage.room import free_space
+from shardctl.storage.room import existing, free_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +131,7 @@ class Staging:
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
         have = sum(f.stat().st_blocks * 512 for tree in self._trees() for f in tree.rglob("*") if f.is_file())
-        free = free_space(self.root)
+        free = free_space(existing(self.root))
         if free is not None and free + have < nbytes:
             raise DestinationError(
                 f"{self.destination} needs {nbytes:,} bytes, but its file system has {free + have:,} free",
@@ -311,7 +311,7 @@ def _examine(destination: Path, *, moving: bool = False) -> Found:
         return "ours"
     if content and not moving:
         raise DestinationError(
-            f"{destination} is not empty and was not written by shardctl: it holds {', '.join(sorted(content)[:3])}",
+            f"{destination} is not empty and was not written by shardctl: it holds {some(sorted(content))}",
             hint="choose another destination, or remove it yourself",
         )
     return "empty"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError, SourceError
+from shardctl.errors import DestinationError, SourceError, some
 from shardctl.execute.part import dump, load
 from shardctl.record import RECORD
 
@@ -115,7 +115,7 @@ def require_free(bucket: Bucket) -> None:
     others = sorted(path for path in objects if not path.startswith(_STATE))
     if others and _PLAN not in objects:
         raise DestinationError(
-            f"{bucket.name} is not empty and was not written by shardctl: it holds {', '.join(others[:3])}",
+            f"{bucket.name} is not empty and was not written by shardctl: it holds {some(others)}",
             hint="choose another prefix",
         )
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.errors import some
 from shardctl.report.grid import line, table
 from shardctl.report.sizes import count, file_size, memory_size, plural
-from shardctl.report.visible import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.models import RuleRow
     from shardctl.verbs.inspect import Inspected, TensorLine, TrainingLine
 
-_TIES_SHOWN = 3
+_FILES_SHOWN = 8
 
 
 def inspection(found: Inspected, *, tensors: bool = False, rules: bool = False) -> RenderableType:
@@ -55,7 +55,7 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
         yield label, f"{share.dtype}: {plural(share.tensors, 'tensor')}, {amount}"
     ties = [f"{name} = {tensor.name}" for tensor in found.tensors for name in tensor.ties]
     if ties:
-        yield "ties", some(ties, _TIES_SHOWN)
+        yield "ties", some(ties)
     if found.training is not None:
         yield from _training(found.training)
     replicas = sum(tensor.chunks > 1 for tensor in found.tensors)
@@ -64,9 +64,9 @@ def _facts(found: Inspected) -> Iterator[tuple[str, str]]:
     if found.digest:
         yield "digest", f"{found.digest} (as recorded, not computed)"
     if found.carried:
-        yield "carried", some(found.carried)
+        yield "carried", some(found.carried, _FILES_SHOWN)
     if found.dropped:
-        yield "dropped", some(found.dropped)
+        yield "dropped", some(found.dropped, _FILES_SHOWN)
 
 
 def _training(training: TrainingLine) -> Iterator[tuple[str, str]]:

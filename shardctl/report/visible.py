@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Final
 
 _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories that steer rather than show; `Cf` has the marks that reverse a line."""
@@ -23,14 +20,3 @@ def visible(text: str) -> str:
     return "".join(
         char.encode("unicode_escape").decode() if unicodedata.category(char) in _UNSAFE else char for char in text
     )
-
-
-def some(names: Iterable[str], most: int = 8) -> str:
-    """The first names, and how many more there are.
-
-    >>> some(["a", "b", "c"], 2), some([])
-    ('a, b and 1 more', 'none')
-    """
-    listed = list(names)
-    shown = ", ".join(listed[:most]) or "none"
-    return shown if len(listed) <= most else f"{shown} and {len(listed) - most:,} more"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardctl.errors import Mismatch, SourceError
-from shardctl.execute.crew import Crew, missing
+from shardctl.errors import Mismatch, SourceError, some
+from shardctl.execute.crew import Crew
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
@@ -80,7 +80,7 @@ def _published(staging: Staging, header: dict[str, Any]) -> Finished:
     if absent:
         raise Mismatch(
             f"{len(absent)} of {count} workers have not finished their part of {staging.destination}: "
-            f"{missing(absent)}",
+            f"{some(absent, 8)}",
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
     staging.proceed(header["tree"])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl import formats, models, schemas
-from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.errors import SourceError, UnsupportedError, UsageError, some
 from shardctl.formats.format import given_file
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
@@ -99,9 +99,7 @@ class Checkpoint:
 
     def _kinds(self) -> str:
         """The tensors, layers taken together."""
-        found = models.kinds(self.stored.tensors)
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        return ", ".join(found[:_SHOWN]) + more
+        return some(models.kinds(self.stored.tensors), _SHOWN)
 
     def _widest(self) -> str:
         """The pattern of the largest matrix, as an example of what is worth cutting."""

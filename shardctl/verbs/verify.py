@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.dtype import CASTABLE
-from shardctl.errors import UsageError
+from shardctl.errors import UsageError, some
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
 from shardctl.record import RECORD
+from shardctl.training import split_state
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
 from shardctl.verbs.on_devices import Trial, forward_level, load_level
@@ -200,8 +201,7 @@ def _oddities(tensor: Tensor, found: content.Content) -> Iterator[Finding]:
 
 def _changed(tensor: Tensor, recorded: str, found: str) -> Finding:
     places = [f"{c.where.file} {c.box}" for c in tensor.chunks if isinstance(c.where, Region)]
-    shown = ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
-    message = f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {shown}"
+    message = f"{tensor.name} has changed: digest {found}, recorded {recorded}; it is in {some(places, _PLACES)}"
     return Finding("error", "digest", message, tensor.name, next(iter(tensor.files), ""), str(tensor.chunks[0].box))
 
 
@@ -211,7 +211,7 @@ def _identity(
     level, began = Level("identity", strict=strict), time.monotonic()
     level.add(_odd(other, f"in {against}: "))
     mine, theirs = checkpoint.manifest.tensors, other.manifest.tensors
-    if checkpoint.manifest.training is not None and checkpoint.record is not None:  # they were kept
+    if checkpoint.record is not None and any(map(split_state, checkpoint.record.tensors)):  # states were kept
         mine, theirs = checkpoint.whole.tensors, other.whole.tensors
     filtered = checkpoint.record is not None and checkpoint.record.filtered
     pairs = []

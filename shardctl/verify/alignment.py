@@ -16,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, disjoint
+from shardctl.errors import some
 from shardctl.manifest import Region
 from shardctl.mesh import EXPERT_FSDP
 from shardctl.verify.finding import Finding
@@ -159,7 +160,7 @@ class _Check:
             mine = tuple(boxes[holder])
             spans = [_merged((box.origin[dim], box.stop[dim]) for box in mine) for dim in range(len(tensor.shape))]
             if len(mine) > 1 and not _rectangular(mine, spans):
-                message = f"{tensor.name} on {self._who(file)} has other columns in some rows: {_few(mine)}"
+                message = f"{tensor.name} on {self._who(file)} has other columns in some rows: {some(mine)}"
                 yield _finding(message, tensor.name, file, mine)
             for stretch in stretches:
                 held = _Held(tensor.name, stretch, stretch.of(spans[stretch.dim]), mine, file)
@@ -234,7 +235,7 @@ class _Check:
         if witness.units is None:
             message = (
                 f"{witness.tensor} is cut inside one of {label[1]} {label[0]} of {witness.stretch.unit} elements: "
-                f"{self._who(witness.file)} has {_few(witness.boxes)}"
+                f"{self._who(witness.file)} has {some(witness.boxes)}"
             )
             yield _finding(message, witness.tensor, witness.file, witness.boxes)
             return
@@ -317,9 +318,5 @@ def _text(intervals: Sequence[Interval]) -> str:
     return (shown + (" and more" if len(intervals) > _SHOWN else "")) or "none"
 
 
-def _few(boxes: Sequence[Box]) -> str:
-    return ", ".join(map(str, boxes[:_SHOWN])) + (f" and {len(boxes) - _SHOWN} more" if len(boxes) > _SHOWN else "")
-
-
 def _finding(message: str, tensor: str, file: str, boxes: Sequence[Box]) -> Finding:
-    return Finding("error", CHECK, message, tensor, file, _few(boxes))
+    return Finding("error", CHECK, message, tensor, file, some(boxes))

@@ -6,6 +6,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
+from shardctl.errors import some
 from shardctl.manifest import Fill
 from shardctl.record import RECORD, hash_parts
 from shardctl.verify.finding import Finding
@@ -51,7 +52,7 @@ def check_hashes(record: Record, source: Source) -> Iterator[Finding]:
 
 def check_modes(root: Path, files: Mapping[str, Stat]) -> Iterator[Finding]:
     """Files that only their owner can read, next to others that everyone can."""
-    modes = {path: (root / path).stat().st_mode for path in files}
+    modes = {path: (root / path).stat().st_mode for path in files if (root / path).is_file()}  # Orbax's arrays are none
     if not any(mode & stat.S_IROTH for mode in modes.values()):
         return
     for path, mode in modes.items():
@@ -77,7 +78,7 @@ def _holes(tensor: Tensor) -> Iterator[Finding]:
         yield Finding(
             "error",
             "coverage",
-            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in {_few(files)}",
+            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in {some(files)}",
             tensor=tensor.name,
             box=str(hole),
         )
@@ -102,7 +103,7 @@ def overlaps(tensor: Tensor) -> Iterator[Finding]:
             for other, common in index.overlapping(box):
                 files = sorted(places[box] | places[boxes[other]])
                 if other > position and len(files) > 1:
-                    message = f"chunks {box} and {boxes[other]} overlap in {common} ({_few(files)})"
+                    message = f"chunks {box} and {boxes[other]} overlap in {common} ({some(files)})"
                     yield Finding(
                         "error",
                         "overlap",
@@ -140,7 +141,3 @@ def check_record(record: Record, manifest: Manifest) -> Iterator[Finding]:
     for name in manifest.tensors:
         if name not in record.tensors:
             yield Finding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)
-
-
-def _few(files: list[str]) -> str:
-    return ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")

@@ -20,8 +20,10 @@ from shardctl.cli.program import run
 from shardctl.mesh import Mesh
 from shardctl.models import describe
 from shardctl.report.annotations import MOST, github
+from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.level import Level, Verified
+from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import Trial, verify
 from shardctl.verify.finding import Finding
@@ -443,3 +445,13 @@ def test_ranks_of_other_libraries_are_loaded_one_by_one(tmp_path, kept, layout):
     load = level(verify(tmp_path / layout, level="load", against=kept / "source"), "load")
     assert load.status == "passed", load.findings
     assert [(rank.rank, rank.label, rank.planned_bytes) for rank in load.ranks] == [(0, "tp0", None), (1, "tp1", None)]
+
+
+def test_what_orbax_wrote_is_verified_too():
+    """Its arrays are no files of the directory."""
+    pytest.importorskip("tensorstore", reason="needs tensorstore")
+    orbax, right = CONFIGS.parent / "orbax", CONFIGS.parent / "trtllm" / "llama_pp3" / "source"
+    reading = Reading(rules=orbax / "names.toml", config=right / "config.json")
+    found = verify(orbax / "zarr", level="full", reading=reading)
+    assert found.ok, found.findings
+    assert found.digest == digest(right).digest
