@@ -17,17 +17,16 @@ from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.shares import divide, share
 from shardctl.storage.cloud import is_bucket
-from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.opening import Reading, opened
-from shardctl.verbs.reshard import check_apart, result_name
+from shardctl.verbs.reshard import result_name, worked_out
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from shardctl.shares import Share
-    from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.drafting import Draft, Wish
     from shardctl.verbs.moving import Versions
+    from shardctl.verbs.opening import Reading
     from shardctl.verbs.plan_file import PlanFile
 
 PATIENCE: Final = 60
@@ -72,10 +71,7 @@ def contribute(
         raise UsageError(
             "--worker writes to a directory that all workers see", hint="give one as DST, and copy it then"
         )
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        destination = Path(destination)
-        check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
+    with worked_out(path, destination, wish, reading, plan) as work:
         identity, versions = work.identity(), versions_of(work)
         header = {
             "plan": identity,
@@ -86,7 +82,7 @@ def contribute(
             "version": __version__,
         }
         tree = result_name(identity, header["source"], sha256)
-        with Staging(destination, overwrite=overwrite, patience=PATIENCE) as staging:
+        with Staging(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
             crew = Crew(staging)
             crew.join(tree, header)
             lock = crew.lock(worker, run)

@@ -25,10 +25,10 @@ from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.contribute import contribute
-from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.drafting import Wish
 from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.opening import Reading, opened
-from shardctl.verbs.reshard import check_apart
+from shardctl.verbs.opening import Reading
+from shardctl.verbs.reshard import worked_out
 from shardctl.workers import Stop, heed, usual_threads
 
 if TYPE_CHECKING:
@@ -85,10 +85,8 @@ def reshard_on_ray(
     ray = _library()
     progress = progress or Silent()
     wish = wish or (plan.wish if plan else Wish())
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish) if plan else draft(checkpoint, wish)
-        location = checkpoint.source.location
+    with worked_out(path, destination, wish, reading, plan) as work:
+        location = work.checkpoint.source.location
         files, size = _data_files(work), work.plan.write_bytes
     wish = replace(wish, threads=wish.threads or min(usual_threads(), 4))
     order = _Order(
@@ -212,7 +210,8 @@ class _Reporter:
 
     def __init__(self, number: int, board: Any) -> None:  # noqa: ANN401 - an actor
         self._number, self._board = number, board
-        self._bytes, self._files, self._last = 0, [""][:0], 0.0
+        self._bytes, self._last = 0, 0.0
+        self._files: list[str] = []
 
     def begin(self, total_bytes: int, files: int) -> None:
         """Nothing: the driver knows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from shardctl.verbs.opening import Reading, opened
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardctl.execute.part import Part
     from shardctl.verbs.opening import Checkpoint
@@ -68,14 +69,11 @@ def reshard(
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        progress = progress or Silent()
-        check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
-        if isinstance(destination, str) and is_bucket(destination):
-            from shardctl.verbs.into_bucket import into_bucket, with_sending
+    progress = progress or Silent()
+    with worked_out(path, destination, wish, reading, plan) as work:
+        if is_bucket(destination):
+            from shardctl.verbs.into_bucket import into_bucket
 
-            work = with_sending(work)
             record, parts, warnings = into_bucket(
                 work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
             )
@@ -135,11 +133,29 @@ def assembled(
     return record, staging.publish({**record.files, RECORD: len(content)})
 
 
-def check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
+@contextmanager
+def worked_out(
+    path: str | Path, destination: str | Path, wish: Wish | None, reading: Reading | None, plan: PlanFile | None
+) -> Iterator[Draft]:
+    """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
+
+    Raises DestinationError if writing `destination` would touch the source.
+    """
+    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
+        _check_apart(checkpoint, destination)
+        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
+        if is_bucket(destination):
+            from shardctl.verbs.into_bucket import with_sending
+
+            work = with_sending(work)
+        yield work
+
+
+def _check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
     source: PurePath
     wanted: PurePath
-    if isinstance(destination, str) and is_bucket(destination):
+    if is_bucket(destination):
         source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
         same = source == wanted
     elif isinstance(checkpoint.source, LocalSource):

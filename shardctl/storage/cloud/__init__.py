@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 if TYPE_CHECKING:
     from shardctl.storage.cloud.source import CloudSource
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 SCHEMES: Final = ("s3", "gs", "az")
 
 
-def is_bucket(text: object) -> bool:
+def is_bucket(text: object) -> TypeGuard[str]:
     """Whether a place is written as one in a bucket."""
     return isinstance(text, str) and text.partition("://")[0] in SCHEMES and "://" in text
 
