@@ -34,6 +34,7 @@ def diff(
     reading = options.reading(config, rules, strict=strict, weights=weights, true_vocab=true_vocab)
     with effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
+    streams.warn(found.warnings)
     if json:
         streams.document(documents.diffed(found))
     else:

@@ -252,6 +252,7 @@ def diffed(result: Diffed) -> Document:
         "equal_tensors": result.equal,
         "compared_bytes": result.nbytes,
         "changes": [asdict(change) for change in result.changes],
+        "warnings": list(result.warnings),
     }
 
 

@@ -47,6 +47,8 @@ class Diffed:
     """Tensors whose bits are the same."""
     nbytes: int
     """Bytes compared."""
+    warnings: tuple[str, ...]
+    """What is odd about either, with its name."""
 
 
 def diff(
@@ -86,6 +88,7 @@ def diff(
             tuple(sorted(changes, key=lambda c: c.tensor)),
             len(pairs) - len(differences),
             sum(t.nbytes for t, _ in pairs),
+            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in each.manifest.warnings),
         )
 
 

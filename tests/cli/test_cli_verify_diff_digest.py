@@ -69,6 +69,8 @@ def test_what_is_odd_about_either_checkpoint_is_said_with_whose_it_is(say, resul
     assert (found.code, found.out.splitlines()[2:]) == (0, [f"warning: [reading] in {odd}: {words}", "ok (1 warning)"])
     _, identity = json.loads(say("verify", result, "--against", odd, "--json").out)["levels"]
     assert [(each["check"], each["message"]) for each in identity["findings"]] == [("reading", f"in {odd}: {words}")]
+    assert say("diff", odd, source).err == f"warning: in {odd}: {words}\n"
+    assert json.loads(say("diff", result, odd, "--json").out)["warnings"] == [f"in {odd}: {words}"]
 
 
 def test_verify_skips_what_makes_no_sense_any_more(say, damaged, source):
@@ -150,7 +152,7 @@ def test_diff_of_other_tensors(say, source, tmp_path):
 def test_diff_as_json(say, source, damaged):
     document = json.loads(say("diff", source, damaged, "--json").out)
     assert list(document) == [
-        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes", "changes")
+        *("schema", "status", "exit_code", "a", "b", "equal", "equal_tensors", "compared_bytes", "changes", "warnings")
     ]
     assert (document["schema"], document["exit_code"], document["equal"]) == ("shardctl.diff/1", 3, False)
     assert set(document["changes"][0]) == {"tensor", "kind", "a", "b", "count", "size", "first"}
