@@ -133,7 +133,9 @@ class Explorer:
             terms = needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
         except UsageError:  # nothing of them can be trained
             return 0
-        return sum(t.nbytes for t in terms if t.exact and t.category in _STATES and t.tier == "device")
+        # Of Megatron's states nothing but the padding is not exact; of other runtimes' what comes and goes.
+        lasts = self.work.profile == "megatron"
+        return sum(t.low for t in terms if (t.exact or lasts) and t.category in _STATES and t.tier == "device")
 
     def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
         """Of a mesh, the states that some rank must have: the mean over all, of `dense` and `expert` bytes once."""
