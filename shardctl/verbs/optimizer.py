@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.layouts import hf, meta, ranks
+from shardctl.layouts import dcp, ranks, universal
 from shardctl.manifest import Fill, Opaque
 from shardctl.models.fusion import Fusion
 from shardctl.storage import read
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
-_SERVING: Final = (hf.NAME, ranks.NAME, meta.NAME)
-"""Layouts that are read to run a model: they get optimizer states only if somebody asks for them."""
+_TRAINED: Final = (dcp.NAME, universal.NAME)
+"""Layouts that trainers read: they get optimizer states unless somebody forbids it, `ranks` if somebody asks for them;
+others have no place for them."""
 
 _STEP: Final = "step"
 
@@ -39,13 +40,13 @@ def with_optimizer(have: Manifest, wished: States, layout: str) -> Manifest:
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
         raise UsageError("--optimizer-states keep, but the source has no optimizer states", hint="leave it out")
-    if wished == "keep" and layout in {hf.NAME, meta.NAME}:
+    if wished == "keep" and layout not in (*_TRAINED, ranks.NAME):
         raise UsageError(
             f"layout {layout} has no place for optimizer states",
             hint="use --to dcp, universal or ranks, or leave --optimizer-states out",
         )
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
-    if wished == "keep" or (wished is None and layout not in _SERVING and known):
+    if wished == "keep" or (wished is None and layout in _TRAINED and known):
         return with_states(have)
     return replace(have, training=None)
 
@@ -145,6 +146,6 @@ def specs(model: Model, have: Manifest) -> dict[str, Spec]:
 
 def settings_file(have: Manifest, layout: str) -> Iterator[Opaque]:
     """The file that says step and hyper-parameters, where the layout has no other place for them."""
-    if have.training is not None and layout in _SERVING:
+    if have.training is not None and layout not in _TRAINED:
         content = dump_settings(have.training)
         yield Opaque(SETTINGS, "synthesise", size=len(content), content=content)

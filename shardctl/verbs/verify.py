@@ -13,8 +13,8 @@ from shardctl.errors import UsageError, some
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
 from shardctl.record import RECORD
-from shardctl.training import split_state
 from shardctl.storage.local import LocalSource
+from shardctl.training import split_state
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
 from shardctl.verbs.on_devices import Trial, forward_level, load_level
 from shardctl.verbs.opening import Checkpoint, Reading, opened

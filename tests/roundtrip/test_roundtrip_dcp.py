@@ -147,6 +147,15 @@ def test_optimizer_states_need_a_place_and_a_source(tmp_path):
         reshard(FIXTURES / "tp", tmp_path / "out", Wish(to="dcp", optimizer_states="keep"), reading=CONFIG)
 
 
+@pytest.mark.parametrize("layout", ["ranks", "meta", "megatron", "torch_dist", "trtllm", "vllm"])
+def test_what_a_trainer_saved_goes_into_what_runs_a_model_without_its_states(layout, tmp_path):
+    reshard(FIXTURES / "fsdp2", tmp_path / "out", Wish(to=layout, mesh=Mesh.of(tp=2)), reading=CONFIG)
+    assert verify(tmp_path / "out", against=FIXTURES / "fsdp2", reading=CONFIG).ok
+    if layout != "ranks":
+        with pytest.raises(UsageError, match=f"layout {layout} has no place for optimizer states"):
+            reshard(FIXTURES / "fsdp2", tmp_path / "no", Wish(to=layout, optimizer_states="keep"), reading=CONFIG)
+
+
 def test_a_cast_leaves_the_optimizer_alone(tmp_path):
     reshard(FIXTURES / "fsdp2", tmp_path / "dcp", Wish(to="dcp", dtype="bf16"), reading=CONFIG)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
