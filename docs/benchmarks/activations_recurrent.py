@@ -1,7 +1,7 @@
 """How far the estimate is for layers with a recurrent state, whose kernels need a GPU and decide what is kept.
 
     python docs/benchmarks/activations_recurrent.py PACKAGES [MODEL ...] [--record FILE]
-    python docs/benchmarks/activations_recurrent.py - [MODEL ...]
+    python docs/benchmarks/activations_recurrent.py - [MODEL ...] --sequence 512
 
 PACKAGES is a folder with the Python files of mamba_ssm, causal_conv1d, fla, triton and einops: of an sdist or wheel,
 without anything compiled. transformers then calls their autograd functions, which allocate and save what they do on a
@@ -179,14 +179,14 @@ def record(path: Path) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(one) for one in found) + "\n]\n", encoding="utf-8")
 
 
-def table(names: list[str]) -> None:
+def table(names: list[str], runs) -> None:
     """Print the table."""
     from activations import estimated
 
     print("| model | sequences x tokens | recompute | torch, GB | estimate, GB | error | the worst moment | seconds |")
     print("|---|---|---|---:|---:|---:|---|---:|")
     for name in names or MODELS:
-        for batch, sequence, recompute in RUNS:
+        for batch, sequence, recompute in runs:
             start = time.perf_counter()
             peak, config = measured(MODELS[name], batch, sequence, recompute)
             took = time.perf_counter() - start
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("packages")
     parser.add_argument("models", nargs="*")
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--sequence", type=int, help="one sequence of so many tokens, nothing computed again")
     options = parser.parse_args()
     sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests" / "memory")]
     if options.packages != "-":
@@ -207,7 +208,7 @@ def main() -> None:
     if options.record is not None:
         record(options.record)
     else:
-        table(options.models)
+        table(options.models, RUNS if options.sequence is None else ((1, options.sequence, "none"),))
 
 
 if __name__ == "__main__":
