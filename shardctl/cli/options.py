@@ -29,11 +29,7 @@ _EFFORT = "Effort"
 _PLACES = "A path; owner/name or owner/name@revision on the Hub; or s3://, gs://, az://."
 _WHERE = "A directory that is new, empty or ours; or s3://, gs://, az://."
 Source = Annotated[str, typer.Argument(metavar="SRC", parser=place, show_default=False, help=_PLACES)]
-Destination = Annotated[str, typer.Argument(metavar="DST", parser=place, show_default=False, help=_WHERE)]
-PlannedDestination = Annotated[
-    str | None,
-    typer.Argument(metavar="DST", parser=place, show_default=False, help=_WHERE),
-]
+Destination = Annotated[str | None, typer.Argument(metavar="DST", parser=place, show_default=False, help=_WHERE)]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document instead of text.")]
 
 Config = Annotated[

@@ -36,7 +36,7 @@ _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callabl
 def reshard(
     context: typer.Context,
     src: options.Source,
-    dst: options.PlannedDestination = None,
+    dst: options.Destination = None,
     *,
     plan: Annotated[
         Path | None,

@@ -286,7 +286,6 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         model=checkpoint.model,
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
-        rank_of=rank_files.rank_of,
     )
     device = devices(trial.device)[0]
     nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())

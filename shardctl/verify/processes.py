@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl.errors import ShardctlError
-from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,7 +109,6 @@ def run_ranks(
     deadline: float | None = None,
     idle: float = 8.0,
     silence: float | None = None,
-    stop: Stop | None = None,
 ) -> list[Any]:
     """Call `work` in a process for each of `world` ranks; returns what each returned, which must be JSON.
 
@@ -120,7 +118,7 @@ def run_ranks(
     taken to hang however busy they are: NCCL waits for others by spinning. Output of the processes is kept from the
     terminal and told when they fail.
 
-    Raises RankError, naming the rank; NotStartedError; Interrupted if `stop` is set. No process outlives the call.
+    Raises RankError, naming the rank; NotStartedError. No process outlives the call, however it ends.
     """
     context: Any = multiprocessing.get_context(start)
     if start == "forkserver":
@@ -138,7 +136,7 @@ def run_ranks(
             )
             for number in range(world)
         ]
-        run = _Run(processes, Path(folder), beats, stop if stop is not None else Stop())
+        run = _Run(processes, Path(folder), beats)
         try:
             with _no_script(pickled):
                 for process in processes:
@@ -179,7 +177,6 @@ class _Run:
     processes: list[BaseProcess]
     folder: Path
     beats: Array[c_int64]
-    stop: Stop
 
     def result(self, number: int) -> Path:
         return self.folder / f"{number}.json"
@@ -192,7 +189,6 @@ class _Run:
             connection.wait([process.sentinel for process in alive], _POLL)
             self._check()
             now, activity = time.monotonic(), self._activity()
-            heed(self.stop)
             if deadline is not None and now - began > deadline:
                 raise self._stuck(f"did not end within {deadline:g} s")
             if sum(self.beats) != beats:

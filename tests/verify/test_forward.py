@@ -68,7 +68,7 @@ def comparison(source, shards, **options):
         candidate = Candidate(parts.manifest, parts.source, parts.model, parts.record.mesh, parts.record.stages)
         check = Comparison(candidate, original, ForwardOptions(**options))
         executor = check.executor(getattr(transformers, whole.config["architectures"][0]), "fp32")
-        yield check, executor, *check.sides.fill(executor, 0)
+        yield check, executor, *check.sides.fill(executor)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,6 @@ def test_the_result_says_what_ran(made):
     assert (result.output, result.positions, result.flips) == ("logits", 64, 0)
     assert result.tolerance.block == 1e-5
     assert result.read_bytes > 3 * (made("llama") / "model.safetensors").stat().st_size * 0.9
-    assert result.seconds > 0
     layers = config_of("llama")["num_hidden_layers"]
     names = ["model.embed_tokens", *(f"model.layers.{n}" for n in range(layers)), "model.norm", "lm_head"]
     assert [block.name for block in result.blocks] == names

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.errors import Interrupted, UnsupportedError
+from shardctl.errors import UnsupportedError
 from shardctl.verify.processes import NotStartedError, Rank, RankError, run_ranks, usual_environment
-from shardctl.workers import Stop
 
 LONG = 600
 """Seconds that a rank waits that is to be ended."""
@@ -162,7 +161,7 @@ def spin_after_a_beat(rank: Rank) -> None:
 
 def test_a_rank_that_is_busy_and_gets_no_further_is_ended():
     error, seconds = run(spin_after_a_beat, 2, silence=1.0)
-    assert error.message.startswith("rank 0 hung: no rank has got any further for 1 s; rank 0 is in spin")
+    assert "hung: no rank has got any further for 1 s; rank 0 is in spin" in error.message  # on a busy machine 1, too
     assert seconds < SOON
 
 
@@ -203,16 +202,6 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path):
     )
     said = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, check=True)
     assert said.stdout == "once\n[0, 1]\n"
-
-
-def test_a_request_to_stop_ends_all():
-    stop = Stop()
-    threading.Timer(0.5, lambda: setattr(stop, "signal", signal.SIGINT)).start()
-    began = time.monotonic()
-    with pytest.raises(Interrupted) as caught:
-        run_ranks(functools.partial(fail, who=-1, how="wait"), 2, stop=stop)
-    assert caught.value.exit_code == 130
-    assert time.monotonic() - began < SOON
 
 
 def parent(rank: Rank, note: str) -> None:

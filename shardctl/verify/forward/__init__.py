@@ -8,7 +8,6 @@
             Candidate(shards.manifest, shards.source, shards.model, record.mesh, record.stages),  # no record: leave out
             Original(source.stored, source.manifest, source.source, source.config, source.model, source.source.folder),
             ForwardOptions(dtype="fp32", device="cpu", prompt="", tokens=16, processes=usual_processes("cpu", nbytes)),
-            stop,
         )
 
 With `processes=N`, meshes of up to N ranks run with one process per rank, else all ranks run in this one; the result's

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.verify.forward.inputs import SEED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -126,11 +127,11 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def start_values(model: Torch, slots: Sequence[Slot], seed: int) -> None:
+def start_values(model: Torch, slots: Sequence[Slot]) -> None:
     """Give slots for which there is nothing stored the values of a new model, for good."""
     import torch
 
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     for slot in slots:
         slot.put(torch.empty(slot.shape, dtype=slot.empty.dtype, device=slot.empty.device))
     with torch.no_grad():

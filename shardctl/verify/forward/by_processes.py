@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.local import LocalSource
+from shardctl.storage.places import open_source
 from shardctl.verify.forward.team import Processes
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import Candidate, Original
     from shardctl.verify.processes import Rank, Start
-    from shardctl.workers import Stop
 
 _TIMEOUT: Final = timedelta(seconds=120)
 """In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""
@@ -77,8 +77,8 @@ def here(candidate: Candidate, original: Original) -> tuple[Candidate, Original]
     """The two in the process that was told of them, their files opened."""
     assert isinstance(candidate.reader, _Elsewhere)  # noqa: S101 - what `elsewhere` made
     assert isinstance(original.reader, _Elsewhere)  # noqa: S101
-    proved = replace(candidate, reader=LocalSource(candidate.reader.path))
-    return proved, replace(original, reader=LocalSource(original.reader.path))
+    proved = replace(candidate, reader=open_source(candidate.reader.path))
+    return proved, replace(original, reader=open_source(original.reader.path))
 
 
 def usual_processes(device: str, nbytes: int) -> int:
@@ -94,9 +94,7 @@ def usual_processes(device: str, nbytes: int) -> int:
     return (os.cpu_count() or 1) if nbytes > _FEW else 0
 
 
-def forward_by_processes(
-    candidate: Candidate, original: Original, options: ForwardOptions, stop: Stop | None = None
-) -> ForwardResult:
+def forward_by_processes(candidate: Candidate, original: Original, options: ForwardOptions) -> ForwardResult:
     """As `forward`, each rank of the mesh in a process of its own.
 
     Raises RankError, naming the rank, if one dies, raises or hangs; NotStartedError if they cannot begin.
@@ -111,7 +109,7 @@ def forward_by_processes(
         work = partial(_work, proved, right, options, folder)
         start: Start = "spawn" if options.device.startswith("cuda") else "forkserver"
         try:
-            results = run_ranks(work, mesh.world, start=start, environment=environment, silence=_SILENCE, stop=stop)
+            results = run_ranks(work, mesh.world, start=start, environment=environment, silence=_SILENCE)
         except RankError as error:
             if error.raised == MeetingError.__name__:
                 raise NotStartedError(error.message) from error

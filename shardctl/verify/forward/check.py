@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import time
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import CoverageError, ShardctlError, UnsupportedError
+from shardctl.errors import CoverageError, ShardctlError, UnsupportedError, some
 from shardctl.mesh import Mesh
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, versions
 from shardctl.verify.forward.executor import Executor, PartError
 from shardctl.verify.forward.generate import continued
-from shardctl.verify.forward.inputs import SEED, inputs_for, towers
+from shardctl.verify.forward.inputs import inputs_for, towers
 from shardctl.verify.forward.leaves import Precision
 from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
 from shardctl.verify.forward.sides import Candidate, Original, Sides
@@ -23,7 +22,7 @@ from shardctl.verify.forward.skeleton import Skeleton
 from shardctl.verify.forward.stacks import chosen, idle
 from shardctl.verify.forward.team import Processes, Team
 from shardctl.verify.forward.tolerance import distance, tolerance
-from shardctl.verify.forward.verdict import flips_of, judged, output_of, some
+from shardctl.verify.forward.verdict import flips_of, judged, output_of
 from shardctl.verify.processes import NotStartedError, RankError
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from shardctl.models import Model
     from shardctl.verify.forward.weights import Weights
-    from shardctl.workers import Stop
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -45,7 +43,6 @@ class ForwardOptions:
     dtype: str = "fp32"
     """`fp32`, or `bf16` with the criterion of that type."""
     device: str = "cpu"
-    seed: int = SEED
     prompt: str = ""
     """A text that both are to continue."""
     tokens: int = 16
@@ -58,21 +55,19 @@ class ForwardOptions:
     """Bytes of one weight that are held at once."""
 
 
-def forward(
-    candidate: Candidate, original: Original, options: ForwardOptions | None = None, stop: Stop | None = None
-) -> ForwardResult:
+def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
     """Compare what the shards compute with what the source computes, part by part and end to end.
 
     Raises nothing that says something of the checkpoints: a class that is not there, or weights that cannot be run
     here, are `skipped` with the reason; a rank that lacks its part and values that differ are `failed`.
     """
-    options, began = options or ForwardOptions(), time.monotonic()
+    options = options or ForwardOptions()
     world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
     if 1 < world <= options.processes:
         from shardctl.verify.forward.by_processes import forward_by_processes
 
         try:
-            result = forward_by_processes(candidate, original, options, stop)
+            result = forward_by_processes(candidate, original, options)
         except RankError as error:
             found = Finding("error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message)
             engine = f"{world} processes"
@@ -86,8 +81,8 @@ def forward(
     if options.second_opinion and result.status != "skipped":
         from shardctl.verify.forward.second_opinion import ask, with_opinion
 
-        result = with_opinion(result, ask(candidate, original, options, stop))
-    return replace(result, seconds=time.monotonic() - began)
+        result = with_opinion(result, ask(candidate, original, options))
+    return result
 
 
 def compared(
@@ -122,9 +117,9 @@ class Comparison:
                 "in bf16 rounding alone makes a router pick other experts, so that nothing can be judged",
                 hint="leave out --dtype bf16",
             )
-        source, shards = self.sides.fill(executor, self.options.seed)
+        source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
-        inputs = inputs_for(model, self.options.device, seed=self.options.seed)
+        inputs = inputs_for(model, self.options.device)
         executor.source = source
         with chosen(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
@@ -186,7 +181,7 @@ class Comparison:
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """How far the source in bf16 is from the source in fp32."""
         executor = self.executor(kind, "fp32")
-        source, _ = Sides(self.sides.original, self.sides.candidate, self.team).fill(executor, self.options.seed)
+        source, _ = Sides(self.sides.original, self.sides.candidate, self.team).fill(executor)
         executor.source = source
         return distance(output_of(executor.run(inputs, source))[1], expected.float())
 

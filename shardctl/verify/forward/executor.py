@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
 from shardctl.verify.finding import Finding
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.weights import Weights
 
 Torch = Any
-Mode = Literal["apart", "together"]
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError)
 """What code raises that finds a tensor without memory, or a stand-in, where it wants values."""
 

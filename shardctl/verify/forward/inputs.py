@@ -18,11 +18,11 @@ _SPARE: Final = 4
 """Positions that are not used: some models begin to count after the padding token."""
 
 
-def inputs_for(model: Torch, device: str, *, seed: int = SEED) -> dict[str, Torch]:
+def inputs_for(model: Torch, device: str) -> dict[str, Torch]:
     """Arguments of the model's forward; raises UnsupportedError if it wants something else than tokens or pixels."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     config, names = model.config, set(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     given: dict[str, Torch] = {}

@@ -12,7 +12,7 @@ from shardctl.copyplan import cover
 from shardctl.errors import CoverageError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardctl.bands import Reader
     from shardctl.dtype import DType
@@ -196,19 +196,22 @@ def lens(manifest: Manifest, reader: Reader, model: Model | None = None) -> Lens
     those of the state dict of transformers' class, with the arrays that it has in place of several tensors. Tensors
     that the class does not have keep their own names.
     """
-    stored = {name: StoredTensor(tensor, reader) for name, tensor in manifest.tensors.items()}
-    entries: dict[str, LazyTensor] = {}
+    return Lens(entries(manifest, model, lambda name, called: StoredTensor(manifest.tensors[name], reader, called)))
+
+
+def entries(manifest: Manifest, model: Model | None, tensor: Callable[[str, str], LazyTensor]) -> dict[str, LazyTensor]:
+    """The entries of a state dict: `tensor` makes one, from its name in the manifest and what it is to be called."""
+    found: dict[str, LazyTensor] = {}
     fused: set[str] = set()
     for fusion in model.fusions.values() if model else ():
-        parts = [stored[name] for name in fusion.tensors if name in stored]
-        if len(parts) == len(fusion.tensors):
-            dtype = manifest.tensors[fusion.tensors[0]].dtype
-            entries[fusion.name] = FusedTensor(fusion, parts, dtype)
+        if all(name in manifest.tensors for name in fusion.tensors):
+            parts = [tensor(name, name) for name in fusion.tensors]
+            found[fusion.name] = FusedTensor(fusion, parts, manifest.tensors[fusion.tensors[0]].dtype)
             fused.update(fusion.tensors)
-    for name, tensor in manifest.tensors.items():
+    for name, each in manifest.tensors.items():
         if name not in fused:
-            entries |= {each: StoredTensor(tensor, reader, each) for each in (name, *tensor.ties)}
-    return Lens(entries)
+            found |= {called: tensor(name, called) for called in (name, *each.ties)}
+    return found
 
 
 def _resolve(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[object, ...]]:

@@ -85,7 +85,6 @@ class ForwardResult:
     generated: Generated | None = None
     opinion: Opinion | None = None
     """A second opinion, if one was asked for."""
-    seconds: float = 0.0
     read_bytes: int = 0
     """Bytes read from both checkpoints."""
 

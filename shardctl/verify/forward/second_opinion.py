@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import CoverageError, UnsupportedError
+from shardctl.errors import CoverageError, UnsupportedError, some
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import class_of, described, quiet, versions
 from shardctl.verify.forward.by_processes import elsewhere, here
@@ -24,7 +24,7 @@ from shardctl.verify.forward.lens import Lens
 from shardctl.verify.forward.result import Opinion
 from shardctl.verify.forward.shards import Shards
 from shardctl.verify.forward.tolerance import distance
-from shardctl.verify.forward.verdict import output_of, some
+from shardctl.verify.forward.verdict import output_of
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import Candidate, Original
     from shardctl.verify.processes import Rank
-    from shardctl.workers import Stop
 
 Torch = Any
 _SHARE: Final = 2
@@ -45,7 +44,7 @@ _BOUND: Final = 1e-4
 """Of the relative distance of the outputs, as for our own."""
 
 
-def ask(candidate: Candidate, original: Original, options: ForwardOptions, stop: Stop | None = None) -> Opinion:
+def ask(candidate: Candidate, original: Original, options: ForwardOptions) -> Opinion:
     """What transformers' tensor parallelism makes of the shards; never raises because of it."""
     degree = candidate.mesh.degree("tp") if candidate.mesh is not None else 1
     if degree == 1 or candidate.model is None:
@@ -58,7 +57,7 @@ def ask(candidate: Candidate, original: Original, options: ForwardOptions, stop:
     try:
         work = partial(_work, *elsewhere(candidate, original), replace(options, device="cpu"))
         environment = usual_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
-        (found,) = run_ranks(work, 1, environment=environment, stop=stop, idle=30.0)
+        (found,) = run_ranks(work, 1, environment=environment, idle=30.0)
     except (UnsupportedError, NotStartedError) as error:
         return Opinion("skipped", error.message)
     except RankError as error:
@@ -95,8 +94,8 @@ def _work(candidate: Candidate, original: Original, options: ForwardOptions, ran
     check = Comparison(candidate, original, options)
     kind = class_of(str(check.config["architectures"][0]))
     executor = check.executor(kind, "fp32")
-    source, _ = check.sides.fill(executor, options.seed)
-    inputs = inputs_for(executor.skeleton.model, "cpu", seed=options.seed)
+    source, _ = check.sides.fill(executor)
+    inputs = inputs_for(executor.skeleton.model, "cpu")
     expected = output_of(executor.run(inputs, source))[1]
     try:
         outputs, foreign = _native(kind, check.config, candidate, inputs)
@@ -104,7 +103,7 @@ def _work(candidate: Candidate, original: Original, options: ForwardOptions, ran
         return {"status": "differs", "reason": f"transformers' tensor parallelism finds: {error.message}"}
     apart = max(distance(expected, output) for output in outputs)
     if foreign:
-        cuts = f"layout differs from that of transformers {versions()['transformers']} at {some(list(foreign))}"
+        cuts = f"layout differs from that of transformers {versions()['transformers']} at {some(foreign)}"
         return {"status": "skipped", "reason": f"{cuts}; it computed from several ranks' files", "error": apart}
     if apart > _BOUND:
         reason = f"transformers' tensor parallelism computes something else: {apart:.2e}, at most {_BOUND:g}"
@@ -128,7 +127,7 @@ def _native(
     assert candidate.mesh is not None  # noqa: S101
     assert candidate.model is not None  # noqa: S101
     degree, local, foreign, model = candidate.mesh.degree("tp"), dict[str, dict[int, Torch]](), dict[str, int](), None
-    shape = (candidate.manifest, candidate.reader, candidate.model, candidate.mesh, candidate.stages, candidate.rank_of)
+    shape = (candidate.manifest, candidate.reader, candidate.model, candidate.mesh, candidate.stages)
     for index in reversed(range(degree)):  # the first is loaded last, and is the one that runs
         os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(degree)}
         dist.init_process_group("fake", rank=index, world_size=degree, store=FakeStore())

@@ -14,12 +14,12 @@ from shardctl.manifest import Region, narrow
 from shardctl.pieces import Placed
 from shardctl.placement import intervals
 from shardctl.verify.finding import Finding
-from shardctl.verify.forward.lens import FusedTensor, LazyTensor, read_box
+from shardctl.verify.forward.lens import LazyTensor, entries, read_box
 from shardctl.verify.forward.team import Team
 from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from shardctl.bands import Reader
     from shardctl.manifest import Manifest, Tensor
@@ -168,7 +168,6 @@ class Shards:
     reader: Reader
     model: Model
     placed: Placed
-    rank_of: Callable[[str], int | None] = rank_of
     team: Team = field(default_factory=Team)
     index: int | None = None
     """Of a rank along tp that reads for itself: where its files have what it asks for, they alone are read."""
@@ -187,14 +186,13 @@ class Shards:
         model: Model,
         mesh: Mesh,
         stages: tuple[int, ...],
-        rank_of: Callable[[str], int | None] = rank_of,
         team: Team | None = None,
     ) -> Shards:
         """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
         specs = {name: model.tensors[name].spec for name in manifest.tensors}
         placed = Placed(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
-        shards = cls(manifest, reader, model, placed, rank_of, team or Team())
-        own = {name: _by_rank(tensor, shards.rank_of) for name, tensor in manifest.tensors.items()}
+        shards = cls(manifest, reader, model, placed, team or Team())
+        own = {name: _by_rank(tensor) for name, tensor in manifest.tensors.items()}
         for rank, held in shards.placed.ranks():
             for piece in held:
                 name = piece.tensor.name
@@ -210,17 +208,7 @@ class Shards:
 
     def entries(self) -> dict[str, LazyTensor]:
         """The state dict of transformers' class, put together from the ranks, tensors it does not have besides."""
-        entries: dict[str, LazyTensor] = {}
-        fused: set[str] = set()
-        for fusion in self.model.fusions.values():
-            if all(name in self.manifest.tensors for name in fusion.tensors):
-                parts = [self._tensor(name, name) for name in fusion.tensors]
-                entries[fusion.name] = FusedTensor(fusion, parts, self.manifest.tensors[fusion.tensors[0]].dtype)
-                fused.update(fusion.tensors)
-        for name, tensor in self.manifest.tensors.items():
-            if name not in fused:
-                entries |= {each: self._tensor(name, each) for each in (name, *tensor.ties)}
-        return entries
+        return entries(self.manifest, self.model, self._tensor)
 
     def _tensor(self, name: str, called: str) -> HeldTensor:
         """A tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
@@ -256,7 +244,7 @@ class Shards:
 _NOTHING: Final = ChunkIndex([])
 
 
-def _by_rank(tensor: Tensor, rank_of: Callable[[str], int | None]) -> dict[int, ChunkIndex]:
+def _by_rank(tensor: Tensor) -> dict[int, ChunkIndex]:
     found: dict[int, list[Any]] = {}
     for chunk in tensor.chunks:
         rank = rank_of(chunk.where.file) if isinstance(chunk.where, Region) else None

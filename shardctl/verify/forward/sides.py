@@ -6,17 +6,16 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shardctl.errors import some
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import start_values
 from shardctl.verify.forward.lens import lens
 from shardctl.verify.forward.shards import Shards
 from shardctl.verify.forward.team import Team
-from shardctl.verify.forward.verdict import some
 from shardctl.verify.forward.weights import Weights, unfilled, weights
-from shardctl.verify.rank_files import rank_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from shardctl.bands import Reader
@@ -53,8 +52,6 @@ class Candidate:
     """None, or one device, if its files belong to no ranks."""
     stages: tuple[int, ...] = ()
     """Layers per pipeline stage, as the record has them."""
-    rank_of: Callable[[str], int | None] = rank_of
-    """The rank that a file belongs to."""
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class Sides:
         """Bytes read from both so far."""
         return sum(reader.nbytes for reader in self._readers)
 
-    def fill(self, executor: Executor, seed: int) -> tuple[Weights, Weights]:
+    def fill(self, executor: Executor) -> tuple[Weights, Weights]:
         """The weights of the source and of the shards, with what neither has in place for good."""
         source = self._source(executor)
         shards = self._shards(executor)
@@ -104,7 +101,7 @@ class Sides:
                     name = slot.names[0]
                     message = f"the {lack.title} has nothing that fills {name}, and the {have.title} has"
                     self.findings.append(Finding("error", "forward", message, name))
-        self._start(executor, source, seed)
+        self._start(executor, source)
         return source, shards
 
     def _source(self, executor: Executor) -> Weights:
@@ -141,8 +138,8 @@ class Sides:
         shards: Shards | None = None
         if mesh is not None and mesh.world > 1:
             if model is not None:
-                manifest, stages, whose = self.candidate.manifest, self.candidate.stages, self.candidate.rank_of
-                shards = Shards.of(manifest, reader, model, mesh, stages, whose, self.team)
+                manifest, stages = self.candidate.manifest, self.candidate.stages
+                shards = Shards.of(manifest, reader, model, mesh, stages, self.team)
             else:
                 self.notes.append("the model is not known: shards were put together by what their headers say")
         named = model if model is not None and model.family else None
@@ -161,10 +158,10 @@ class Sides:
             source.rounded = lambda slot: kinds[slot].dtype if slot in kinds else None
             self.notes.append(f"the source is rounded to {', '.join(sorted(narrower))}, as the shards are")
 
-    def _start(self, executor: Executor, source: Weights, seed: int) -> None:
+    def _start(self, executor: Executor, source: Weights) -> None:
         """Give what the source does not have the values that the class starts with."""
-        new = [slot for slot in unfilled(executor.skeleton, [source]) if not slot.is_buffer]
+        new = [slot for slot in unfilled(executor.skeleton, source) if not slot.is_buffer]
         if new:
-            start_values(executor.skeleton.model, new, seed)
+            start_values(executor.skeleton.model, new)
             names = [slot.names[0] for slot in new]
             self.notes.append(f"{len(new)} parameters are in no file and have the values of a new model: {some(names)}")

@@ -20,9 +20,6 @@ _TOLD = (CoverageError, UnsupportedError)
 class Team:
     """Ranks that are all in this process: each does its part in turn."""
 
-    leads = True
-    """Whether this process has the source, and the last word."""
-
     def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
         """What every rank along tp computes, by its index."""
         return [compute(index) for index in range(count)]
@@ -69,11 +66,6 @@ class Processes(Team):
                 self._groups[tuple(ranks)] = dist.new_group(ranks)
         (self._beside,) = [ranks for ranks in teams.values() if self.rank in ranks]
 
-    @property
-    def leads(self) -> bool:  # type: ignore[override]  # a constant where there is one process
-        """Whether this process has the source, and the last word."""
-        return self.rank == 0
-
     def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
         """What every rank along tp computes, by its index; a weight that tp does not cut is everyone's own business."""
         if count == 1:
@@ -89,7 +81,7 @@ class Processes(Team):
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
         """What only the first process computes, for all."""
-        return self._share(0, list(range(self.mesh.world)), _attempt(compute) if self.leads else None)
+        return self._share(0, list(range(self.mesh.world)), _attempt(compute) if self.rank == 0 else None)
 
     def _share(self, owner: int, ranks: Sequence[int], mine: object) -> Torch:
         """Give `mine` of the owner to all of `ranks`; raise what the owner raised."""

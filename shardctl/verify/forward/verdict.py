@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import UnsupportedError
 from shardctl.verify.finding import Finding
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from shardctl.verify.forward.result import ForwardResult
 
 Torch = Any
-_SHOWN: Final = 4
 
 
 def output_of(output: Torch) -> tuple[str, Torch]:
@@ -60,9 +59,3 @@ def judged(result: ForwardResult, findings: list[Finding], notes: list[str]) -> 
     return replace(
         result, status="failed" if failed else "passed", findings=tuple(findings), notes=tuple(dict.fromkeys(notes))
     )
-
-
-def some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

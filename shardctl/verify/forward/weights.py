@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardctl.verify.forward.team import Team
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from shardctl.verify.forward.adapter import Conversion
     from shardctl.verify.forward.lens import LazyTensor
@@ -88,7 +88,7 @@ def weights(
     return found
 
 
-def unfilled(skeleton: Skeleton, each: Iterable[Weights]) -> list[Slot]:
-    """The places for which none of some checkpoints has anything, in the model's order: a seed then gives one model."""
+def unfilled(skeleton: Skeleton, weights: Weights) -> list[Slot]:
+    """The places for which a checkpoint has nothing, in the model's order: a seed then gives one model."""
     slots = dict.fromkeys(slot for slots in skeleton.slots.values() for slot in slots)
-    return [slot for slot in slots if not any(weights.fills(slot) for weights in each)]
+    return [slot for slot in slots if not weights.fills(slot)]
