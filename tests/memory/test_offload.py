@@ -103,12 +103,12 @@ def test_a_device_always_waits():
 
 
 def test_needs_are_of_what_is_moved():
-    mesh = Mesh.of(dp=4, pp=2)
     work = Training(2048, microbatches=8, **EVERYTHING)
-    parameters, optimizer = needs(mesh, work, peak=V100, target=0.5)
+    parameters, optimizer = needs(Mesh.of(dp=4), work, peak=V100, target=0.5)
     assert (parameters.tier, parameters.intensity, optimizer.intensity) == ("nvme", 2048, 2048 * 8 / 4)
     assert parameters.bandwidth == V100 / 2048
     assert parameters.link == parameters.bandwidth / 4
+    mesh = Mesh.of(dp=4, pp=2)
     (only,) = needs(mesh, Training(2048, profile="megatron", zero=1, offload="cpu"), peak=V100)
     assert (only.what, only.tier, only.intensity) == ("optimizer states", "host", 2048 * 2 / 4)
     assert needs(mesh, Training(2048), peak=V100) == ()
@@ -170,7 +170,7 @@ def test_a_node_is_the_sum_of_its_ranks():
     """Ranks of two stages of unequal size on nodes of two: the heavier node counts."""
     _, inventory = gpt(3, 64, 4)
     mesh = Mesh.of(pp=2, dp=2)
-    work = Training(128, profile="deepspeed", zero=2, offload="cpu")
+    work = Training(128, profile="deepspeed", zero=1, offload="cpu")
     holdings = hold(inventory, mesh, [1, 2])
     estimate = gather(holdings, [states(h, mesh, work) for h in holdings])
     sizes = {rank.holding.stage: rank.total("host").nbytes for rank in estimate.ranks}

@@ -280,6 +280,16 @@ def test_what_no_runtime_does_is_refused(options, message):
         terms(one_tensor(64), "dp=2", **options)
 
 
+@pytest.mark.parametrize("profile", ["deepspeed", "hf"])
+def test_deepspeed_pipelines_share_optimizer_states_alone(profile):
+    """DeepSpeed 0.19, runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"."""
+    inventory = of_config("llama")
+    assert terms(inventory, "pp=2,dp=2", profile=profile, zero=1)
+    for zero in (2, 3):
+        with pytest.raises(UsageError, match=f"no pipelines with ZeRO {zero}"):
+            terms(inventory, "pp=2,dp=2", profile=profile, zero=zero)
+
+
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=2,cp=2"])
 def test_fsdp2_with_zero_3_shares_over_dp_as_over_fsdp(mesh):
     """torchtitan's mesh: FSDP2 shards over dp and cp together."""
