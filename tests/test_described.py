@@ -187,12 +187,33 @@ def test_weights_that_are_damaged_or_of_another_kind_are_not_passed_over(alone, 
         inspect(alone)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"a": 1}', '"text"', "no JSON"])
-def test_a_json_file_that_is_no_config_is_no_checkpoint(tmp_path, content):
+NAMELESS = "model.json is no model's config: it names neither architectures nor model_type"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("no JSON", "model.json is not JSON"),
+        ('{"hidden_size":', "model.json is not JSON"),
+        ("[]", "model.json is not a JSON object"),
+        ('"text"', "model.json is not a JSON object"),
+        ("{}", NAMELESS),
+        ('{"hidden_size": 64}', NAMELESS),
+    ],
+)
+def test_a_json_file_that_is_no_config_is_refused_for_what_it_is(tmp_path, content, reason):
     path = tmp_path / "model.json"
     path.write_text(content)
-    with pytest.raises(SourceError, match=r"model.json is not a checkpoint"):
+    with pytest.raises(SourceError) as caught:
         inspect(path)
+    assert reason in caught.value.message
+
+
+def test_a_quantization_config_is_a_table(alone):
+    config = json.loads((alone / "config.json").read_text()) | {"quantization_config": "fp8"}
+    (alone / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="quantization_config = 'fp8' where a table is expected"):
+        inspect(alone)
 
 
 def test_a_config_may_have_any_name(alone):
@@ -229,3 +250,22 @@ def test_rules_say_how_it_would_be_cut(alone, tmp_path):
         spec = checkpoint.model.tensors["model.layers.0.mlp.down_proj.weight"].spec
         assert [[cut.axis for cut in cuts] for cuts in spec.cuts] == [["tp"], []]
         assert prod(checkpoint.manifest.tensors["model.layers.0.mlp.down_proj.weight"].shape) == 4096 * 14336
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ({}, "F32"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "BF16"),
+        ({"text_config": {"dtype": "float16"}}, "F16"),
+        ({"torch_dtype": "auto", "text_config": {"torch_dtype": "float16"}}, "F16"),
+    ],
+)
+def test_of_a_config_without_dtype_it_is_said_which_is_assumed(alone, declared, expected):
+    config = json.loads((alone / "config.json").read_text())
+    del config["torch_dtype"]
+    (alone / "config.json").write_text(json.dumps(config | declared))
+    with opened(alone, DESCRIBED) as checkpoint:
+        assert checkpoint.manifest.tensors["model.norm.weight"].dtype.name == expected
+        said = f"config.json names no dtype: {expected} is assumed, unless --dtype says otherwise"
+        assert checkpoint.manifest.warnings == (() if "text_config" in declared else (said,))

@@ -6,6 +6,10 @@ from typing import Annotated, Literal
 import typer
 
 from shardctl.cli import options, purpose, streams
+from shardctl.errors import UsageError
+
+_PAGES = (".html", ".htm")
+"""What a report is called; a mistaken name would be that of a file that is dear."""
 
 EXAMPLES = """
 Examples:
@@ -85,6 +89,8 @@ def plan(
     from shardctl.report.planning import planning
     from shardctl.verbs.plan import plan as verb
 
+    if report is not None and report.suffix.lower() not in _PAGES:
+        raise UsageError(f"--report writes a page of HTML, and {report} is not called so", hint="name it FILE.html")
     wish = options.wish(
         to=to,
         mesh=options.mesh(mesh, tp=tp, pp=pp, dp=dp, fsdp=fsdp, cp=cp, ep=ep, etp=etp),

@@ -193,7 +193,8 @@ WhatIf = Annotated[
 ]
 CODES = ("fp8", "int8", "int4")
 """Types that plan reckons with, and reshard does not make."""
-_SIZE = re.compile(r"[\d.]+\s*[A-Za-z]*$")
+_SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
+"""A number alone may be a device's name (4090), and a size has a unit."""
 _NAMES = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
 
 

@@ -104,17 +104,25 @@ class Config:
             return len(names)
         return self.size("num_labels", _DEFAULT_LABELS)
 
-    def dtype(self) -> DType:
-        """The element type the model declares (`dtype`, formerly `torch_dtype`), else F32.
+    def declared(self) -> DType | None:
+        """The element type the model declares (`dtype`, formerly `torch_dtype`), or its text model does, if any.
 
         Raises SourceError for a type that does not exist.
         """
-        name = (self.text("dtype", "") or self.text("torch_dtype", "float32")).removeprefix("torch.")
-        if name == "auto":
-            return BY_NAME["F32"]
+        name = (self.text("dtype", "") or self.text("torch_dtype", "")).removeprefix("torch.")
+        text = self.values.get("text_config")
+        if name in ("", "auto"):
+            return Config(text).declared() if isinstance(text, dict) else None
         if name not in BY_TORCH:
             raise SourceError(f"config.json has dtype {name!r}, which is not an element type")
         return BY_TORCH[name]
+
+    def dtype(self) -> DType:
+        """The declared type, else that which transformers would make the model in.
+
+        It is F32, but what is not quantised of a quantised model is in 16 bits (quantizers/, `update_dtype`).
+        """
+        return self.declared() or BY_NAME["BF16" if self.values.get("quantization_config") else "F32"]
 
     def architecture(self) -> str:
         """The first of `architectures`, or an empty string."""

@@ -74,12 +74,20 @@ def described(
     manifest = Manifest(FORMAT, {t.name: Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()}, {})
     if rules is not None:
         model = rules.over(model, manifest)
-    return model, replace(manifest, warnings=(*model.warnings, *_absent(source), *_uncounted(model)))
+    return model, replace(manifest, warnings=(*model.warnings, *_absent(source), *_untyped(config), *_uncounted(model)))
 
 
 def _absent(source: Source) -> list[str]:
     indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(_INDEX))
     return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
+
+
+def _untyped(config: Mapping[str, object]) -> list[str]:
+    """A warning where nothing says how many bytes an element has."""
+    read = models.Config(config)
+    if read.declared() is not None:
+        return []
+    return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
 
 
 def _uncounted(model: Model) -> list[str]:

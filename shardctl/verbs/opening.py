@@ -221,11 +221,16 @@ def _only_config(source: Source, reading: Reading) -> Mapping[str, Any] | None:
     try:
         config = _parse(read(source, path), path)
     except SourceError:
-        if path == CONFIG:
+        if path == CONFIG or not _is_of_a_format(source):
             raise
-        return None  # the formats know what it is
-    if not names_a_model(config):
         return None
+    if not names_a_model(config):
+        if given_file(source) is None or _is_of_a_format(source):
+            return None
+        raise SourceError(
+            f"{source.name} is no model's config: it names neither architectures nor model_type",
+            hint="give the config.json of a transformers model, or a checkpoint",
+        )
     if not reading.described:
         raise SourceError(
             f"{source.name} has no weights, only a config",
@@ -236,6 +241,11 @@ def _only_config(source: Source, reading: Reading) -> Mapping[str, Any] | None:
     if reading.rules_from is not None:
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
     return _config(source, reading.config) if reading.config is not None else config
+
+
+def _is_of_a_format(source: Source) -> bool:
+    """Whether some format knows what it is."""
+    return any(known.detect(source) for known in formats.FORMATS)
 
 
 def _described(source: Source, config: Mapping[str, Any], reading: Reading) -> Checkpoint:

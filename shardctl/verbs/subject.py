@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.dtype import FLOATS
@@ -71,7 +73,7 @@ def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Sub
         inventory = take_stock(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = parameters(model, checkpoint.config, have.tensors)
     made_of, why = _anatomy(checkpoint)
-    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish))
+    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish, inventory))
 
 
 def coded(checkpoint: Checkpoint) -> bool:
@@ -87,14 +89,24 @@ def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: Wish) -> Subject:
     tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in plain]
     inventory = take_stock(tensors, {t.name: t.spec for t in plain}, model.layers, dtypes=dtypes)
     made_of, why = _anatomy(checkpoint)
-    active = _activations(checkpoint, wish)
+    active = _activations(checkpoint, wish, inventory)
     return Subject(inventory, inventory.elements, made_of, why, active, dequantised=True)
 
 
-def _activations(checkpoint: Checkpoint, wish: Wish) -> str:
+def _activations(checkpoint: Checkpoint, wish: Wish, inventory: Inventory) -> str:
+    """The type that is asked for, else the declared one; of a config that declares none, that of most weights."""
     if wish.dtype in FLOATS:
         return FLOATS[wish.dtype].name
-    return Config(checkpoint.config).dtype().name if checkpoint.config is not None else ""
+    if checkpoint.config is None:
+        return ""
+    declared = Config(checkpoint.config).declared()
+    if declared is not None:
+        return declared.name
+    sizes: Counter[str] = Counter()
+    for kind in inventory.kinds:
+        if kind.trainable:
+            sizes[kind.dtype.name] += kind.count * prod(kind.shape)
+    return sizes.most_common(1)[0][0] if sizes else "F32"
 
 
 def _anatomy(checkpoint: Checkpoint) -> tuple[Anatomy | None, str]:

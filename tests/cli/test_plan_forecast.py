@@ -7,9 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import jsonschema
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from shardctl.verbs.opening import Reading, opened
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
@@ -133,6 +136,33 @@ def test_the_fewest_devices_for_each_type_stand_with_their_mesh(say):
     assert [one["mesh"]["ranks"] for one in types] == [one["devices"] for one in types]
     nothing = say("plan", LLAMA, "--gpu", "0.1GiB").out
     assert "in none of bf16, fp8, int4 is any number of devices enough that was tried\n" in nothing
+
+
+def test_a_device_may_have_a_number_for_a_name(say):
+    assert " of RTX 4090\n" in say("plan", LLAMA, "--gpu", "4090").out
+    assert "unknown device '80'" in say("plan", LLAMA, "--gpu", "80").err
+
+
+def test_a_page_takes_no_file_of_another_kind(say, tmp_path):
+    (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
+    found = say("plan", tmp_path, "--report", tmp_path / "config.json")
+    assert found.code == 2
+    assert "--report writes a page of HTML" in found.err
+    assert (tmp_path / "config.json").read_bytes() == LLAMA.read_bytes()
+
+
+def test_a_config_without_dtype_leaves_the_cache_in_the_type_of_the_weights(say, tmp_path):
+    """gpt-oss names none, and its checkpoint has bf16."""
+    config = {
+        k: v for k, v in json.loads((ROOT / "fixtures/configs/llama.json").read_text()).items() if "dtype" not in k
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with opened(tmp_path, Reading(described=True)) as described:
+        tensors = {t.name: np.zeros(t.shape, ml_dtypes.bfloat16) for t in described.manifest.tensors.values()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = checked(say("plan", tmp_path, "--json").out)
+    terms = {term["name"]: term for term in found["needs"][0]["terms"]}
+    assert terms["keys and values"]["inputs"]["bytes"] == 2
 
 
 def test_a_device_that_is_a_size_is_named_once(say):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.binding import listed, meaning
 from shardctl.models.config import Config
 from shardctl.models.family import Row
@@ -49,13 +49,18 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
 def quantisation_config(config: Mapping[str, object]) -> Config | None:
-    """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised."""
+    """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
+
+    Raises SourceError if it is there and is no table.
+    """
     text = config.get("text_config")
     for values in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             settings = values.get(key)
             if isinstance(settings, dict):
                 return Config(settings)
+            if settings is not None:
+                raise SourceError(f"config.json has {key} = {settings!r} where a table is expected")
     return None
 
 
