@@ -43,7 +43,9 @@ _HF_ATTENTION: Final = (
     Saved("queries and keys normed, before the weight", "head_norms"),
     Saved("what of those is fp32", "head_norms", 2, ("rms32",)),
     Saved("statistics of the norms of queries and keys", "head_norm_rows", 4),
-    Saved("gate, attention's result in its order, and their product", "contexts", 6, ("gated attention",)),
+    Saved("attention's result, in the order of its gate", "contexts", None, ("gated attention",)),
+    Saved("attention's gate", "contexts", None, ("gated attention",)),
+    Saved("attention's result, gated", "contexts", None, ("gated attention",)),
     Saved("fp32 copies of compressed queries and keys", "latent_norms", 4),
     Saved("compressed queries and keys normed, before the weight", "latent_norms"),
     Saved("inputs of the projections from compressed queries and keys", "latent_norms"),
@@ -275,7 +277,7 @@ _FSDP2: Final = Runtime(
 )
 
 _MODULES: Final = "transformers' modules"
-_RUNTIMES: Final[Mapping[Profile, Runtime]] = {
+RUNTIMES: Final[Mapping[Profile, Runtime]] = {
     "megatron": _MEGATRON,
     "hf": _HF,
     "fsdp2": _FSDP2,
@@ -286,7 +288,7 @@ _RUNTIMES: Final[Mapping[Profile, Runtime]] = {
 """By profile."""
 _KERNELS: Final = (
     "with the kernels of mamba-ssm 2.3, causal-conv1d 1.7 and flash-linear-attention 0.6 installed, "
-    "without which far more is kept"
+    "without which several times as much is kept"
 )
 _RECURRENT: Final[Mapping[Profile, Runtime]] = {
     "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
@@ -302,7 +304,7 @@ def runtime(profile: Profile, *, recurrent: bool) -> Runtime:
     Raises UnsupportedError if the profile has no recurrent layers that were measured.
     """
     if not recurrent:
-        return _RUNTIMES[profile]
+        return RUNTIMES[profile]
     if profile not in _RECURRENT:
         others = ", ".join(_RECURRENT)
         raise UnsupportedError(

@@ -2,7 +2,7 @@
 
 All of it is what the kernels save that such models are trained with: the arguments of `ctx.save_for_backward` in the
 autograd functions that transformers calls if they are installed, and what its own modules keep around them. Without the
-kernels transformers keeps a state for every token, many times as much.
+kernels transformers keeps what each step of its own loops makes, several times as much.
 """
 
 from __future__ import annotations
@@ -109,9 +109,12 @@ RECURRENT: Final = (
     Saved("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
     # Jamba norms time steps, B and C, for which it calls one kernel after the other.
     Saved("gate and input of the convolution", "projected", None, ("normed selective",)),
-    Saved("results of the convolution, and again in the kernel's order", "inner", 4, ("normed selective",)),
-    Saved("gate and time steps, in the kernel's order", "inner", 4, ("normed selective",)),
-    Saved("results of the scan, and gated in the order of the projection's input", "inner", 4, ("normed selective",)),
+    Saved("results of the convolution", "inner", None, ("normed selective",)),
+    Saved("the same, in the kernel's order", "inner", None, ("normed selective",)),
+    Saved("gate, in the kernel's order", "inner", None, ("normed selective",)),
+    Saved("time steps, in the kernel's order", "inner", None, ("normed selective",)),
+    Saved("results of the scan", "inner", None, ("normed selective",)),
+    Saved("the same gated, in the order of the projection's input", "inner", None, ("normed selective",)),
     Saved("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
     Saved("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
     Saved("time steps normed", "low_rank", None, ("normed selective",)),
@@ -132,7 +135,9 @@ RECURRENT: Final = (
     Saved("strengths", "state_heads", None, ("delta",)),
     Saved("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
     Saved("fp32 copies of result and gate, and the activation of the gate", "inner", 12, ("delta",)),
-    Saved("result normed, before and after the weight, and gated", "inner", 6, ("delta",)),
+    Saved("result normed, before the weight", "inner", None, ("delta",)),
+    Saved("result normed", "inner", None, ("delta",)),
+    Saved("result gated", "inner", None, ("delta",)),
     Saved("statistics of the norm", "state_heads", 4, ("delta",)),
     Saved("exponentials, and their negatives", "decays", 8, ("delta",)),
 )
