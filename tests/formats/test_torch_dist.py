@@ -157,6 +157,12 @@ def test_states_travel_to_trainers(tmp_path):
         assert len(checkpoint.manifest.training.states) == 2 * len(published("trained"))
 
 
+def test_replicas_that_wrote_nothing_are_ranks_all_the_same():
+    found = inspect(HERE / "trained" / "iter", reading=Reading(config=model("trained")))
+    assert str(found.mesh) == "dp2 x tp2"
+    assert found.training.ranks == found.mesh.world == 4
+
+
 @pytest.mark.parametrize("folder", ["iter_0000010", "release"])
 def test_the_folder_above_is_that_of_its_last_iteration(place, folder):
     iteration = place()

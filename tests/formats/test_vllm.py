@@ -101,6 +101,15 @@ class TestReading:
         assert unequal(ours, theirs) == []
         assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source(owner) / "vocab.txt").read_bytes()
 
+    @pytest.mark.parametrize("profile", ["0.25", "0.11"])
+    def test_inspect_says_which_version_has_such_arrays(self, profile):
+        training = inspect(FIXTURES / "llama" / f"{profile}-tp2").training
+        assert (training.writer, training.ranks, training.notes) == (
+            "vLLM",
+            2,
+            (f"the arrays are those of vLLM {profile}",),
+        )
+
     @pytest.mark.parametrize(
         ("owner", "mesh", "facts"),
         [

@@ -16,6 +16,8 @@ from shardctl.mesh import Mesh
 from shardctl.models import describe
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONFIGS = FIXTURES / "configs"
@@ -86,6 +88,19 @@ def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
     (folder / "kept").rename(folder / "mp_rank_01_001")
     with opened(tmp_path / name, reading) as checkpoint:
         assert sum("were folders exchanged?" in warning for warning in checkpoint.manifest.warnings) == 2
+
+
+@pytest.mark.parametrize(("layout", "name"), [("vllm", "model-rank-{}-part-0"), ("trtllm", "rank{}")])
+def test_rank_files_that_were_exchanged_are_found_by_their_content_alone(layout, name, tmp_path):
+    source, at = FIXTURES / "trtllm" / "llama_tp2_pp2" / "source", tmp_path / "out"
+    reshard(source, at, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    one, other = (at / f"{name.format(rank)}.safetensors" for rank in range(2))
+    one.rename(at / "kept")
+    other.rename(one)
+    (at / "kept").rename(other)
+    assert verify(at).ok  # no name in the files says whose they are
+    assert not verify(at, level="full").ok
+    assert not verify(at, against=source).ok
 
 
 def test_a_last_rank_that_is_missing_is_thought_of(tmp_path):

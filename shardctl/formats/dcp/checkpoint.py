@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import Items
 from shardctl.formats.dcp.keys import Sorted, named_states, settings_groups, sort_keys, steps_done
-from shardctl.formats.dcp.save import Save
+from shardctl.formats.dcp.save import Save, writers
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import Manifest, Opaque
 from shardctl.training import Training
@@ -24,7 +23,6 @@ METADATA: Final = ".metadata"
 SUFFIX: Final = ".distcp"
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
-_RANK: Final = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
 _SHOWN: Final = 3
 
 
@@ -90,11 +88,10 @@ class _Save(Save):
 
     def training(self, weights: Mapping[str, Tensor], model: _Save) -> Training:
         """Optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
-        ranks = {m[1] for path in model.collector.files if (m := _RANK.fullmatch(path.rpartition("/")[2]))}
         version = self.metadata[0].version
         return Training(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
-            ranks=len(ranks) or None,
+            ranks=writers(model.collector.files),
             step=steps_done(self.sorted, self.value),
             states=named_states(self.sorted, weights, self.tensors, self.tensor, self.collector.warnings),
             groups=settings_groups(self.sorted, weights, self.value),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
     from shardctl.training import Setting
 
+_WRITTEN: Final = re.compile(r"(?:.*/)?[^/]*__([0-9]{1,9})_[0-9]{1,9}\.distcp")
 _COMPARED: Final = 1_000_000
 """Comparisons of boxes in one checkpoint; tensors that are cut alike are looked at once, and take one for each box."""
 _LOOKED: Final = 16
@@ -113,6 +115,11 @@ class Save:
                 found = self.items.value(each.items[key, None])
                 return found[0] if found is not None else None
         return None
+
+
+def writers(files: Iterable[str]) -> int | None:
+    """How many processes wrote files, by their names; None if no name says it."""
+    return len({match[1] for path in files if (match := _WRITTEN.fullmatch(path))}) or None
 
 
 def _united(metadata: Sequence[Metadata]) -> dict[str, Declared]:

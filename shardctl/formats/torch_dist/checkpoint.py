@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX
+from shardctl.formats.dcp.save import writers
 from shardctl.formats.sharded_backend import COMMON, MARK, TRACKER
 from shardctl.formats.side_files import side_files
 from shardctl.formats.torch_dist.common import Common, read_common
@@ -64,7 +65,7 @@ def manifest(name: str, save: Save, folder: str, weights: Weights) -> Manifest:
         warnings=(*warnings, *left),
         training=Training(
             writer="Megatron-LM",
-            ranks=_ranks(save),
+            ranks=mesh.world if common is not None and common.arguments else writers(save.files),
             step=_step(common),
             states=states,
             notes=tuple(_notes(keys, common, masters, weights)),
@@ -130,12 +131,6 @@ def _objects(save: Save, keys: Keys, common: Common | None) -> Iterator[Opaque]:
     if common is not None:
         for name in common.names:
             yield Opaque(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
-
-
-def _ranks(save: Save) -> int | None:
-    """How many processes wrote items."""
-    found = {m[1] for path in save.files if (m := re.fullmatch(r"(?:.*/)?.*__([0-9]{1,9})_[0-9]{1,9}\.distcp", path))}
-    return len(found) or None
 
 
 def _step(common: Common | None) -> int | None:

@@ -15,6 +15,8 @@ from shardctl.formats.rank_arrays import all_called, called, rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.vllm.profile import recognised
 from shardctl.manifest import Manifest
+from shardctl.schemas.vllm import PROFILE
+from shardctl.training import Training
 
 if TYPE_CHECKING:
     from shardctl.manifest import Tensor
@@ -48,13 +50,17 @@ def scan(source: Source) -> Manifest:
     for tensor in arrays.values():
         _refuse_quantised(tensor)
     side, left = side_files(source, set(sizes))
+    dialect = recognised(arrays, len(files))
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
         files=sizes,
         objects=side,
         warnings=left,
-        dialect=recognised(arrays, len(files)),
+        training=Training(
+            writer="vLLM", ranks=len(files), notes=(f"the arrays are those of vLLM {dialect.text(PROFILE)}",)
+        ),
+        dialect=dialect,
     )
 
 
