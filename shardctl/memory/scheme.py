@@ -96,10 +96,11 @@ def scheme(mesh: Mesh, work: Training) -> Scheme:
     parameters, gradients, states = _tiers(runtime, work)
     if not 0 <= work.zero <= 3:  # noqa: PLR2004 - the stages of the paper
         raise UsageError(f"there is no ZeRO stage {work.zero}", hint="the stages are 0, 1, 2 and 3")
-    if runtime == "partitions" and work.zero > 1 and mesh.degree("pp") > 1:
+    stage = 3 if mesh.degree("fsdp") > 1 else work.zero
+    if runtime == "partitions" and stage > 1 and mesh.degree("pp") > 1:
         # DeepSpeed, runtime/pipe/engine.py: gradients that are shared would be reduced in every microbatch.
         raise UsageError(
-            f"DeepSpeed has no pipelines with ZeRO {work.zero}", hint="give --zero 1, or a mesh without pipeline stages"
+            f"DeepSpeed has no pipelines with ZeRO {stage}", hint="give --zero 1, or a mesh without pipeline stages"
         )
     return Scheme(
         runtime=runtime,

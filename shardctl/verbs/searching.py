@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _USUAL: Final = "h100-80g"
 """Whose nodes and speed are assumed if no device is named."""
 
+_SHARE_ALL: Final = 3
+"""The ZeRO stage that shares parameters, too."""
 _STATES: Final = frozenset({"weights", "gradients", "optimizer"})
 
 
@@ -81,9 +83,10 @@ class Explorer:
         return Law(self.about.inventory, self.work.sequence if isinstance(self.work, Training) else None)
 
     def space(self) -> Space:
-        """What is tried."""
-        trains = isinstance(self.work, Training)
-        return Space(TRAINING if trains else SERVING, self.device.per_node, stored=not trains)
+        """What is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
+        if not isinstance(self.work, Training):
+            return Space(SERVING, self.device.per_node, stored=True)
+        return Space(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
 
     def work_on(self, mesh: Mesh) -> Serving | Training | None:
         """What a mesh does: in training, meshes of as many ranks take as many sequences a step."""

@@ -11,6 +11,7 @@ from shardctl.memory.devices import device
 from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.search import Bulk, meshes, search
 from shardctl.memory.workload import Training
+from shardctl.mesh import Mesh
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.forecasting import needs
 from shardctl.verbs.opening import Reading, opened
@@ -51,7 +52,7 @@ def test_no_mesh_needs_less_than_its_floor(name, work):
             continue
         tried += 1
         assert floor(mesh) <= least.binding.total().nbytes, mesh
-    assert tried > 3
+    assert tried > 1
     assert (floor(mesh) > 0) == (work.offload == "none")  # what is offloaded needs no device
 
 
@@ -66,3 +67,15 @@ def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
     assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)
     assert found.estimated < slow.estimated or budget > 24
     assert all("at least" in one.reason or "needs" in one.reason for one in found.rejected if one.why == "memory")
+
+
+@pytest.mark.parametrize("profile", ["fsdp2", "deepspeed", "megatron", "hf"])
+def test_with_zero_3_ranks_of_fsdp_would_be_ranks_of_dp_by_another_name(profile):
+    every = explorer(MODELS[0], Training(sequence=64, zero=3, profile=profile))
+    assert all(mesh.degree("fsdp") == 1 for mesh in meshes(8, every.law(), every.space()))
+    other = explorer(MODELS[0], Training(sequence=64, zero=2, profile=profile))
+    assert any(mesh.degree("fsdp") > 1 for mesh in meshes(8, other.law(), other.space()))
+    for pair in ({"dp": 4, "tp": 2}, {"dp": 8, "ep": 4, "etp": 1}):
+        same = [Mesh.of(**pair), Mesh.of(fsdp=pair["dp"], **{k: v for k, v in pair.items() if k != "dp"})]
+        found = [every.estimate(mesh, (every.about.inventory.layers,)).binding.total() for mesh in same]
+        assert found[0].nbytes == pytest.approx(found[1].nbytes, rel=0.01), profile

@@ -288,6 +288,8 @@ def test_deepspeed_pipelines_share_optimizer_states_alone(profile):
     for zero in (2, 3):
         with pytest.raises(UsageError, match=f"no pipelines with ZeRO {zero}"):
             terms(inventory, "pp=2,dp=2", profile=profile, zero=zero)
+    with pytest.raises(UsageError, match="no pipelines with ZeRO 3"):
+        terms(inventory, "pp=2,fsdp=2", profile="deepspeed")
 
 
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=2,cp=2"])
