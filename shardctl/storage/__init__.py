@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
+from shardctl.errors import SourceError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -97,3 +99,15 @@ def read(source: Source, path: str, offset: int = 0, size: int | None = None) ->
     buffer = bytearray(size)
     source.read_at(path, offset, memoryview(buffer))
     return bytes(buffer)
+
+
+def require_span(source: Source, path: str, offset: int, size: int) -> None:
+    """Raise SourceError unless a file that is elsewhere has `size` bytes from `offset`."""
+    file = source.files().get(path)
+    if file is None:
+        raise SourceError(f"{path} is missing in {source.name}")
+    if offset + size > file.size:
+        raise SourceError(
+            f"{path} ends at byte {file.size}, but bytes up to {offset + size} are needed",
+            hint="the file was truncated before it was uploaded",
+        )

@@ -72,13 +72,13 @@ def test_small_tensors_come_together(hub):
     assert len(hub.asked("cdn")) <= 4 + size // (1 << 20) * 2
 
 
-def test_the_source_counts_what_it_asks_for(hub):
+def test_a_small_file_takes_one_request_and_a_large_one_that_and_its_address(hub):
     hub.add(NAME, model())
     source = open_source(NAME)
     source.read_at("config.json", 0, memoryview(bytearray(10)))
     source.read_at("tokenizer.json", 0, memoryview(bytearray(2)))
     source.read_at("model-00001-of-00003.safetensors", 0, memoryview(bytearray(10)))
-    assert source.traffic.requests == 4 == len(hub.asked("resolve")) + len(hub.asked("cdn"))
+    assert len(hub.asked("resolve")) + len(hub.asked("cdn")) == 4
 
 
 @pytest.mark.parametrize("shards", [1, 3])

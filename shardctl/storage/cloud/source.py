@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.storage import HIDDEN, Stat
+from shardctl.storage import HIDDEN, Stat, require_span
 from shardctl.storage.windows import KEPT, Windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardctl.storage import Span
-    from shardctl.storage.cloud.bucket import Bucket, Object
+    from shardctl.storage.cloud.bucket import Bucket
     from shardctl.workers import Stop
 
 _LIBRARY: Final = 100 << 20
@@ -41,13 +41,15 @@ class CloudSource:
             if found is not None:
                 self._bucket, self._single, objects = parent, True, {last: found}
         kept = {path: found for path, found in objects.items() if HIDDEN.isdisjoint(path.split("/")[:-1])}
-        self._objects: dict[str, Object] = {  # a folder made in a web page is an empty object `NAME/`, listed as `NAME`
-            path: found for path, found in kept.items() if found.size or self._bucket.head(path) is not None
+        self._files = {  # a folder made in a web page is an empty object `NAME/`, listed as `NAME`
+            path: Stat(found.size, found.etag)
+            for path, found in kept.items()
+            if found.size or self._bucket.head(path) is not None
         }
-        if not self._objects:
+        if not self._files:
             raise SourceError(f"{bucket.name} does not exist", hint="check the bucket and the path")
         self._name = bucket.name
-        self._windows = Windows(self._fetch, lambda path: self._objects[path].size)
+        self._windows = Windows(self._fetch, lambda path: self._files[path].size)
 
     @property
     def name(self) -> str:
@@ -65,7 +67,7 @@ class CloudSource:
 
     def files(self) -> Mapping[str, Stat]:
         """Every object, by key relative to the prefix; a version is its ETag."""
-        return {path: Stat(found.size, found.etag) for path, found in self._objects.items()}
+        return self._files
 
     def restat(self, path: str) -> Stat | None:
         """The object's state now; None if it is gone."""
@@ -86,18 +88,11 @@ class CloudSource:
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of `path`."""
-        found = self._objects.get(path)
-        if found is None:
-            raise SourceError(f"{path} is missing in {self.name}")
-        if offset + len(into) > found.size:
-            raise SourceError(
-                f"{path} ends at byte {found.size}, but bytes up to {offset + len(into)} are needed",
-                hint="the file was truncated before it was uploaded",
-            )
+        require_span(self, path, offset, len(into))
         self._windows.read(path, offset, into)
 
     def _fetch(self, path: str, offset: int, into: memoryview) -> None:
-        self._bucket.fetch(path, offset, into, self._objects[path].etag)
+        self._bucket.fetch(path, offset, into, self._files[path].version)
 
     def close(self) -> None:
         """Nothing to close: connections are obstore's."""

@@ -53,16 +53,6 @@ class _Place:
     """Whether it is the Hub itself, which may see the token."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What was asked of the network."""
-
-    requests: int = 0
-    """For files; those that found the commit and its list are not among them."""
-    received: int = 0
-    """Bytes of bodies."""
-
-
 class Ranges:
     """Reads stretches of the files of one commit; shared by threads."""
 
@@ -80,7 +70,6 @@ class Ranges:
         self._places: dict[str, _Place] = {}
         self._resolving: dict[str, threading.Lock] = {}
         self._sockets = Sockets(self._timeout)
-        self.traffic = Traffic()
 
     def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
         """Fill `into` from byte `offset`.
@@ -170,8 +159,6 @@ class Ranges:
             name: value for name, value in self._headers.items() if place.ours or name.lower() != "authorization"
         }
         headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with self._lock:
-            self.traffic.requests += 1
         if not place.ours and self._sockets.reach(place.url):
             with self._sockets.get(place.url, headers) as body:
                 yield body
@@ -197,8 +184,6 @@ class Ranges:
         try:
             for piece in response.iter_raw():
                 heed(stop)
-                with self._lock:
-                    self.traffic.received += len(piece)
                 new = memoryview(piece)[max(-done, 0) :]
                 place = max(done, 0)
                 done += len(piece)
@@ -221,8 +206,6 @@ class Ranges:
             while done < len(into):
                 heed(stop)
                 got = body.readinto(into[done : done + _SLICE] if done >= 0 else spare[:-done])
-                with self._lock:
-                    self.traffic.received += got
                 if not got:
                     break
                 done += got

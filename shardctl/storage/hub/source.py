@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.storage import Stat
+from shardctl.storage import Stat, require_span
 from shardctl.storage.hub.listing import take_listing
 from shardctl.storage.hub.ranges import Ranges
 from shardctl.storage.in_order import InOrder, Promise
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from shardctl.storage import Span
     from shardctl.storage.hub.address import Address
     from shardctl.storage.hub.listing import HubFile
-    from shardctl.storage.hub.ranges import Traffic
 
 _LIBRARIES: Final = 40 << 20
 """Anonymous memory of huggingface_hub, its HTTP client, certificates and connections."""
@@ -76,11 +75,6 @@ class HubSource:
         """The cache's directory, if it holds all the files."""
         return self._listing.snapshot / self._prefix if self._listing.snapshot else None
 
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the network for files so far."""
-        return self._ranges.traffic
-
     def notes(self) -> tuple[str, ...]:
         """Which files were compared with the Hub's hashes, which need a file to be read whole and in order."""
         fetched, proved = self._hashes.begun, self._hashes.proved
@@ -125,14 +119,7 @@ class HubSource:
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of `path`."""
-        if path not in self._files:
-            raise SourceError(f"{path} is missing in {self.name}")
-        size = self._files[path].size
-        if offset + len(into) > size:
-            raise SourceError(
-                f"{path} ends at byte {size}, but bytes up to {offset + len(into)} are needed",
-                hint="the file was truncated before it was uploaded",
-            )
+        require_span(self, path, offset, len(into))
         self._read(self._prefix + path, offset, into)
 
     def _read(self, path: str, offset: int, into: memoryview) -> None:
