@@ -269,3 +269,14 @@ def test_of_a_config_without_dtype_it_is_said_which_is_assumed(alone, declared, 
         assert checkpoint.manifest.tensors["model.norm.weight"].dtype.name == expected
         said = f"config.json names no dtype: {expected} is assumed, unless --dtype says otherwise"
         assert checkpoint.manifest.warnings == (() if "text_config" in declared else (said,))
+
+
+def test_experts_in_stacks_are_said_to_be_counted_as_they_are(tmp_path):
+    """A `quantization_config` speaks of linear layers; what it means for one array of all experts nobody knows."""
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    for family, stacked in (("llama4_text", True), ("mixtral", False)):
+        config = json.loads((PUBLIC.parent / "configs" / f"{family}.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | quantised))
+        with opened(tmp_path, DESCRIBED) as checkpoint:
+            said = [text for text in checkpoint.manifest.warnings if "counted as if they were not quantised" in text]
+        assert bool(said) == stacked

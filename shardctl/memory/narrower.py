@@ -116,7 +116,8 @@ def is_linear(kind: Kind) -> bool:
 
 
 def _in_layers(kind: Kind) -> bool:
-    return any(where == "layer" for where, _ in kind.spec.where)
+    """Whether it is of layers alone: an embedding that encoder and decoder share is on the first stage, too."""
+    return all(where == "layer" for where, _ in kind.spec.where)
 
 
 def _coded(kind: Kind, chosen: Layout) -> Iterator[Kind]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
@@ -25,6 +26,8 @@ FORMAT: Final = "config"
 _INDEX: Final = ".index.json"
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", *FOREIGN)
 """Suffixes of files that hold weights, in formats that are read and in others."""
+_STACK: Final = 3
+"""Dims of the array in which some families have one matrix of all experts."""
 _LARGEST: Final = 10_000_000
 """Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
 
@@ -74,7 +77,9 @@ def described(
     manifest = Manifest(FORMAT, {t.name: Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()}, {})
     if rules is not None:
         model = rules.over(model, manifest)
-    return model, replace(manifest, warnings=(*model.warnings, *_absent(source), *_untyped(config), *_uncounted(model)))
+    return model, replace(
+        manifest, warnings=(*model.warnings, *_absent(source), *_untyped(config), *_stacks(model), *_uncounted(model))
+    )
 
 
 def _absent(source: Source) -> list[str]:
@@ -88,6 +93,14 @@ def _untyped(config: Mapping[str, object]) -> list[str]:
     if read.declared() is not None:
         return []
     return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
+
+
+def _stacks(model: Model) -> list[str]:
+    """A warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
+    if not model.unquantised:
+        return []
+    size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
+    return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantised"] if size else []
 
 
 def _uncounted(model: Model) -> list[str]:

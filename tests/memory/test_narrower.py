@@ -104,7 +104,8 @@ def test_a_model_in_four_bits_is_about_a_quarter():
         ("llama4_text", {"model.layers.1.feed_forward.router.weight"}),
         ("qwen2_moe", {"model.layers.1.mlp.shared_expert_gate.weight"}),
         ("mamba", {"backbone.layers.0.mixer.conv1d.weight", "backbone.layers.0.mixer.A_log"}),
-        ("t5", {"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"}),
+        ("t5", {"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "shared.weight"}),
+        ("whisper", {"model.decoder.embed_tokens.weight"}),
         ("vit", {"vit.embeddings.patch_embeddings.projection.weight"}),
     ],
 )
