@@ -143,7 +143,7 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
     config = _with_vocabulary(config, stored, reading)
-    stored, rules = _named(stored, reading)
+    stored, rules = _named(stored, reading, record)
     manifest, model, problem = stored, None, None
     if config is not None or rules is not None or reading.rules_from is not None:
         try:
@@ -163,12 +163,17 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
     return Checkpoint(source, stored, manifest, model, problem, config, record)
 
 
-def _named(stored: Manifest, reading: Reading) -> tuple[Manifest, models.RuleFile | None]:
-    """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut."""
+def _named(stored: Manifest, reading: Reading, record: Record | None) -> tuple[Manifest, models.RuleFile | None]:
+    """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
+
+    What shardctl made with that file has those names already: the other side of a comparison.
+    """
     rules = models.load_rules(reading.rules) if reading.rules else None
     if rules is None or rules.names is None:
         return stored, rules
-    return rules.names.applied(stored), rules if rules.cuts else None
+    expressions = [line.expression() for line in rules.names.lines]
+    made = record is not None and not any(each.fullmatch(name) for name in stored.tensors for each in expressions)
+    return stored if made else rules.names.applied(stored), rules if rules.cuts else None
 
 
 def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading: Reading) -> Mapping[str, Any] | None:

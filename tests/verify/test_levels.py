@@ -447,11 +447,13 @@ def test_ranks_of_other_libraries_are_loaded_one_by_one(tmp_path, kept, layout):
     assert [(rank.rank, rank.label, rank.planned_bytes) for rank in load.ranks] == [(0, "tp0", None), (1, "tp1", None)]
 
 
-def test_what_orbax_wrote_is_verified_too():
-    """Its arrays are no files of the directory."""
+def test_what_orbax_wrote_is_verified_too(tmp_path):
+    """Its arrays are no files of the directory; what was made of it has the names of the rule file already."""
     pytest.importorskip("tensorstore", reason="needs tensorstore")
     orbax, right = CONFIGS.parent / "orbax", CONFIGS.parent / "trtllm" / "llama_pp3" / "source"
     reading = Reading(rules=orbax / "names.toml", config=right / "config.json")
     found = verify(orbax / "zarr", level="full", reading=reading)
     assert found.ok, found.findings
     assert found.digest == digest(right).digest
+    reshard(orbax / "zarr", tmp_path / "cut", Wish(mesh=Mesh.of(tp=2)), reading=reading)
+    assert verify(tmp_path / "cut", against=orbax / "zarr", reading=reading).ok
