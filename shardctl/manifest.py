@@ -124,6 +124,11 @@ class Opaque:
     content: bytes | None = None
     """The bytes themselves, if they are made new."""
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has, stored or made new."""
+        return len(self.content) if self.content is not None else self.size
+
 
 @dataclass(frozen=True, slots=True)
 class OwnConfig:

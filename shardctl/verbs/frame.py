@@ -58,7 +58,7 @@ def framed(work: Draft, identity: str) -> Frame:
         if have.dtype != want.dtype:
             dtypes[have.name] = have.dtype
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
-    sizes |= {side.name: len(side.content) if side.content is not None else side.size for side in work.carried}
+    sizes |= {side.name: side.nbytes for side in work.carried}
     record = Record(
         version=__version__,
         plan=identity,

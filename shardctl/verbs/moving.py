@@ -69,7 +69,7 @@ def move(
     with _unchanged(work, versions, discard):
         outcome = _fill(work, share, sides, LocalTarget(tree), Journal(*journal), progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
-    sizes |= {side.name: _size(side) for side in sides}
+    sizes |= {side.name: side.nbytes for side in sides}
     with told(tree, "reading back"):
         sha256s = {path: hash_spans(tree / path, [(0, size)], stop).sha256 for path, size in sizes.items() if sha256}
         hashes = _hashes(share, sizes, tree, stop)
@@ -108,22 +108,17 @@ def _fill(
     return outcome
 
 
-def _size(side: Opaque) -> int:
-    return len(side.content) if side.content is not None else side.size
-
-
 def _carry(work: Draft, sides: Iterable[Opaque], target: Target, stop: Stop) -> None:
     """Copy side files, or write their new content."""
     buffer = bytearray(_COPY_BYTES)
     for side in sides:
-        size = _size(side)
-        target.create(side.name, size)
+        target.create(side.name, side.nbytes)
         if side.content is not None:
             target.write_at(side.name, 0, side.content)
         else:
-            for offset in range(0, size, _COPY_BYTES):
+            for offset in range(0, side.size, _COPY_BYTES):
                 heed(stop)
-                view = memoryview(buffer)[: min(_COPY_BYTES, size - offset)]
+                view = memoryview(buffer)[: min(_COPY_BYTES, side.size - offset)]
                 work.checkpoint.source.read_at(side.file, side.offset + offset, view)
                 target.write_at(side.name, offset, view)
         target.sync(side.name)
