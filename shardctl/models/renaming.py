@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import UsageError
+from shardctl.errors import UsageError, some
 from shardctl.manifest import Chunk, Region, Tensor
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _FIELDS: Final = ("to", "stacked", "shape", "transposed")
 _NUMBER: Final = re.compile(r"\{([a-z_]+)\}")
 _MATRIX: Final = 2
-_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,8 @@ class Renaming:
                     raise UsageError(f"[names] calls two arrays {made.name}: {name} is the second")
                 tensors[made.name] = made
         if unmatched:
-            more = f" and {len(unmatched) - _SHOWN} more" if len(unmatched) > _SHOWN else ""
             raise UsageError(
-                f"no line of [names] matches {', '.join(unmatched[:_SHOWN])}{more}",
+                f"no line of [names] matches {some(unmatched)}",
                 hint='give each a name, or leave it behind: "opt_state.**" = ""',
             )
         return replace(stored, tensors=tensors)
@@ -132,7 +130,12 @@ def _line(pattern: str, said: object, path: str) -> Naming:
         or shape.count(-1) > 1
     ):
         raise UsageError(f"{where} has shape = {shape!r}, which is none")
-    extra = set(_NUMBER.findall(to)) - set(_NUMBER.findall(pattern))
+    words = _NUMBER.findall(pattern)
+    if len(set(words)) < len(words):
+        raise UsageError(f"{where} has one number twice", hint="call each differently; the new name need not have all")
+    if not set("{}").isdisjoint(_NUMBER.sub("", to)):
+        raise UsageError(f"{where} has braces in {to!r} that hold no number", hint="numbers are called {n} or {layer}")
+    extra = set(_NUMBER.findall(to)) - set(words)
     if len(extra) != (stacked is not None):
         raise UsageError(
             f"{where} has {len(extra)} numbers that its pattern has not",
