@@ -152,11 +152,8 @@ def _shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-# --- keys: see "Keys" in docs/design/digest.md
-
-
 def _words(label: str, count: int) -> NDArray[np.uint64]:
-    """The first `count` 64-bit words of the key stream of `label`."""
+    """The first `count` 64-bit words of the key stream of `label` (docs/design/digest.md, "Keys")."""
     stream = shake_128(f"shardctl1 {label}".encode()).digest(8 * count)
     words: NDArray[np.uint64] = np.frombuffer(stream, "<u8").astype(np.uint64)
     return words
@@ -192,9 +189,6 @@ def _row_keys() -> NDArray[np.uint64]:
 def _tile_keys(row_tile: int, column_tile: int) -> NDArray[np.uint64]:
     """The keys ``[lanes, 1]`` of a tile."""
     return _words(f"tile {row_tile} {column_tile}", LANES)[:, None] | np.uint64(1)
-
-
-# --- sums
 
 
 class _Rows:

@@ -133,8 +133,9 @@ class _Sender:
         """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then."""
         found = self._uploads.group(number)
         if found is not None and found.files.keys() == mine.plan.want.files.keys():
-            size = sum(found.files.values())
-            self._progress.advance(size, kept=True)
+            for path, size in found.files.items():
+                self._progress.advance(size, kept=True)
+                self._progress.file_done(path)
             return replace(found, written_bytes=0, kept_bytes=found.written_bytes + found.kept_bytes)
         return self._sent(number, mine, ())
 

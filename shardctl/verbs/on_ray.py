@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import threading
 import time
 import uuid
 from contextlib import contextmanager
@@ -212,13 +213,16 @@ class _Reporter:
         self._number, self._board = number, board
         self._bytes, self._last = 0, 0.0
         self._files: list[str] = []
+        self._lock = threading.Lock()
 
     def begin(self, total_bytes: int, files: int) -> None:
         """Nothing: the driver knows."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:  # noqa: ARG002 - both are in place
-        self._bytes += nbytes
-        if time.monotonic() - self._last > _TOLD:
+        with self._lock:
+            self._bytes += nbytes
+            due = time.monotonic() - self._last > _TOLD
+        if due:
             self.tell()
 
     def file_done(self, path: str) -> None:

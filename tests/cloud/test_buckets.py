@@ -10,6 +10,7 @@ import pytest
 from cloud_models import held, llama, on_disk, put, unfinished
 
 from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
+from shardctl.execute.progress import Silent
 from shardctl.execute.uploads import Uploads
 from shardctl.mesh import Mesh
 from shardctl.storage import patience
@@ -126,6 +127,16 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
+class Told(Silent):
+    """Which files were done, of how many."""
+
+    def begin(self, total_bytes, files):  # noqa: ARG002 - the protocol has it
+        self.count, self.files = files, []
+
+    def file_done(self, path):
+        self.files.append(path)
+
+
 def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_path, monkeypatch):
     wish = Wish(to="hf", max_shard_size=30_000, threads=1)
     wanted = reshard(source, tmp_path / "out", wish)
@@ -143,8 +154,9 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
             reshard(source, f"s3://{bucket}/out", wish)
     assert "shardctl.json" not in held(s3, bucket, "out/")
     s3.put_object(Bucket=bucket, Key=f"out/{sent[0]}", Body=b"tampered with")
-    written = order(monkeypatch)
-    done = reshard(source, f"s3://{bucket}/out", wish)
+    written, told = order(monkeypatch), Told()
+    done = reshard(source, f"s3://{bucket}/out", wish, progress=told)
+    assert len(set(told.files)) == told.count
     assert sent[0] in written
     assert not {sent[1], sent[2]} & set(written)
     assert 0 < done.kept_bytes < wanted.written_bytes
