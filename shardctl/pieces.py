@@ -229,5 +229,6 @@ def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
         raise UsageError(
             f"--stages {text} has {len(stages)} stages with {sum(stages)} layers, "
             f"but the mesh has pp={count} and the model {layers} layers",
+            hint=f"write {count} numbers that add up to {layers}" if count > 1 else f"add --pp {len(stages)}",
         )
     return stages

@@ -106,6 +106,9 @@ class Purpose:
                 f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
                 hint="leave --encoder-len out",
             )
+        unkept = next((name for name in ("kv_dtype", "max_seqs") if getattr(self, name) is not None), "")
+        if unkept and not about.anatomy.generates:
+            raise UsageError(f"--{unkept.replace('_', '-')} needs a model that generates", hint="leave it out")
         if self.max_seqs is not None and (self.batch or 1) > self.max_seqs:
             raise UsageError(f"--batch {self.batch} is more than --max-seqs {self.max_seqs}", hint="raise --max-seqs")
         work = Serving(tokens, self.batch or 1, self.kv_dtype, source=self.encoder_len, rows=self.max_seqs)
@@ -128,6 +131,11 @@ class Purpose:
             raise UsageError(
                 f"--dtype {self.narrower} is about serving, and this is about training",
                 hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
+            )
+        if use == "serve" and not self.search and self.devices not in {None, mesh.world}:
+            raise UsageError(
+                f"--gpus {self.devices} is about --search, and the mesh is of {mesh.world:,}",
+                hint=f"add --search, or say what they do, such as --tp {self.devices}",
             )
         if about.anatomy is None and use == "serve":
             return None

@@ -138,6 +138,25 @@ def test_the_fewest_devices_for_each_type_stand_with_their_mesh(say):
     assert "in none of bf16, fp8, int4 is any number of devices enough that was tried\n" in nothing
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "message", "hint"),
+    [
+        ("llama-3.1-8b", ("--gpus", "8"), "--gpus 8 is about --search, and the mesh is of 1", "add --search, or say"),
+        ("bert-base", ("--kv-dtype", "fp8"), "--kv-dtype needs a model that generates", "leave it out"),
+        ("bert-base", ("--max-seqs", "64"), "--max-seqs needs a model that generates", "leave it out"),
+        ("llama-3.1-8b", ("--encoder-len", "64"), "--encoder-len needs a model with an encoder", "leave it out"),
+        ("llama-3.1-8b", ("--pp", "2", "--stages", "3,4"), "2 stages with 7 layers", "2 numbers that add up to 32"),
+        ("llama-3.1-8b", ("--pp", "33"), "pp=33 needs at least 33 layers", "use --pp 32 or fewer"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(say, config, options, message, hint):
+    found = say("plan", PUBLIC / f"{config}.json", *options)
+    assert found.code == 2
+    error, advice = found.err.splitlines()[-2:]
+    assert message in error
+    assert hint in advice
+
+
 def test_a_device_may_have_a_number_for_a_name(say):
     assert " of RTX 4090\n" in say("plan", LLAMA, "--gpu", "4090").out
     assert "unknown device '80'" in say("plan", LLAMA, "--gpu", "80").err
