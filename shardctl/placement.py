@@ -100,9 +100,7 @@ def boxes(shape: Sequence[int], spec: Spec, mesh: Mesh, at: Mapping[str, int]) -
     """The boxes that the rank at `at` holds of a tensor of `shape`, in row-major order; stages are not considered."""
     if spec.member and at[spec.member.axis] != spec.member.index * mesh.degree(spec.member.axis) // spec.member.count:
         return []
-    if not all(shape):
-        return [Box.whole(shape)]  # no element, and yet a tensor
-    if not spec.cuts:
+    if not all(shape) or not spec.cuts:  # a tensor without elements is one all the same
         return [Box.whole(shape)]
     held = [intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError
+from shardctl.errors import SourceError, UsageError, some
 from shardctl.formats import (
     dcp,
     deepseek_mp,
@@ -123,5 +123,4 @@ def _nothing(source: Source) -> SourceError:
             f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
             hint=f"give one of them, such as {source.name}/{saves[-1]}",
         )
-    shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else "")
-    return SourceError(f"{source.name} holds no checkpoint, only {shown}", hint=f"recognised are {known}")
+    return SourceError(f"{source.name} holds no checkpoint, only {some(files, _SHOWN)}", hint=f"recognised are {known}")

@@ -120,6 +120,13 @@ def _ends(path: str, size: int) -> tuple[Span, Span]:
     return (path, 0, _END), (path, max(size - _END, 0), _END)
 
 
+def open_saved(source: Source, path: str) -> Saved:
+    """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
+    refuse_unfinished(source, path)
+    check_link(source, path)
+    return read_saved(source, path)
+
+
 def read_saved(source: Source, path: str) -> Saved:
     """What torch.save wrote into a file, in whichever of its containers, but for the storages.
 
@@ -228,11 +235,9 @@ class WeightsFile:
 def read_weights(source: Source, path: str) -> WeightsFile:
     """The weights in a file of torch.save.
 
-    Raises as `read_saved` and `state_dict`, and HostileError for tensors that would fill a disk.
+    Raises as `open_saved` and `state_dict`, and HostileError for tensors that would fill a disk.
     """
-    refuse_unfinished(source, path)
-    check_link(source, path)
-    saved = read_saved(source, path)
+    saved = open_saved(source, path)
     state = state_dict(saved.tree, path)
     check_total(source, path, state.views.values())
     return WeightsFile(saved, state)

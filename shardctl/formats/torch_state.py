@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, some
 from shardctl.formats.pickle_tree import Call, Persistent, mapping
 from shardctl.formats.torch_tensors import View, as_tensor
 
@@ -114,9 +114,7 @@ def _list(entries: dict[Any, Any]) -> str:
 
 
 def _join(entries: Iterable[tuple[str, str]]) -> str:
-    pairs = list(entries)
-    shown = ", ".join(f"{name!a} ({what})" for name, what in pairs[:_SHOWN])
-    return shown + (f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else "")
+    return some((f"{name!a} ({what})" for name, what in entries), _SHOWN)
 
 
 def _name(key: object) -> str:

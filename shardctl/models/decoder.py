@@ -102,15 +102,14 @@ def decoder_classes(
     question: str | None = "",
     sentences: bool = True,
     tokens: str | None = "score score_bias",
-    text: str = "Model",
 ) -> Mapping[str, ModelClass]:
     """The classes that transformers generates for such a decoder.
 
     `prefix` is the base model's, `question` that of the question-answering class if it differs, or None if there is
     no such class; `sentences` says whether there is a class for whole texts, `tokens` what parts that for tokens has,
-    if there is one; `text` ends the name of the base model.
+    if there is one.
     """
-    classes = {f"{stem}ForCausalLM": ModelClass(prefix, "lm"), f"{stem}{text}": ModelClass()}
+    classes = {f"{stem}ForCausalLM": ModelClass(prefix, "lm"), f"{stem}Model": ModelClass()}
     if sentences:
         classes[f"{stem}ForSequenceClassification"] = ModelClass(prefix, "score")
     if tokens:

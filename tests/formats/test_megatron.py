@@ -287,6 +287,13 @@ class TestWriting:
 
 
 class TestRefusals:
+    def test_a_download_that_has_not_ended(self, tmp_path):
+        where = shutil.copytree(FIXTURES / "llama-tp2-pp2", tmp_path / "llama")
+        file = next(where.rglob(FILE))
+        file.with_name(f"{FILE}.aria2").write_bytes(b"")
+        with pytest.raises(SourceError, match=r"is not completely downloaded"):
+            scan(LocalSource(where))
+
     def test_a_missing_diagonal_folder_is_named(self, written):
         shutil.rmtree(written / "release" / "mp_rank_01_001")
         with pytest.raises(SourceError, match=r"release/mp_rank_01_001 is missing: the args say tp=2, pp=1, ep=2"):
@@ -436,7 +443,7 @@ class TestNames:
 
     def test_args_that_say_endless_ranks_are_refused_at_once(self, written):
         change(written, args_pipeline_model_parallel_size=1 << 19, args_expert_model_parallel_size=1 << 19)
-        with pytest.raises(SourceError, match=r"mp_rank_00_000_000 and 2[0-9,]+ more folders are missing"):
+        with pytest.raises(SourceError, match=r"args that cannot be: a mesh of 2[0-9,]+ ranks is larger"):
             scan(LocalSource(written))
 
     def test_what_is_asked_for(self):

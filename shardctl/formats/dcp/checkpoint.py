@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError
+from shardctl.errors import SourceError, some
 from shardctl.formats.dcp.items import Items
 from shardctl.formats.dcp.keys import Sorted, named_states, settings_groups, sort_keys, steps_done
 from shardctl.formats.dcp.save import Save, writers
@@ -23,7 +23,6 @@ METADATA: Final = ".metadata"
 SUFFIX: Final = ".distcp"
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
-_SHOWN: Final = 3
 
 
 class Collector:
@@ -57,9 +56,8 @@ class Collector:
         self.objects += [Opaque(key, "drop") for save in saves for key in save.sorted.others]
         strange = [key for save in saves for key in save.sorted.strange]
         if strange:
-            shown = ", ".join(map(repr, strange[:_SHOWN]))
-            more = f" and {len(strange) - _SHOWN} more" if len(strange) > _SHOWN else ""
-            self.warnings.append(f"tensors that are neither weights nor an optimizer's are left behind: {shown}{more}")
+            said = some(map(repr, strange))
+            self.warnings.append(f"tensors that are neither weights nor an optimizer's are left behind: {said}")
         read = {*self.files, *(m.path for m in (*model, *optimizer))}
         side, left = side_files(self.source, read)
         return Manifest(

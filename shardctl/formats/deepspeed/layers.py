@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.formats.deepspeed.model_states import open_saved, tensors
+from shardctl.formats.deepspeed.model_states import tensors
+from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

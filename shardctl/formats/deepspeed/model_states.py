@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.deepspeed.values import array, integer, is_name, items, shapes, table
-from shardctl.formats.impostors import refuse_unfinished
-from shardctl.formats.links import check_link
 from shardctl.formats.pickle_tree import mapping
-from shardctl.formats.torch_save import read_saved
+from shardctl.formats.torch_save import open_saved
 from shardctl.formats.torch_tensors import as_tensor
 
 if TYPE_CHECKING:
@@ -66,13 +64,6 @@ class ModelState:
     automatic_experts: bool = False
     """Whether DeepSpeed's AutoEP divided the experts."""
     saved: Saved | None = None
-
-
-def open_saved(source: Source, path: str) -> Saved:
-    """Read the pickle of a file; raises as `read_saved`, and for downloads that did not end."""
-    refuse_unfinished(source, path)
-    check_link(source, path)
-    return read_saved(source, path)
 
 
 def read_model_state(source: Source, path: str) -> ModelState:

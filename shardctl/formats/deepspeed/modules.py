@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
 from shardctl.formats.deepspeed.geometry import Partition, scattered
-from shardctl.formats.deepspeed.model_states import open_saved, read_model_state, tensors
+from shardctl.formats.deepspeed.model_states import read_model_state, tensors
+from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

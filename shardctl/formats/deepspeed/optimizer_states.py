@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.deepspeed.geometry import Partition
-from shardctl.formats.deepspeed.model_states import open_saved
 from shardctl.formats.deepspeed.values import Array, flat, integer, is_name, items, number, table, tensor
 from shardctl.formats.pickle_tree import Call, mapping
+from shardctl.formats.torch_save import open_saved
 from shardctl.training import as_setting
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ class OptimizerState:
     """Per group of parameters the numbers of its flat groups, and its hyper-parameters."""
     world: int = 1
     """Data-parallel ranks."""
-    version: str = ""
-    config: dict[Any, Any] = field(default_factory=dict)
 
 
 def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> OptimizerState:
@@ -92,9 +90,6 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
     else:
         raise UnsupportedError(f"{path} has no flat partitions of weights; it was not written by a ZeRO optimizer")
     found.world = world
-    version = tree.get("ds_version") or state.get("ds_version")
-    found.version = version[:40] if isinstance(version, str) and version.isprintable() else ""
-    found.config = table(tree.get("ds_config"))
     return found
 
 

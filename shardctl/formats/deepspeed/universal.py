@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.deepspeed.geometry import Run
-from shardctl.formats.deepspeed.model_states import open_saved
 from shardctl.formats.deepspeed.optimizer_states import settings
 from shardctl.formats.deepspeed.partitions import add_number
 from shardctl.formats.deepspeed.values import items, number, table, tensor
 from shardctl.formats.pickle_tree import mapping
+from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.dialect import Dialect
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.formats.format import Format
 from shardctl.formats.megatron.directory import directory, has_ranks, ranks_of
 from shardctl.formats.megatron.rank_file import read_rank
@@ -108,12 +108,11 @@ def _mesh(file: RankFile) -> Mesh:
         return found
 
     tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
-    return least_mesh(
-        tp=tp,
-        pp=degree("pipeline_model_parallel_size") or 1,
-        ep=degree("expert_model_parallel_size") or 1,
-        etp=_etp(said, degree("expert_tensor_parallel_size"), tp),
-    )
+    pp, ep = degree("pipeline_model_parallel_size") or 1, degree("expert_model_parallel_size") or 1
+    try:
+        return least_mesh(tp=tp, pp=pp, ep=ep, etp=_etp(said, degree("expert_tensor_parallel_size"), tp))
+    except UsageError as error:
+        raise SourceError(f"{file.path} has args that cannot be: {error.message}") from error
 
 
 def _etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.links import check_link
-from shardctl.formats.pickle_tree import Call, Global, mapping
-from shardctl.formats.torch_save import check_total, read_saved
+from shardctl.formats.namespace import namespace
+from shardctl.formats.pickle_tree import mapping
+from shardctl.formats.torch_save import check_total, open_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.schemas.megatron import chunk_prefix
 from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER, is_before_core, local_name
-from shardctl.training import as_setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +38,7 @@ class RankFile:
     path: str
     saved: Saved
     arguments: Mapping[str, Setting]
-    """The `args` that are numbers, texts or lists of those; types by their names."""
+    """The `args`, as `namespace` reads them."""
     version: float
     """`checkpoint_version`; 0 where there is none."""
     iteration: int | None
@@ -62,8 +61,7 @@ def read_rank(source: Source, path: str) -> RankFile:
     Raises SourceError if it is not of this kind or damaged, HostileError if it tries to run code, UnsupportedError for
     a tensor that cannot be read as it is.
     """
-    check_link(source, path)
-    saved = read_saved(source, path)
+    saved = open_saved(source, path)
     top = mapping(saved.tree)
     chunks = sorted((int(m[1] or 0), key) for key in top or {} if isinstance(key, str) and (m := _MODEL.fullmatch(key)))
     if top is None or not chunks:
@@ -99,7 +97,7 @@ def read_rank(source: Source, path: str) -> RankFile:
     return RankFile(
         path,
         saved,
-        _arguments(top.get("args")),
+        namespace(top.get("args")),
         float(version) if isinstance(version, int | float) else -1.0,
         iteration if type(iteration) is int else None,
         views,
@@ -121,15 +119,3 @@ def _leaves(node: object, depth: int) -> Iterator[tuple[str, Any]]:
         else:
             for rest, leaf in _leaves(value, depth - 1):
                 yield (f"{name}.{rest}" if name != "module" else rest), leaf
-
-
-def _arguments(node: object) -> dict[str, Setting]:
-    """The fields of a `Namespace` that say something without its library."""
-    fields = node.state if isinstance(node, Call) else node
-    found: dict[str, Setting] = {}
-    for key, value in (mapping(fields) or {}).items():
-        if isinstance(value, Global):
-            found[str(key)] = value.name if value.module == "torch" else str(value)
-        elif (setting := as_setting(value)) is not None:
-            found[str(key)] = setting[0]
-    return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, some
 from shardctl.formats.choice import missing
 from shardctl.manifest import Chunk, Tensor
 
@@ -33,7 +33,6 @@ _INPUTS: Final = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.wei
 _WHOLE: Final = re.compile(r"norm\.weight|layers\.\d+\.(attention|ffn)_norm\.weight")
 _SHARED: Final = re.compile(r"layers\.\d+\.attention\.w[kv]\.weight")
 _MATRIX: Final = 2
-_SHOWN: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +149,8 @@ def _joined(name: str, parts: Sequence[Part], dim: int | None, times: int) -> Te
 def _check_known(path: str, names: Sequence[str]) -> None:
     unknown = [n for n in names if n != EMBEDDING and not any(p.fullmatch(n) for p in (_OUTPUTS, _INPUTS, _WHOLE))]
     if unknown:
-        more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         raise UnsupportedError(
-            f"{path} has {', '.join(map(ascii, unknown[:_SHOWN]))}{more}, which Llama 2 and 3 have not",
+            f"{path} has {some(map(ascii, unknown))}, which Llama 2 and 3 have not",
             hint="how such tensors are cut is not known; give the model in the layout of transformers",
         )
     lacking = [name for name in (EMBEDDING, NORM) if name not in names]

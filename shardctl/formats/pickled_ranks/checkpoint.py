@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box, subtract_all
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
-from shardctl.formats.impostors import refuse_unfinished
-from shardctl.formats.links import check_link
+from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, some
 from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.formats.pickled_ranks.parts import as_part
-from shardctl.formats.torch_save import check_total, read_saved
+from shardctl.formats.torch_save import check_total, open_saved
 from shardctl.manifest import Chunk, Fill, Region, Tensor
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 _DEPTH: Final = 32
-_SHOWN: Final = 3
 _FLAT: Final = "_flat_param"
 """What FSDP1 calls all parameters of a module in one row; plain tensors beside it are this rank's views of it."""
 
@@ -61,12 +58,10 @@ class Collector:
     def read(self, file: RankFile, root: Way = ()) -> None:
         """Take in one rank's file; `root` is put before the ways in it.
 
-        Raises as `read_saved` and `as_part`, and SourceError if it contradicts another rank's.
+        Raises as `open_saved` and `as_part`, and SourceError if it contradicts another rank's.
         """
         path = file.path
-        refuse_unfinished(self.source, path)
-        check_link(self.source, path)
-        saved = read_saved(self.source, path)
+        saved = open_saved(self.source, path)
         views: list[View] = []
         leaves = list(_leaves(saved.tree, path))
         flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)
@@ -110,7 +105,7 @@ class Collector:
         lacking = self._uncovered[pattern]
         if lacking is not None:
             missing = _missing(files, held.ranks)
-            where = f"{', '.join(missing[:_SHOWN])} {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
+            where = f"{some(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
             raise CoverageError(
                 f"{where or 'no file has a part'}: {key!r} {list(held.shape)} lacks {lacking}",
                 hint="every rank's file is needed" if missing else "a file is of another rank or another save",
@@ -121,10 +116,7 @@ class Collector:
         """Warn of files that are not there although ranks speak of them, if all they had is in others."""
         missing = _missing(files, {rank for held in self.held.values() for rank in held.ranks})
         if missing:
-            shown = ", ".join(missing[:_SHOWN]) + (
-                f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            )
-            self.warnings.append(f"{shown}: not here; other ranks have copies of all that was in it")
+            self.warnings.append(f"{some(missing)}: not here; other ranks have copies of all that was in it")
 
 
 def _missing(files: Sequence[RankFile], ranks: set[int]) -> list[str]:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import NUMBERS, float_or_int
-from shardctl.formats.links import check_link
-from shardctl.formats.pickle_tree import Call, Global, mapping
+from shardctl.formats.namespace import namespace
+from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.formats.sharded_backend import COMMON
-from shardctl.formats.torch_save import read_saved
+from shardctl.formats.torch_save import open_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
 from shardctl.storage import read
-from shardctl.training import as_setting, as_steps
+from shardctl.training import as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 ITEM: Final = "common_state/shard_0_1"
 _ARGUMENTS: Final = ("args", "arguments")
-_NAMESPACE: Final = "argparse.Namespace"
 _SHOWN: Final = 80
 _DEPTH: Final = 4
 """Dicts and lists in one another between the optimizer's state and its groups."""
@@ -42,7 +41,7 @@ class Common:
     file: str = ""
     """The path of the file, if it is one."""
     arguments: Mapping[str, Setting] = field(default_factory=dict)
-    """Those of `args` that are plain values; types and names of other things are texts."""
+    """The `args`, as `namespace` reads them."""
     version: float | None = None
     """`checkpoint_version`."""
     iteration: int | None = None
@@ -55,12 +54,11 @@ class Common:
 def read_common(save: Save, folder: str) -> Common | None:
     """What is common to all ranks; None if the checkpoint has no such thing.
 
-    Raises as `read_saved`, and SourceError for what is no dict.
+    Raises as `open_saved`, and SourceError for what is no dict.
     """
     source, path = save.source, f"{folder}{COMMON}"
     if path in source.files():
-        check_link(source, path)
-        saved = read_saved(source, path)
+        saved = open_saved(source, path)
         return _common(path, saved, saved.tree, source, path)
     item = save.metadata[0].items.get((ITEM, None))
     if item is None:
@@ -78,23 +76,12 @@ def _common(where: str, saved: Saved, tree: object, source: Source, file: str) -
     iteration, version = found.get("iteration"), found.get("checkpoint_version")
     return Common(
         file=file,
-        arguments=next((_arguments(found[name]) for name in _ARGUMENTS if name in found), {}),
+        arguments=next((namespace(found[name]) for name in _ARGUMENTS if name in found), {}),
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
         step=_step(found.get("optimizer"), saved, source),
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
-
-
-def _arguments(node: object) -> dict[str, Setting]:
-    state = node.state if isinstance(node, Call) and str(node.function) == _NAMESPACE else node
-    return {name: _plain(value) for name, value in (mapping(state) or {}).items() if isinstance(name, str)}
-
-
-def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree
-    """A plain value as it is, and of anything else what it is."""
-    found = as_setting(node)
-    return found[0] if found is not None else str(node)[:_SHOWN] if isinstance(node, Global | Call) else ""
 
 
 def _step(optimizer: object, saved: Saved, source: Source) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dialect import rank_prefix
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import OwnConfig
-from shardctl.mesh import Mesh
+from shardctl.mesh import MOST_RANKS, Mesh
 from shardctl.models.config import Config
 from shardctl.pieces import even_stages
 from shardctl.schemas.trtllm import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
@@ -44,8 +44,6 @@ _MULTIPLIERS: Final = (
     "residual_multiplier",
     "output_multiplier_scale",
 )
-_MOST_RANKS: Final = 100_000
-"""Beyond this a config is damaged or hostile."""
 _RENORMALISE: Final = 1
 """`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE` of tensorrt_llm/layers/moe.py."""
 
@@ -119,8 +117,8 @@ def _mesh(mapping: Config) -> Mesh:
     if _given(mapping, "moe_cluster_size", 1) != 1:
         raise UnsupportedError("config.json has a mapping with clusters of experts, whose cuts are not known")
     world = mapping.size("world_size", tp * pp * cp)
-    if world > _MOST_RANKS:
-        raise SourceError(f"config.json has a mapping of {world:,} ranks; more than {_MOST_RANKS:,} are not read")
+    if world > MOST_RANKS:
+        raise SourceError(f"config.json has a mapping of {world:,} ranks; more than {MOST_RANKS:,} are not read")
     if world != tp * pp * cp:
         raise SourceError(f"config.json has a mapping of {world} ranks, but tp={tp} x pp={pp} x cp={cp}")
     etp, ep = _given(mapping, "moe_tp_size", None), _given(mapping, "moe_ep_size", None)

@@ -1,0 +1,25 @@
+"""The arguments of a program, as argparse keeps them and pickle writes them: Megatron-LM's `args`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.formats.pickle_tree import Call, Global, mapping
+from shardctl.training import as_setting
+
+if TYPE_CHECKING:
+    from shardctl.training import Setting
+
+_LONGEST: Final = 80
+
+
+def namespace(node: object) -> dict[str, Setting]:
+    """The fields of a pickled `Namespace` or its like, or the items of a dict in its place; none of anything else."""
+    state = node.state if isinstance(node, Call) and isinstance(node.state, dict) else node
+    return {name: _plain(value) for name, value in (mapping(state) or {}).items() if isinstance(name, str)}
+
+
+def _plain(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree
+    """A plain value as it is, and of anything else what it is: types and functions are texts."""
+    found = as_setting(node)
+    return found[0] if found is not None else str(node)[:_LONGEST] if isinstance(node, Global | Call) else ""
