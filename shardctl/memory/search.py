@@ -111,6 +111,8 @@ class Quick:
     """Estimates of some ranks after others: once some do not fit, the others need not be asked."""
     floor: Callable[[Mesh], int] | None = None
     """Bytes of states that some rank of a mesh must have."""
+    passing: Callable[[Mesh, tuple[int, ...]], int] | None = None
+    """Bytes that some rank must have in a pass: where nobody asks for how much is missing, they are soon known."""
 
     def least(self, mesh: Mesh) -> int:
         """Bytes that some rank must have; 0 if nothing is known."""
@@ -234,6 +236,8 @@ def first_fit(
             continue
         try:
             stages = bulk.stages(mesh)
+            if quick.passing is not None and quick.passing(mesh, stages) > budget:
+                continue
             if quick.too_large(mesh, stages, budget) is not None:
                 continue
             needs = estimate(mesh, stages).within(budget)

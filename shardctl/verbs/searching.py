@@ -7,10 +7,12 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
+from shardctl.memory.activations import activations
 from shardctl.memory.cost import Cost, price
 from shardctl.memory.devices import Device, device
 from shardctl.memory.estimate import Estimate
 from shardctl.memory.heaviest import Heaviest
+from shardctl.memory.holding import Holding
 from shardctl.memory.legal import Law
 from shardctl.memory.search import (
     SERVING,
@@ -23,6 +25,7 @@ from shardctl.memory.search import (
     search,
     smallest,
 )
+from shardctl.memory.term import total
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.verbs.forecasting import calibrated, fitted, needs
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
 
     from shardctl.memory.calibrate import Calibration
     from shardctl.memory.estimate import RankEstimate
-    from shardctl.memory.holding import Holding
     from shardctl.verbs.purpose import Purpose
     from shardctl.verbs.subject import Subject
 
@@ -151,6 +153,30 @@ class Explorer:
 
         return floor
 
+    def passing(self, floor: Callable[[Mesh], int]) -> Callable[[Mesh, tuple[int, ...]], int] | None:
+        """Of a mesh, the activations that its first stage must have, and where that is the only one, its states, too.
+
+        None where activations are not what the formulas say, or not known.
+        """
+        work, anatomy = self.work, self.about.anatomy
+        if not isinstance(work, Training) or anatomy is None or self.calibration is not None:
+            return None
+        known: dict[tuple[object, ...], int] = {}
+
+        def passing(mesh: Mesh, stages: tuple[int, ...]) -> int:
+            replicas = mesh.degree("dp") * mesh.degree("fsdp")
+            key = (stages, replicas, mesh.degree("cp"), mesh.degree("tp"), mesh.ep, mesh.etp)
+            if key not in known:
+                first = Holding(0, "", {}, 1, 0, range(stages[0]), ())
+                at = at_equal_tokens(work, mesh, sequences(work, mesh.world))
+                try:
+                    known[key] = total(activations(anatomy, first, mesh, at, stages=stages)).nbytes
+                except UnsupportedError:
+                    known[key] = 0
+            return known[key] + (floor(mesh) if len(stages) == 1 else 0)
+
+        return passing
+
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
         """What a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
@@ -175,7 +201,8 @@ def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
     fewest, quick = None, Quick()
     if budget is not None:
         dense, expert = explorer.once(expert=False), explorer.once(expert=True)
-        quick = Quick(explorer.glances, explorer.floor(dense, expert))
+        floor = explorer.floor(dense, expert)
+        quick = Quick(explorer.glances, floor, explorer.passing(floor))
         fewest = smallest(law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert)
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
