@@ -154,5 +154,5 @@ def plan(
     if json:
         streams.document(plan_document.planned(planned))
     else:
-        streams.show(planning(planned, detail))
+        streams.show(planning(planned, detail, streams.columns()))
     return 0 if planned.fits else 3

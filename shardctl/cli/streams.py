@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -98,6 +99,11 @@ def flush() -> None:
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a person watches the stream, on something that can move its cursor."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def columns() -> int | None:
+    """Those of the terminal that shows what is written; None where it goes elsewhere."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
 def _write(stream: TextIO | None, content: str) -> None:

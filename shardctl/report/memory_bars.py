@@ -35,6 +35,10 @@ PICTURED: Final = 64
 """Up to this many ranks the mesh is drawn."""
 _BAR: Final = 40
 """Characters of a bar as long as the budget, or as the heaviest rank needs."""
+_LEAST_BAR: Final = 12
+"""The same on a terminal that has room for no more."""
+_GAP: Final = 2
+"""Columns between those of a table, and before it."""
 
 
 def amount(sum_: Sum) -> str:
@@ -44,8 +48,8 @@ def amount(sum_: Sum) -> str:
     return f"{memory_size(sum_.nbytes)} ({memory_size(sum_.low)} to {memory_size(sum_.high)})"
 
 
-def bars(estimate: Estimate) -> list[RenderableType]:
-    """A bar for the heaviest rank of each stage, and the legend."""
+def bars(estimate: Estimate, columns: int | None = None) -> list[RenderableType]:
+    """A bar for the heaviest rank of each stage, and the legend; shorter if a terminal has few `columns`."""
     full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.distinct)], default=0)
     rows = []
     for rank in heaviest(estimate):
@@ -53,12 +57,14 @@ def bars(estimate: Estimate) -> list[RenderableType]:
         share = f"{100 * whole.nbytes / estimate.budget:.0f} %" if estimate.budget else ""
         limit = f"/ {memory_size(estimate.budget)}" if estimate.budget else ""
         name = f"rank {rank.holding.rank}" + (f" ({rank.holding.label})" if rank.holding.label != "only" else "")
-        rows.append((name, _bar(rank, full, estimate.budget), memory_size(whole.nbytes), limit, share))
-    shown = {
-        term.category for rank in estimate.distinct for term in rank.terms if term.nbytes and term.tier == "device"
-    }
+        rows.append((name, rank, memory_size(whole.nbytes), limit, share))
+    beside = sum(max(len(str(row[n])) for row in rows) + _GAP for n in (0, 2, 3, 4)) + _GAP
+    long = _BAR if columns is None else max(_LEAST_BAR, min(_BAR, columns - beside))
+    drawn = [(name, _bar(rank, full, estimate.budget, long), *rest) for name, rank, *rest in rows]
+    every = (term for rank in estimate.distinct for term in rank.terms)
+    shown = {term.category for term in every if term.nbytes and term.tier == "device"}
     legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in shown)
-    return [table(rows, right=frozenset({2}), indent=2), line(f"  {legend}", "dim")]
+    return [table(drawn, right=frozenset({2}), indent=2), line(f"  {legend}", "dim")]
 
 
 def heaviest(estimate: Estimate) -> list[RankEstimate]:
@@ -71,25 +77,28 @@ def heaviest(estimate: Estimate) -> list[RankEstimate]:
     return [stages[stage] for stage in sorted(stages)]
 
 
-def _bar(rank: RankEstimate, full: int, budget: int | None) -> Text:
-    """One character a share of `full`; each category is rounded where it ends, so that the whole is right."""
+def _bar(rank: RankEstimate, full: int, budget: int | None, long: int) -> Text:
+    """`long` characters for `full` bytes; each category is rounded where it ends, so that the whole is right."""
     bar, ends = Text(), 0
     place = 0
     for category in CATEGORIES:
         ends += total(rank.terms, category=category).nbytes
-        until = round(_BAR * ends / full) if full else 0
+        until = round(long * ends / full) if full else 0
         fill, colour = FILLS[category]
         bar.append(fill * (until - place), style=colour)
         place = max(place, until)
-    limit = round(_BAR * budget / full) if budget and full else _BAR
+    limit = round(long * budget / full) if budget and full else long
     bar.append("·" * max(limit - place, 0), style="dim")
     if limit < place:  # beyond the budget: the bar is broken where the device ends
         return Text.assemble(bar[:limit], ("│", "bold red"), bar[limit:])
     return bar
 
 
-def picture(mesh: Mesh, estimate: Estimate) -> list[RenderableType]:
-    """The mesh, one line of ranks for each outer coordinate, with what each rank needs."""
+def picture(mesh: Mesh, estimate: Estimate, columns: int | None = None) -> list[RenderableType]:
+    """The mesh, one line of ranks for each outer coordinate, with what each rank needs.
+
+    On a terminal of so many `columns` a line goes on in the next where it has no room for all its ranks.
+    """
     if not 1 < mesh.world <= PICTURED:
         return []
     needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total().nbytes for r in estimate.ranks}
@@ -102,9 +111,18 @@ def picture(mesh: Mesh, estimate: Estimate) -> list[RenderableType]:
             at = mesh.coordinate(rank)
             cells.append(f"[{rank:>3} {memory_size(needs[tuple(at[a] for a in HOLDING)]):>9}]")
         at = mesh.coordinate(first)
-        outer = " ".join(f"{name}{at[name]}" for name, degree in mesh.axes if degree > 1 and name != inner)
-        rows.append((outer, *cells))
-    return [table(rows, indent=2)]
+        rows.append(
+            (" ".join(f"{name}{at[name]}" for name, degree in mesh.axes if degree > 1 and name != inner), cells)
+        )
+    most = width
+    if columns is not None:
+        taken = max(len(name) for name, _ in rows) + 2 * _GAP
+        most = min(width, max(1, (columns - taken) // max(len(cell) + _GAP for _, cells in rows for cell in cells)))
+        most = next((even for even in range(most, most // 2, -1) if width % even == 0), most)
+    folded = [
+        ("" if start else name, *cells[start : start + most]) for name, cells in rows for start in range(0, width, most)
+    ]
+    return [table(folded, indent=2)]
 
 
 def terms(rank: RankEstimate) -> RenderableType:

@@ -31,14 +31,17 @@ _BAR: Final = 24
 """Characters of a full bar."""
 
 
-def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
-    """The checkpoint and its mesh in one line, then stages, ranks, what they need, and the cost of the conversion."""
+def planning(planned: Planned, detail: Detail = "rank", columns: int | None = None) -> RenderableType:
+    """The checkpoint and its mesh in one line, then stages, ranks, what they need, and the cost of the conversion.
+
+    `columns` are those of a terminal; without, bars and pictures are as wide as they are.
+    """
     parts: list[RenderableType] = [line(_header(planned), "bold")]
     if detail != "summary" and len(planned.stages) > 1:
         parts.append(table([_stage(stage, planned) for stage in planned.stages], right=frozenset({2}), indent=2))
     if detail in {"rank", "tensor"}:
         parts.append(_ranks(planned))
-    parts += _needs(planned, detail)
+    parts += _needs(planned, detail, columns)
     parts += advice(planned.counsel)
     if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
         parts += comparison(planned.forecast.strategies)
@@ -50,7 +53,7 @@ def planning(planned: Planned, detail: Detail = "rank") -> RenderableType:
     return Group(*parts)
 
 
-def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
+def _needs(planned: Planned, detail: Detail, columns: int | None) -> list[RenderableType]:
     """What the ranks need for the purpose, and whether it fits."""
     seen = planned.forecast
     if seen.work is None:
@@ -59,8 +62,8 @@ def _needs(planned: Planned, detail: Detail) -> list[RenderableType]:
         return [line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text]
     parts: list[RenderableType] = [line(workload(seen.work) + beyond(seen))]
     if detail != "summary":
-        parts += picture(planned.mesh, seen.estimate)
-    parts += bars(seen.estimate)
+        parts += picture(planned.mesh, seen.estimate, columns)
+    parts += bars(seen.estimate, columns)
     if detail == "tensor":
         parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
     if seen.device is not None and (text := room(seen)):

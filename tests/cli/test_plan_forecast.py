@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 
 import jsonschema
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
+from shardctl.memory.devices import device
+from shardctl.mesh import Mesh
+from shardctl.report.planning import planning
+from shardctl.verbs.drafting import Wish
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.plan import plan
+from shardctl.verbs.purpose import Purpose
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "fixtures" / "configs_public"
@@ -155,6 +163,19 @@ def test_options_that_would_change_nothing_are_refused(say, config, options, mes
     error, advice = found.err.splitlines()[-2:]
     assert message in error
     assert hint in advice
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("mesh", [Mesh.of(tp=8, pp=2), Mesh.of(tp=4), Mesh.of(pp=3, tp=2), Mesh.of(dp=64)], ids=str)
+def test_bars_and_pictures_keep_to_a_narrow_terminal(columns, mesh):
+    planned = plan(LLAMA, Wish(mesh=mesh), purpose=Purpose(device=device("h100")))
+    console = Console(width=1000, file=StringIO())
+    console.print(planning(planned, "stage", columns))
+    lines = [text.rstrip() for text in console.file.getvalue().splitlines()]
+    drawn = [text for text in lines if text.startswith("  ") and ("[" in text or "rank" in text)]
+    assert max(map(len, drawn)) <= columns
+    cells = [cell for text in drawn if "[" in text for cell in text.split("[")[1:]]
+    assert [int(cell[:3]) for cell in cells] == list(range(mesh.world))
 
 
 def test_a_device_may_have_a_number_for_a_name(say):
