@@ -284,19 +284,20 @@ class _Sender:
         return attention + mlp
 
     def over_pp(self) -> Iterator[Traffic]:
-        """Activations to the next stage, and gradients of them to the one before."""
-        neighbours = (not self.last) + (self.backward and not self.first)
-        if not neighbours or not self.layers:
+        """Activations to the next stage, and gradients of them to the one before; of chunks around, but at the ends."""
+        ahead = self.chunks - self.last
+        back = self.backward * (self.chunks - self.first)
+        if self.mesh.degree("pp") == 1 or not (ahead or back) or not self.layers:
             return
         shared = self.mesh.degree("tp") if self.scattered else 1
-        nbytes = neighbours * self.chunks * self.tokens * self.layers[-1].hidden * self.width / shared
+        nbytes = (ahead + back) * self.tokens * self.layers[-1].hidden * self.width / shared
         yield self.traffic(
             "activations between stages",
             "pp",
             "send",
             nbytes,
-            neighbours * self.chunks,
-            formula="neighbours * chunks * tokens * hidden * bytes * m" + (" / tp" if shared > 1 else ""),
+            ahead + back,
+            formula="chunks sent * tokens * hidden * bytes * m" + (" / tp" if shared > 1 else ""),
             source=_PIPELINE,
         )
 

@@ -140,7 +140,9 @@ def test_stages_send_activations_on_and_their_gradients_back():
     one = N * H * 2 * 8
     assert each == [one, 2 * one, 2 * one, one]
     halves = replace(work, schedule="interleaved", virtual_stages=2)
-    assert volume(sends(LLAMA, "pp=4", halves, stage=1), "pp") == 4 * one
+    around = [volume(sends(LLAMA, "pp=4", halves, stage=stage), "pp") for stage in range(4)]
+    assert around == [3 * one, 4 * one, 4 * one, 3 * one]
+    assert sum(around) == 2 * (4 * 2 - 1) * one  # each border between chunks, both ways
     served = [volume(sends(LLAMA, "pp=4", Serving(context=9, batch=2), stage=k), "pp") for k in range(4)]
     assert served == [2 * H * 2] * 3 + [0]
 
