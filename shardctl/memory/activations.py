@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
 from shardctl.memory.profiles import runtime
+from shardctl.memory.recurrent import recurrent_sizes
 from shardctl.memory.saved import GROUPS
 from shardctl.memory.schedule import in_flight, losses
 from shardctl.memory.sizes import Share, head_sizes, layer_sizes
@@ -181,7 +182,9 @@ class _Rank:
 
     def _alike(self, layer: Layer, numbers: Sequence[int]) -> _Alike:
         """What all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
-        sizes, flags = layer_sizes(layer, numbers[0], self.style, self.share), self._flags(layer)
+        sizes, flags = dict(layer_sizes(layer, self.style, self.share)), self._flags(layer)
+        if layer.state is not None:
+            sizes |= recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         full, selective = self.work.recompute == "full", self.work.recompute == "selective"
         groups = self.runtime.kept
         again = _Amount()
@@ -281,6 +284,8 @@ class _Rank:
             flags.add("cap logits")
         if self.width < _WIDE and any(layer.wide for layer in self.anatomy.layers):
             flags.add("wide")
+        if self.parts > 1:
+            flags.add("gathers")
         return frozenset(flags)
 
     def _flags(self, layer: Layer) -> frozenset[Flag]:

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.memory.recurrent import RECURRENT, RECURRENT_MOMENTS
+from shardctl.memory.recurrent import (
+    MEGATRON,
+    MEGATRON_MOMENTS,
+    MEGATRON_RECURRENT,
+    RECURRENT,
+    RECURRENT_MOMENTS,
+    TRANSFORMERS,
+)
 from shardctl.memory.saved import Moment, Runtime, Saved
 
 if TYPE_CHECKING:
@@ -173,6 +179,7 @@ _HF: Final = Runtime(
     # were measured of a Llama-3-8B layer, 49 are kept without padding.
     spread=(0.95, 1.12),
     source="tensors that torch 2.13 keeps of transformers 5.23's modules, counted under FakeTensorMode",
+    recurrence=TRANSFORMERS,
 )
 
 _MEGATRON: Final = Runtime(
@@ -183,6 +190,7 @@ _MEGATRON: Final = Runtime(
             Saved("statistics of the norms", "norm_rows", 4, ("rms32",), sequence=True),
             Saved("inputs of attention and MLP", "inputs", sequence=True),
         ),
+        "recurrent": MEGATRON_RECURRENT,
         "attention": (
             *_ATTENTION,
             Saved("keys", "keys", None, ("full", "scores")),
@@ -231,6 +239,7 @@ _MEGATRON: Final = Runtime(
             ),
         ),
         Moment("backward pass of attention's scores", (Saved("gradients of scores", "scores", 4, ("scores",)),)),
+        *MEGATRON_MOMENTS,
     ),
     head=(Saved("fp32 softmax of the logits", "logits", 4),),
     loss=Moment("backward pass of the loss", (Saved("gradient of the logits", "logits"),)),
@@ -239,6 +248,7 @@ _MEGATRON: Final = Runtime(
     sequence_parallel=True,
     spread=(0.9, 1.15),
     source="Korthikanti et al. 2022, sec. 4, re-summed for gates, shared key heads and experts",
+    recurrence=MEGATRON,
 )
 
 _FSDP2: Final = Runtime(
@@ -274,6 +284,7 @@ _FSDP2: Final = Runtime(
     sequence_parallel=True,
     spread=(0.85, 1.15),
     source="tensors that torch 2.13 keeps of modules with torch.nn.RMSNorm, as torchtitan's are, uncompiled",
+    recurrence=TRANSFORMERS,
 )
 
 _MODULES: Final = "transformers' modules"
@@ -291,24 +302,14 @@ _KERNELS: Final = (
     "without which several times as much is kept"
 )
 _RECURRENT: Final[Mapping[Profile, Runtime]] = {
+    "megatron": replace(_MEGATRON, source=f"tensors of megatron-core 0.15's MambaMixer, {_KERNELS}"),
     "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
     "fsdp2": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are, {_KERNELS}: as profile hf"),
     "deepspeed": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
 }
-"""The same for models with recurrent layers, whose modules are transformers' whatever shards them."""
+"""The same for models with recurrent layers, whose modules are transformers' whatever shards them, or Megatron-LM's."""
 
 
 def runtime(profile: Profile, *, recurrent: bool) -> Runtime:
-    """What the runtime of a profile keeps of a model, which may have recurrent layers.
-
-    Raises UnsupportedError if the profile has no recurrent layers that were measured.
-    """
-    if not recurrent:
-        return RUNTIMES[profile]
-    if profile not in _RECURRENT:
-        others = ", ".join(_RECURRENT)
-        raise UnsupportedError(
-            f"what {profile} keeps of recurrent layers (Mamba or linear attention) is not known",
-            hint=f"that of transformers' layers is, with the profiles {others}",
-        )
-    return _RECURRENT[profile]
+    """What the runtime of a profile keeps of a model, which may have recurrent layers."""
+    return (_RECURRENT if recurrent else RUNTIMES)[profile]

@@ -7,10 +7,11 @@ kernels transformers keeps what each step of its own loops makes, several times 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.memory.saved import Moment, Saved
+from shardctl.memory.saved import Moment, Recurrence, Saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,26 +27,41 @@ _DELTA_CHUNK: Final = 64
 _MULTIPROCESSORS: Final = 132
 """Of an H100. The kernel of the scan in chunks adds up heads in as many parts as keep all of them busy
 (mamba-ssm, `ops/triton/ssd_chunk_scan.py`, `_chunk_scan_bwd_dcb`, `nsplits`)."""
-_NOT_KNOWN: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
+_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
+
+TRANSFORMERS: Final = Recurrence(
+    frozenset(("selective", "normed selective", "chunked", "delta")),
+    tp=False,
+    why="transformers' kernels of recurrent layers run on whole layers",
+)
+"""A kernel of the selective scan holds the projections too, whose sums tp would have to share within it."""
+MEGATRON: Final = Recurrence(
+    frozenset(("chunked",)), tp=True, chunk=128, why="only Megatron-LM's layers of Mamba 2 are"
+)
+"""megatron-core 0.15, `core/ssm/mamba_mixer.py`: `chunk_size`, and groups that tp must divide."""
 
 
-def recurrent_sizes(state: State, share: Share, number: int) -> Mapping[Size, float]:
-    """The elements of each size in the recurrent part of layer `number`.
+def recurrent_sizes(state: State, share: Share, number: int, has: Recurrence) -> Mapping[Size, float]:
+    """The elements of each size in the recurrent part of layer `number`, in a runtime that `has` some of them.
 
-    Raises UnsupportedError where a runtime that is known does not train such a layer: with its channels divided by tp,
-    or its sequence by cp. A kernel of the selective scan holds the projections too, whose sums tp would have to share
-    within it, and a state passes from token to token over all of a sequence.
+    Raises UnsupportedError where the runtime is not known to train such a layer, or not with the mesh of `share`.
     """
     what = f"what training keeps of layer {number} is not known"
     if state.scan is None:
-        raise UnsupportedError(f"{what}: it has a recurrent state (Mamba or linear attention)", hint=_NOT_KNOWN)
-    for axis, divided in (("tp", share.tp > 1), ("cp", share.queries != share.keys)):
-        if divided:
-            raise UnsupportedError(
-                f"{what} with {axis}: transformers' kernels of recurrent layers run on whole layers and sequences",
-                hint=f"without {axis} it is known; {_NOT_KNOWN}",
-            )
-    return _SIZES[state.scan.kind](state, state.scan, share)
+        raise UnsupportedError(f"{what}: it has a recurrent state (Mamba or linear attention)", hint=_HINT)
+    if state.scan.kind not in has.scans:
+        others = "that of transformers' layers is, with the profiles hf, fsdp2 and deepspeed"
+        raise UnsupportedError(f"{what} with this profile: {has.why}", hint=others)
+    if share.queries != share.keys:
+        raise UnsupportedError(f"{what} with cp: states pass along whole sequences", hint=_HINT)
+    if share.tp > 1 and not has.tp:
+        raise UnsupportedError(f"{what} with tp: {has.why}", hint=_HINT)
+    if state.groups % share.tp:
+        raise UnsupportedError(
+            f"{what} with tp={share.tp}: its {state.groups} groups are divided evenly or not at all", hint=_HINT
+        )
+    sizes = _SIZES[state.scan.kind](state, replace(state.scan, chunk=has.chunk or state.scan.chunk), share)
+    return {name: count / share.tp for name, count in sizes.items()}
 
 
 def _selective(state: State, scan: Scan, share: Share) -> dict[Size, float]:
@@ -65,7 +81,7 @@ def _selective(state: State, scan: Scan, share: Share) -> dict[Size, float]:
 def _chunked(state: State, scan: Scan, share: Share) -> dict[Size, float]:
     n, chunks = share.tokens, -(-share.keys // scan.chunk)
     heads = scan.heads // state.groups
-    programs = share.batch * chunks * scan.heads
+    programs = share.batch * chunks * scan.heads // share.tp
     split = -(-heads // max(1, min(heads, -(-programs // _MULTIPROCESSORS))))
     products = share.batch * state.groups * chunks * scan.chunk**2
     return {
@@ -153,13 +169,20 @@ _REST_OF_LAYER: Final = (
 """What is not there, besides the MLP, while the recurrent part has its turn."""
 
 _CHUNKED_ANYWAY: Final = (
-    Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
-    Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
     Saved("gradients of all that was projected", "projected", None, ("chunked",)),
     Saved("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
-    Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
     Saved("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
     Saved("fp32 states behind the last token", "final_states", 4, ("chunked",)),
+)
+_CHUNKED_STATES: Final = (
+    Saved("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
+    Saved("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
+)
+_CHUNKED_PRODUCTS: Final = (
+    Saved("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
+    Saved("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
+    Saved("the latter in parts", "split_products", 4, ("chunked",)),
+    Saved("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
 )
 
 RECURRENT_MOMENTS: Final = (
@@ -191,19 +214,21 @@ RECURRENT_MOMENTS: Final = (
     Moment(
         "backward pass of a scan in chunks, its states",
         (
+            Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
+            Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
-            Saved("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
-            Saved("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
+            *_CHUNKED_STATES,
         ),
     ),
     Moment(
         "backward pass of a scan in chunks, its products",
         (
+            Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
+            Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
-            Saved("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
-            Saved("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
-            Saved("the latter in parts", "split_products", 4, ("chunked",)),
-            Saved("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
+            *_CHUNKED_PRODUCTS,
         ),
     ),
     Moment(
@@ -220,3 +245,25 @@ RECURRENT_MOMENTS: Final = (
     ),
 )
 """When most is alive in a recurrent layer."""
+
+MEGATRON_RECURRENT: Final = (
+    Saved("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    Saved("results of the scan", "inner", None, ("chunked",)),
+    Saved("results of the scan, gated", "inner", None, ("chunked",)),
+    Saved("results of the norm", "inner", None, ("chunked",)),
+    Saved("statistics of the norm", "group_rows", 4, ("chunked",)),
+    Saved("exponentials, their negatives, and fp32 biases of time steps", "decays", 12, ("chunked",)),
+)
+"""The same of Megatron-LM's `MambaMixer` (megatron-core 0.15, `core/ssm/mamba_mixer.py`, `ssm_training`), whose norm
+and last projection are outside the kernel."""
+_MEGATRON_ANYWAY: Final = (
+    Saved("gradient of the layer's output", "hidden", None, ("chunked",), sequence=True),
+    Saved("gathered input of a layer, for which there is one buffer", "hidden", None, ("chunked", "gathers")),
+)
+MEGATRON_MOMENTS: Final = (
+    Moment("backward pass of a scan in chunks, its states", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_STATES)),
+    Moment(
+        "backward pass of a scan in chunks, its products", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_PRODUCTS)
+    ),
+)
+"""There, two results around the norm are gone by then, and two gradients of them are alive instead."""

@@ -29,6 +29,7 @@ Flag = Literal[
     "cap logits",
     "norm behind",
     "wide",
+    "gathers",
     "then mlp",
     "gated attention",
     "gated shared",
@@ -41,9 +42,10 @@ Flag = Literal[
 ]
 """What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
 projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
-whether there is a norm behind the MLP; whether what flows between layers is wider than what computes; whether there is
-an MLP at all; whether attention's result, or that of shared experts, has a gate (Qwen3-Next); whether the results of
-experts are weighted in fp32; how a recurrent layer computes its states."""
+whether there is a norm behind the MLP; whether what flows between layers is wider than what computes; whether
+sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that of shared
+experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; how a recurrent layer
+computes its states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,20 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Which layers with a recurrent state a runtime has."""
+
+    scans: frozenset[str]
+    """The kinds of their scans (`Scan.kind`)."""
+    tp: bool
+    """Whether it divides them by tp."""
+    chunk: int | None = None
+    """The tokens of a chunk where it does not ask the config."""
+    why: str = ""
+    """Why it has no others, or does not divide them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Runtime:
     """What one runtime keeps."""
 
@@ -99,3 +115,4 @@ class Runtime:
     spread: tuple[float, float]
     """Where the truth is to be expected, as factors of the estimate."""
     source: str
+    recurrence: Recurrence

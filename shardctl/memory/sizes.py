@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from shardctl.memory.recurrent import recurrent_sizes
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -108,11 +106,10 @@ class Share:
         return self.batch * self.queries
 
 
-def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mapping[Size, float]:
-    """The elements of each size in one layer; those not named have none.
+def layer_sizes(layer: Layer, style: Style, share: Share) -> Mapping[Size, float]:
+    """The elements of each size in one layer, besides those of a recurrent state; those not named have none.
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
-    Raises UnsupportedError, naming the layer by `number`, for a recurrent state of which that is not known.
     """
     n, hidden = share.tokens, layer.hidden
     cross = layer.attention is not None and layer.attention.cross
@@ -128,8 +125,6 @@ def layer_sizes(layer: Layer, number: int, style: Style, share: Share) -> Mappin
     }
     if layer.attention is not None:
         _attention(sizes, layer.attention, style, share)
-    if layer.state is not None:
-        sizes.update(recurrent_sizes(layer.state, share, number))
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
     sizes["intermediate"] = n * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps

@@ -112,9 +112,9 @@ def test_a_search_leaves_out_meshes_of_which_nothing_is_known(document, say):
     divided = [{axis for axis, degree in one["mesh"]["axes"].items() if degree > 1} for one in found["ranked"]]
     assert sorted(divided, key=str) == [{"dp"}, {"fsdp"}, {"pp"}]
     assert any("not known with tp" in one["reason"] for one in found["rejected"])
-    refused = say("plan", *options, "--profile", "megatron")
+    refused = say("plan", CONFIGS / "jamba.json", *options[1:], "--profile", "megatron")
     assert refused.code == 4
-    assert "with the profiles hf, fsdp2, deepspeed" in refused.err
+    assert "with the profiles hf, fsdp2 and deepspeed" in refused.err
 
 
 def test_of_a_model_that_nobody_describes_the_states_are_shown(document, tmp_path):
@@ -134,7 +134,7 @@ def test_codes_that_nobody_describes_are_not_passed_over(say, tmp_path):
 
 
 def test_states_alone_may_be_too_much(say):
-    found = say("plan", CONFIGS / "mamba2.json", "--profile", "megatron", "--gpu", "400MiB", "--detail", "summary")
+    found = say("plan", CONFIGS / "jamba.json", "--profile", "megatron", "--gpu", "400MiB", "--detail", "summary")
     assert found.code == 3
     assert "DOES NOT FIT: rank 0 needs at least" in found.out
     assert "activations are not modelled" in found.out
@@ -160,7 +160,7 @@ def test_where_states_alone_are_too_much_changes_are_tried_and_may_be_enough(doc
 
 
 def test_what_fits_without_its_activations_is_not_said_to_fit(say):
-    found = say("plan", CONFIGS / "mamba2.json", "--profile", "megatron", "--gpu", "t4", "--detail", "summary")
+    found = say("plan", CONFIGS / "jamba.json", "--profile", "megatron", "--gpu", "t4", "--detail", "summary")
     assert found.code == 0
     assert "whether it fits is not known: rank 0 needs at least" in found.out
 

@@ -1,7 +1,9 @@
 """What training keeps of layers with a recurrent state, against what their kernels' autograd functions save.
 
 `recurrent_peaks.json` was written by docs/benchmarks/activations_recurrent.py: torch's count of transformers' models
-that call mamba-ssm 2.3.2, causal-conv1d 1.7.0 and fla-core 0.6.0, in bf16, on one device.
+that call mamba-ssm 2.3.2, causal-conv1d 1.7.0 and fla-core 0.6.0, in bf16, on one device. `megatron_mamba_peaks.json`
+was written by docs/benchmarks/activations_megatron.py: the same of megatron-core 0.15's layers of Mamba 2, without a
+head.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from shardctl.models.anatomy import State, anatomy
 from shardctl.models.style import style
 
 PEAKS = json.loads(Path(__file__).with_name("recurrent_peaks.json").read_text())
+MEGATRON = json.loads(Path(__file__).with_name("megatron_mamba_peaks.json").read_text())
 CONFIGS = {one["name"]: one["config"] for one in PEAKS}
 KINDS = ("mamba", "falcon_mamba", "mamba2", "jamba", "qwen3_next")
 ONE = Mesh.of()
@@ -131,17 +134,47 @@ def test_what_is_added_up_in_fp32_is_kept_so():
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("profile", ["hf", "fsdp2", "deepspeed"])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_what_no_known_runtime_divides_is_refused_by_name(name, axis):
-    with pytest.raises(UnsupportedError, match=f"layer 0 is not known with {axis}") as raised:
-        terms(name, Training(512, profile="hf"), Mesh.of(**{axis: 2}))
-    assert f"without {axis}" in raised.value.hint
+def test_what_transformers_does_not_divide_is_refused_by_name(name, axis, profile):
+    with pytest.raises(UnsupportedError, match=f"layer 0 is not known with {axis}"):
+        terms(name, Training(512, profile=profile), Mesh.of(**{axis: 2}))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_other_layers_than_those_of_transformers_are_not_guessed(name):
-    with pytest.raises(UnsupportedError, match="what megatron keeps of recurrent layers"):
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "qwen3_next"])
+def test_layers_that_megatron_does_not_have_are_not_guessed(name):
+    with pytest.raises(UnsupportedError, match="layer 0 is not known with this profile: only Megatron-LM") as raised:
         terms(name, Training(512, profile="megatron"))
+    assert "hf, fsdp2 and deepspeed" in raised.value.hint
+
+
+def megatron(one, **options: object):
+    """The terms of a stage without the head."""
+    made_of, mesh = anatomy(one["config"]), Mesh.of(tp=one["tp"], pp=2)
+    layers = len(made_of.layers)
+    holding = Holding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    work = Training(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
+    return activations(made_of, holding, mesh, work, stages=(layers, 1), style=style(one["config"]))
+
+
+@pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"tp{one['tp']}, {one['config']['hidden_size']}")
+def test_megatrons_layers_of_mamba_2_are_divided_by_tp(one):
+    found = megatron(one)
+    # With tp there is one buffer besides, for whatever is gathered.
+    buffer = 2 * one["batch"] * one["sequence"] * one["config"]["hidden_size"] * (one["tp"] > 1)
+    assert total(found, category="activations").nbytes + buffer == pytest.approx(one["kept"], rel=1e-4)
+    assert total(found).nbytes == pytest.approx(one["peak"], rel=0.02)
+
+
+def test_megatron_divides_groups_evenly_or_not_at_all():
+    one = next(one for one in MEGATRON if one["tp"] == 4)
+    with pytest.raises(UnsupportedError, match="tp=4: its 2 groups"):
+        megatron({**one, "config": {**one["config"], "n_groups": 2}})
+
+
+def test_megatrons_layers_of_mamba_2_with_cp_are_not_guessed():
+    with pytest.raises(UnsupportedError, match="layer 0 is not known with cp"):
+        terms("mamba2", Training(512, profile="megatron"), Mesh.of(cp=2))
 
 
 def test_states_that_are_computed_in_a_way_that_is_not_known_are_not_guessed():
