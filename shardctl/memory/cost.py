@@ -13,6 +13,7 @@ from shardctl.memory.communication import traffic
 from shardctl.memory.devices import device
 from shardctl.memory.operations import attention_operations, matrix_operations, touched
 from shardctl.memory.schedule import bubble
+from shardctl.memory.scheme import scheme
 from shardctl.memory.term import total
 from shardctl.memory.workload import Training
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
@@ -153,9 +154,11 @@ class _Pacer:
         ends = [t for t in sent if t.hidden and t.times == 1 < times]
         behind = 2 / 3 * compute
         shares += self.excess(ends, behind, 1)
-        updated = holding.elements(trainable=True)
-        if work.zero:
-            updated //= max((t.ranks for t in sent if t.axes[0] == "dp"), default=1)
+        plan = scheme(mesh, work)
+        updated = sum(
+            holding.elements(expert=expert, trainable=True) // (plan.among(expert=expert) if work.zero else 1)
+            for expert in (False, True)
+        )
         moved = _UPDATED * updated
         shares.append(
             Share("update", moved / (self.device.memory_bandwidth * self.pace.memory), "30 P / bandwidth", moved)

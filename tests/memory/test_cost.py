@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,14 @@ def test_time_is_bytes_over_bandwidth_and_operations_over_rate():
     assert many.share("weights read") + many.share("compute") == pytest.approx(
         operations(LLAMA_3_8B, inventory, 10**6) / 1e12
     )
+
+
+def test_an_update_is_of_what_ranks_share_of_experts_and_of_all_else():
+    inventory, work = stock(MIXTRAL_8X7B), Training(4096, profile="megatron", zero=1)
+    found = cost(MIXTRAL_8X7B, inventory, "dp=8,ep=8", work)
+    (update,) = (share for share in found.shares if share.name == "update")
+    expert = sum(k.count * prod(k.shape) for k in inventory.kinds if k.spec.of_expert)
+    assert update.nbytes == 30 * ((inventory.elements - expert) // 8 + expert // 8)
 
 
 def test_a_stage_that_waits_is_a_bubble():
