@@ -104,6 +104,20 @@ DTYPES: Final = (
 )
 BY_NAME: Final = {d.name: d for d in DTYPES}
 BY_TORCH: Final = {d.torch: d for d in DTYPES if d.torch}
+STORAGES: Final = {
+    "BF16": "BFloat16Storage",
+    "BOOL": "BoolStorage",
+    "C64": "ComplexFloatStorage",
+    "F16": "HalfStorage",
+    "F32": "FloatStorage",
+    "F64": "DoubleStorage",
+    "I16": "ShortStorage",
+    "I32": "IntStorage",
+    "I64": "LongStorage",
+    "I8": "CharStorage",
+    "U8": "ByteStorage",
+}
+"""By name, the classes of torch's typed storages; torch saves later types in untyped ones, which it reads since 2.3."""
 FLOATS: Final = {"fp32": BY_NAME["F32"], "fp16": BY_NAME["F16"], "bf16": BY_NAME["BF16"]}
 """The dtypes that `--dtype` can cast to, by the name the command line uses."""
 CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING, Final, Literal
 
+from shardctl.box import flat_boxes
 from shardctl.errors import UnsupportedError
 from shardctl.value import value
 
@@ -194,6 +196,20 @@ def _dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(extent, 1)
     return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=1 << 14)  # layers are alike, and so are their runs
+def dense_run(
+    dtype: DType, shape: tuple[int, ...], start: int, stop: int
+) -> tuple[tuple[int, ...], tuple[tuple[Box, int], ...]]:
+    """Byte strides of a row-major array, and the boxes of its elements from `start` to `stop`.
+
+    Each box comes with the bytes from the first of these elements to its own.
+    """
+    strides = dense_strides(dtype, shape)
+    return strides, tuple(
+        (box, sum(map(mul, box.origin, strides)) - start * dtype.unit_bytes) for box in flat_boxes(shape, start, stop)
+    )
 
 
 def narrow(chunk: Chunk, box: Box) -> Chunk:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.dtype import BY_NAME, BY_TORCH, DType
+from shardctl.dtype import BY_NAME, BY_TORCH, STORAGES, DType
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.pickle_tree import Call, Global, Persistent, mapping
 from shardctl.manifest import Region, dense_strides
@@ -18,19 +18,7 @@ from shardctl.manifest import Region, dense_strides
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_STORAGES: Final = {
-    "BFloat16Storage": "BF16",
-    "BoolStorage": "BOOL",
-    "ByteStorage": "U8",
-    "CharStorage": "I8",
-    "ComplexFloatStorage": "C64",
-    "DoubleStorage": "F64",
-    "FloatStorage": "F32",
-    "HalfStorage": "F16",
-    "IntStorage": "I32",
-    "LongStorage": "I64",
-    "ShortStorage": "I16",
-}
+_STORAGES: Final = {storage: name for name, storage in STORAGES.items()}
 _OTHER_STORAGES: Final = {
     "ComplexDoubleStorage": 16,
     "QInt32Storage": 4,
@@ -221,7 +209,7 @@ def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str,
             hint="save x.resolve_conj().resolve_neg() instead",
         )
     extents, steps = _integers(size, where), _integers(stride, where)
-    if type(first) is not int or not 0 <= first < _FAR or len(extents) != len(steps) or len(extents) > _DIMS:
+    if type(first) is not int or not 0 <= first < _FAR or len(extents) != len(steps):
         _malformed(where)
     unit = dtype.unit_bytes
     offset = source.begin + first * unit
@@ -244,13 +232,20 @@ def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str,
     return View(source, dtype, shape, offset, strides, subclass)
 
 
-def _integers(node: object, where: str) -> tuple[int, ...]:
-    """The extents or strides in a tuple, a list or a `torch.Size` of them."""
-    if isinstance(node, Call) and str(node.function) == "torch.Size" and node.args:
+def sizes(node: object) -> tuple[int, ...] | None:
+    """The extents, strides or offsets in a tuple, a list or a `torch.Size` of them; None for anything else."""
+    if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
         node = node.args[0]
-    if not isinstance(node, tuple | list) or any(type(n) is not int or not 0 <= n < _FAR for n in node):
+    if not isinstance(node, tuple | list) or len(node) > _DIMS:
+        return None
+    return tuple(node) if all(type(n) is int and 0 <= n < _FAR for n in node) else None
+
+
+def _integers(node: object, where: str) -> tuple[int, ...]:
+    found = sizes(node)
+    if found is None:
         _malformed(where)
-    return tuple(node)
+    return found
 
 
 def _malformed(where: str) -> NoReturn:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dtype import STORAGES
 from shardctl.errors import UnsupportedError
 from shardctl.layouts.pickle_writer import Made, Name, Outside, Value, dump
 
@@ -21,20 +22,6 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
 
-_STORAGES: Final = {
-    "BF16": "BFloat16Storage",
-    "BOOL": "BoolStorage",
-    "C64": "ComplexFloatStorage",
-    "F16": "HalfStorage",
-    "F32": "FloatStorage",
-    "F64": "DoubleStorage",
-    "I16": "ShortStorage",
-    "I32": "IntStorage",
-    "I64": "LongStorage",
-    "I8": "CharStorage",
-    "U8": "ByteStorage",
-}
-"""Types that have a storage of their own; later ones are in untyped storages, which torch reads since 2.3."""
 _ROOT: Final = "archive/"
 _ALIGNMENT: Final = 64
 _FULL: Final = 0xFFFFFFFF
@@ -79,7 +66,7 @@ def tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> Made
     for extent in reversed(shape):
         strides.append(step)
         step *= max(extent, 1)
-    kind = _STORAGES.get(dtype.name)
+    kind = STORAGES.get(dtype.name)
     hooks = Made(Name("collections", "OrderedDict"))
     if kind is not None:
         place = Outside(("storage", Name("torch", kind), str(storage), "cpu", numel))

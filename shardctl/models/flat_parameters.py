@@ -9,18 +9,15 @@ multiple of 16 bytes and the whole is padded to a multiple of the ranks; else th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import flat_boxes
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Region, Tensor, dense_strides
+from shardctl.manifest import Chunk, Region, Tensor, dense_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardctl.box import Box
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model
 
@@ -122,7 +119,7 @@ def _row(members: Mapping[str, tuple[int, ...]], alignment: int) -> tuple[list[_
 def _chunks(flat: Tensor, place: _Place) -> Iterator[Chunk]:
     """What each rank's stretch of a flat parameter holds of one in it."""
     width = flat.dtype.unit_bytes
-    strides, size = dense_strides(flat.dtype, place.shape), prod(place.shape)
+    size = prod(place.shape)
     for chunk in flat.chunks:
         first = chunk.box.origin[0]
         start = max(first, place.start) - place.start
@@ -131,12 +128,7 @@ def _chunks(flat: Tensor, place: _Place) -> Iterator[Chunk]:
             continue
         if not isinstance(chunk.where, Region) or chunk.where.strides != (width,):
             raise SourceError(f"{chunk.name} is not stored in one row")
-        for box in _boxes(place.shape, start, stop):
-            at = sum(index * stride for index, stride in zip(box.origin, strides, strict=True))
-            offset = chunk.where.offset + (place.start - first) * width + at
-            yield Chunk(box, flat.dtype, Region(chunk.where.file, offset, strides), chunk.name)
-
-
-@lru_cache(maxsize=1 << 14)  # layers are alike
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    return tuple(flat_boxes(shape, start, stop))
+        offset = chunk.where.offset + (place.start + start - first) * width
+        strides, places = dense_run(flat.dtype, place.shape, start, stop)
+        for box, shift in places:
+            yield Chunk(box, flat.dtype, Region(chunk.where.file, offset + shift, strides), chunk.name)

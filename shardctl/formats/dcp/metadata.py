@@ -16,6 +16,7 @@ from shardctl.formats.impostors import refuse_impostor
 from shardctl.formats.pickle_machine import load
 from shardctl.formats.pickle_state import Limits
 from shardctl.formats.pickle_tree import Call, Global
+from shardctl.formats.torch_tensors import sizes
 from shardctl.storage import read
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ Megatron-LM keeps the plans of all ranks in its own, which nobody needs for read
 _FIRST: Final = "torch.distributed._shard.checkpoint"
 """Where the classes were in torch 1.12 and 1.13, whose tree is another one."""
 _FLATTENED: Final = "nd_reformulated_orig_global_shape"
-_DIMS: Final = 64
 _FAR: Final = 1 << 63
 
 
@@ -228,14 +228,10 @@ class _Reader:
 
     def size(self, node: object, key: str) -> tuple[int, ...]:
         """The numbers of a `torch.Size`, or of a tuple or list in its place."""
-        if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
-            node = node.args[0]
-        if not isinstance(node, tuple | list) or len(node) > _DIMS:
+        found = sizes(node)
+        if found is None:
             self.malformed(f"tensor {key!r} has something else in place of sizes")
-        for number in node:
-            if type(number) is not int or not 0 <= number < _FAR:
-                self.malformed(f"tensor {key!r} has the size {ascii(number)[:40]}")
-        return tuple(node)
+        return found
 
     def places(self, node: object) -> dict[str, tuple[str | int, ...]]:
         if not isinstance(node, dict):

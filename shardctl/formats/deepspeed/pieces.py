@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import prod
-from operator import mul
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, flat_boxes
 from shardctl.errors import CoverageError, SourceError
-from shardctl.manifest import Chunk, Fill, Region, Tensor, dense_strides, narrow
+from shardctl.manifest import Chunk, Fill, Region, Tensor, dense_run, narrow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,14 +45,14 @@ class Local:
         for start, stop, file in sorted(self.runs):
             if start != free:
                 what = "stored in no file" if start > free else "stored twice"
-                box = _boxes(self.shape, min(start, free), max(start, free))[0]
+                box = flat_boxes(self.shape, min(start, free), max(start, free))[0]
                 raise CoverageError(
                     f"{name} {list(self.shape)}: elements {box} are {what}",
                     hint=f"those that follow are in {file}; are the ranks' files of one save?",
                 )
             free = stop
         if self.runs and free != prod(self.shape):
-            box = _boxes(self.shape, free, prod(self.shape))[0]
+            box = flat_boxes(self.shape, free, prod(self.shape))[0]
             raise CoverageError(
                 f"{name} {list(self.shape)}: elements {box} are stored in no file",
                 hint=f"those before are in {max(self.runs)[2]}; is a rank's file of another save?",
@@ -79,14 +77,14 @@ class Pieces:
         """
         local = self._local(name, rank, shape, array)
         if run.at + run.stop - run.start > array.size:
-            box = _boxes(shape, run.start, run.stop)[0]
+            box = flat_boxes(shape, run.start, run.stop)[0]
             raise CoverageError(
                 f"{name} {list(shape)}: elements {box} should be in {array.file}, whose flat array has "
                 f"{array.size:,} elements and not {run.at + run.stop - run.start:,}",
                 hint="states that were offloaded to a disk are not in the checkpoint's own files",
             )
         local.runs.append((run.start, run.stop, array.file))
-        strides, places = _places(shape, run.start, run.stop, array.dtype)
+        strides, places = dense_run(array.dtype, shape, run.start, run.stop)
         offset = array.offset + run.at * array.dtype.unit_bytes
         for box, first in places:
             local.chunks.append(Chunk(box, array.dtype, Region(array.file, offset + first, strides), name))
@@ -150,24 +148,6 @@ def _moved(chunk: Chunk, cut: Cut, rank: int) -> Iterator[Chunk]:
             if inside is not None:
                 begin = tuple(i - w + c for i, w, c in zip(inside.origin, place, common.origin, strict=True))
                 yield replace(narrow(chunk, Box(begin, inside.shape)), box=inside)
-
-
-@lru_cache(maxsize=1 << 14)
-def _places(
-    shape: tuple[int, ...], start: int, stop: int, dtype: DType
-) -> tuple[tuple[int, ...], tuple[tuple[Box, int], ...]]:
-    """Byte strides of a dense tensor, and the boxes of a stretch of it, each with its bytes from the stretch's start.
-
-    Layers are alike, and so are their boxes.
-    """
-    strides = dense_strides(dtype, shape)
-    return strides, tuple(
-        (box, sum(map(mul, box.origin, strides)) - start * dtype.unit_bytes) for box in _boxes(shape, start, stop)
-    )
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    return tuple(flat_boxes(shape, start, stop))
 
 
 def _region(array: Array) -> Region:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.pickle_tree import Call, Global, mapping
-from shardctl.formats.torch_tensors import as_tensor
+from shardctl.formats.torch_tensors import as_tensor, sizes
 from shardctl.training import is_text
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.formats.torch_tensors import Saved, View
 
-_DIMS: Final = 64
 _FAR: Final = 1 << 63
 _LARGEST: Final = 3e38
 """Nothing that is counted or averaged comes near."""
@@ -85,15 +84,10 @@ def number(node: object) -> float | None:
 
 def size(node: object, where: str) -> tuple[int, ...]:
     """The numbers of a `torch.Size`, or of a tuple or list in its place; raises SourceError for anything else."""
-    if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
-        node = node.args[0]
-    if (
-        not isinstance(node, tuple | list)
-        or len(node) > _DIMS
-        or not all(type(n) is int and 0 <= n < _FAR for n in node)
-    ):
+    found = sizes(node)
+    if found is None:
         raise SourceError(f"{where} has something else in place of a shape")
-    return tuple(node)
+    return found
 
 
 def shapes(node: object, where: str) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from shardctl.dtype import BY_TORCH
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.pickle_tree import Call, Global
 from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_shape
-from shardctl.formats.torch_tensors import View, as_tensor
+from shardctl.formats.torch_tensors import View, as_tensor, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,6 @@ _DTENSORS: Final = frozenset(
 )
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _PLACEMENTS: Final = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
-_DIMS: Final = 64
 _FAR: Final = 1 << 63
 _AXES: Final = 16
 _FEWEST: Final = 3
@@ -263,10 +262,8 @@ def _numbers(node: object) -> tuple[int, ...] | None:
 
 
 def _sizes(node: object, where: str) -> tuple[int, ...]:
-    if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
-        node = node.args[0]
-    found = _numbers(node)
-    if found is None or len(found) > _DIMS:
+    found = sizes(node)
+    if found is None:
         _malformed(where, "has a shape, sizes or offsets that are negative or malformed")
     return found
 

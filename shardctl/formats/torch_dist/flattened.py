@@ -7,12 +7,12 @@ over the ranks of data parallelism (`strategies/torch.py`, `sharded_tensor_to_to
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, flat_boxes
+from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Region, dense_strides
+from shardctl.manifest import Chunk, Region, dense_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def unflattened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     *grid, length = tensor.shape or (0,)
     fits = len(grid) == len(shape) and all(n > 0 and extent % n == 0 for n, extent in zip(grid, shape, strict=True))
     local = tuple(extent // n for n, extent in zip(grid, shape, strict=True)) if fits else ()
-    if not fits or _size(local) != length:
+    if not fits or prod(local) != length:
         raise SourceError(
             f"{tensor.name} {list(tensor.shape)} is said to be {list(shape)}, flattened, which does not fit"
         )
@@ -45,18 +45,8 @@ def _parts(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
     if chunk.where.strides[-1] != chunk.dtype.unit_bytes:
         raise UnsupportedError(f"{chunk.name}: {chunk.box} is not stored one element after another")
     at = tuple(n * extent for n, extent in zip(chunk.box.origin[:-1], local, strict=True))
-    strides = dense_strides(chunk.dtype, local)
-    for box in _boxes(local, start, start + length):
-        offset = sum(o * s for o, s in zip(box.origin, strides, strict=True)) - start * chunk.dtype.unit_bytes
-        where = Region(chunk.where.file, chunk.where.offset + offset, strides)
+    strides, places = dense_run(chunk.dtype, local, start, start + length)
+    for box, shift in places:
+        where = Region(chunk.where.file, chunk.where.offset + shift, strides)
         moved = Box(tuple(a + b for a, b in zip(at, box.origin, strict=True)), box.shape)
         yield replace(chunk, box=moved, where=where)
-
-
-@lru_cache(maxsize=4096)
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
-    return tuple(flat_boxes(shape, start, stop))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return Box.whole(shape).size
