@@ -12,7 +12,7 @@ ranks that share unevenly by ZeRO, the one that has most is counted.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, lcm, prod
 from typing import TYPE_CHECKING, Final
@@ -178,6 +178,8 @@ def _group(expert: bool, hidden: bool, some: Sequence[Trained], plan: Scheme) ->
 
 
 def _weights(holding: Holding, groups: Sequence[Group], plan: Scheme) -> Iterator[Term]:
+    if plan.runtime == "partitions" and plan.zero in {1, 2}:  # one buffer of all partitions, padding included
+        groups = [replace(g, whole=g.shared * plan.among(expert=g.expert)) for g in groups]
     yield _count(f"{plan.resident} weights", "weights", plan.resident, groups, plan, plan.parameters, shared_from=3)
     frozen = sum(part.nbytes for part in holding.parts if not part.kind.trainable)
     yield Term("weights that are not trained", "weights", frozen, source="the headers")

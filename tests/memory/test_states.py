@@ -219,6 +219,8 @@ def test_partitions_cover_every_element(elements, ranks):
         found = terms(one_tensor(elements), f"dp={ranks}", profile="deepspeed", zero=stage)
         share = next(t for t in found if t.name == "first moment").nbytes // 4
         assert share == (-(-elements // ranks) if stage == 3 else -(-elements // (2 * ranks)) * 2)
+        weights = next(t for t in found if t.name == "BF16 weights")
+        assert weights.nbytes == 2 * share * (1 if stage == 3 else ranks)
 
 
 def test_optimizer_without_fp32_copies():
