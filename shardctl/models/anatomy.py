@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import Config
 from shardctl.models.describe import find
+from shardctl.models.dims import Dims
 from shardctl.models.family import INDEX
 from shardctl.models.style import Style, style
 from shardctl.models.table import MOST_TENSORS
 from shardctl.models.windows import windows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from shardctl.models.family import Facts, Family, Row
 
@@ -296,7 +297,7 @@ class _Reader:
 
     def described(self, index: str, rows: list[Row], window: int | None) -> Layer:
         """The layer that has `rows`."""
-        named = _Dims(self.facts, index, rows)
+        named = Dims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
         state = _state(named, self.scan(named))
         if attention is None and state is None:
@@ -323,7 +324,7 @@ class _Reader:
             wide=self.kind in _WIDE and self.config.switch("residual_in_fp32", default=True),
         )
 
-    def scan(self, named: _Dims) -> Scan | None:
+    def scan(self, named: Dims) -> Scan | None:
         """How a recurrent layer that is known computes its states."""
         if self.kind in {"mamba", "falcon_mamba", "jamba"} and named.has("inner"):
             normed = self.kind == "jamba"
@@ -336,7 +337,7 @@ class _Reader:
             return Scan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
         return None
 
-    def attention(self, named: _Dims, rows: list[Row], window: int | None) -> Attention | None:
+    def attention(self, named: Dims, rows: list[Row], window: int | None) -> Attention | None:
         """The attention, if any of `rows` is a projection to queries."""
         if named.has("qs"):
             head, value = named.unit("qs"), named.unit("vs")
@@ -363,55 +364,7 @@ _WITH_GATE: Final = 3
 """Matrices of an MLP with a gate: the gate's, the one up and the one down."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Dims:
-    """The logical dims of some rows, by the names that they have where nothing is nested in anything."""
-
-    facts: Facts
-    index: str
-    rows: list[Row]
-
-    def spellings(self, name: str) -> tuple[str, ...]:
-        """What a dim may be called: by itself, with the word of a nested table, with the side of an encoder-decoder."""
-        return (f"{self.index.removesuffix('layer')}{name}", f"{self.index}_{name}", name)
-
-    def known(self, name: str) -> str:
-        """What the facts call it, or an empty string."""
-        return next((one for one in self.spellings(name) if one in self.facts.dims), "")
-
-    def has(self, name: str) -> bool:
-        """Whether a row has it."""
-        called = self.known(name)
-        return bool(called) and any(called in self.words(row) for row in self.rows)
-
-    def size(self, name: str) -> int:
-        """Its elements."""
-        return self.facts.size(self.known(name))
-
-    def unit(self, name: str) -> int:
-        """Its elements that stay together."""
-        dims = self.facts.dims[self.known(name)]
-        return (dims[0] if isinstance(dims, tuple) else dims).unit
-
-    def matrices(self, name: str) -> int:
-        """How many matrices between it and the hidden dim the rows hold, fused ones counted apart."""
-        hidden, size = self.known("hidden"), self.size(name)
-        called = [self.known(one) for one in (name, "pairs") if self.known(one)]
-        return sum(
-            self.facts.size(word) // size
-            for row in self.rows
-            if hidden in row.dims.split()
-            for word in self.words(row)
-            if word in called
-        )
-
-    @staticmethod
-    def words(row: Row) -> Iterator[str]:
-        """The names in a row's dims."""
-        return (part for word in row.dims.split() for part in word.split("+"))
-
-
-def _state(named: _Dims, scan: Scan | None) -> State | None:
+def _state(named: Dims, scan: Scan | None) -> State | None:
     """The state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
 
     Each has a convolution over the last tokens, and of each channel as many elements as the state is wide: in a gated
