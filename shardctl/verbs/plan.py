@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
 
 
+_HEADERS: Final = 1 << 20
+"""Bytes of headers that a rank's files may have without a word."""
 _DATA: Final = (".safetensors", ".distcp", ".pt", ".pth")
 """How the names of files with weights end."""
 
@@ -196,7 +198,22 @@ def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None,
         possible=not impossible,
     )
     found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work, conversion)
-    return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible])))
+    besides = _besides(work, found.ranks) if purpose is not None else ""
+    return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible, besides])))
+
+
+def _besides(work: Draft, ranks: Sequence[RankPlan]) -> str:
+    """What another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
+    if work.plan.want.dialect is None:
+        return ""
+    most = max(ranks, key=lambda rank: rank.file_bytes - rank.weight_bytes)
+    more = most.file_bytes - most.weight_bytes
+    if more <= max(_HEADERS, most.weight_bytes // 100):
+        return ""
+    return (
+        f"rank {most.rank} of layout {work.layout} holds {more / (1 << 30):.2f} GiB more than its part of the weights, "
+        "as copies or padding, which the estimate does not count"
+    )
 
 
 def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, about: Subject) -> Planned:

@@ -13,6 +13,8 @@ from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
 from shardctl.verbs.opening import Reading
+from shardctl.verbs.plan import plan
+from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -78,3 +80,13 @@ def test_the_config_that_is_made_gives_the_same_logits(source, name, tmp_path):
     assert made.rope_parameters == given.rope_parameters
     assert json.loads((tmp_path / "trt" / "config.json").read_text())["architecture"] == tiny.config["architectures"][0]
     assert torch.equal(logits(tmp_path / "hf"), logits(tiny.path))
+
+
+def test_a_plan_says_that_each_rank_has_the_whole_embedding(tmp_path):
+    vocabulary, hidden = 1 << 16, 64
+    config = {**config_of("llama"), "vocab_size": vocabulary, "hidden_size": hidden, "dtype": "float32"}
+    source = save(tmp_path / "source", config).path
+    more = vocabulary * hidden * 4 / 2 / (1 << 30)
+    said = plan(source, Wish(to="trtllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
+    assert any(f"rank 0 of layout trtllm holds {more:.2f} GiB more than its part of the weights" in w for w in said)
+    assert not plan(source, Wish(to="vllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
