@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardctl.memory.inventory import Inventory
 
 SOURCE: Final = "Rajbhandari et al. 2020, sec. 5 and 7"
+USUAL_GRADIENT: Final = 2
+"""Bytes of a gradient in mixed precision."""
 _OPTIMIZER, _GRADIENTS, _PARAMETERS = 1, 2, 3
 """The ZeRO stage from which on each is shared."""
 _FORMULAS: Final = (
@@ -49,7 +51,7 @@ class Strategy:
 
 
 def compare(
-    inventory: Inventory, devices: int, *, parameter: float = 2, gradient: float = 2, optimizer: float = 12
+    inventory: Inventory, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
 ) -> tuple[Strategy, ...]:
     """Plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
 
@@ -62,7 +64,7 @@ def compare(
 
 
 def strategies(
-    parameters: int, devices: int, *, parameter: float = 2, gradient: float = 2, optimizer: float = 12
+    parameters: int, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
 ) -> tuple[Strategy, ...]:
     """The same for so many parameters.
 

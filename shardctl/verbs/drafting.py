@@ -130,8 +130,7 @@ class Draft:
     @property
     def write_bytes(self) -> int:
         """Bytes of all files of the result but its record."""
-        side = sum(len(o.content) if o.content is not None else o.size for o in self.carried)
-        return self.plan.write_bytes + side
+        return self.plan.write_bytes + sum(side.nbytes for side in self.carried)
 
     def identity(self) -> str:
         """A hash of everything that decides the output's bytes, except the values of the source's elements."""

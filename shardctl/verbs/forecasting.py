@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
-from shardctl.memory.comparison import Strategy, strategies
+from shardctl.memory.comparison import USUAL_GRADIENT, Strategy, strategies
 from shardctl.memory.cost import REFERENCE
 from shardctl.memory.devices import device
 from shardctl.memory.estimate import gather
@@ -97,7 +98,9 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
             fit = fitted(about, work, mesh, purpose.calibration)
             seen = replace(seen, estimate=calibrated(estimate, fit), calibration=fit)
         states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
-        seen = replace(seen, strategies=strategies(about.parameters, devices, optimizer=states))
+        gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else USUAL_GRADIENT
+        compared = strategies(about.parameters, devices, gradient=gradient, optimizer=states)
+        seen = replace(seen, strategies=compared)
         seen = _offloaded(seen, about, work, mesh)
     if purpose.device is None:
         return seen

@@ -197,6 +197,13 @@ def test_attention_that_is_not_fused_keeps_its_scores(document):
     assert total(eager) - total(fused) > 2 * scores
 
 
+def test_wider_gradients_are_compared_as_such(document):
+    usual, wide = (
+        document(LLAMA, "--fsdp", "8", *given)["strategies"][0] for given in ((), ("--gradient-dtype", "fp32"))
+    )
+    assert wide["state_bytes"] * 16 == usual["state_bytes"] * 18
+
+
 def test_sequence_parallelism_can_be_left_out(document):
     options = (LLAMA, "--tp", "8", "--profile", "megatron")
     assert total(document(*options, "--no-sequence-parallel")) > total(document(*options))
