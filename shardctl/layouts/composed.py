@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, disjoint
-from shardctl.errors import CutError, UnsupportedError
+from shardctl.errors import CutError, UnsupportedError, some
 from shardctl.manifest import Chunk, Manifest, Region, dense_strides
-from shardctl.models.binding import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -171,7 +170,7 @@ def target(
         if len(kinds) > 1:
             raise UnsupportedError(f"{name} would be stored as {' and as '.join(sorted(map(str, kinds)))}")
         tensors[name] = replace(tensor, dtype=found[0].dtype, chunks=found)
-    said = f"{listed(left)} of layers that predict further tokens are left behind: {schema.title} has no place for them"
+    said = f"{some(left)} of layers that predict further tokens are left behind: {schema.title} has no place for them"
     return Manifest(layout, tensors, files, order.have.objects, warnings=(said,) * bool(left), dialect=dialect)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, some
 from shardctl.manifest import Tensor
 
 if TYPE_CHECKING:
@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Manifest
     from shardctl.models.model import Model, ModelTensor
-
-_SHOWN: Final = 5
-"""Names in one message; more do not help, and a foreign checkpoint has thousands."""
 
 
 def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
@@ -41,7 +38,7 @@ def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
             names[part] = held
     if unknown:
         raise UnsupportedError(
-            f"{model.architecture or 'the model'} has no {_noun(unknown)} {listed(unknown)}",
+            f"{model.architecture or 'the model'} has no {_noun(unknown)} {some(unknown)}",
             hint="say how such tensors are cut with --rules FILE",
         )
     whole = plain.keys() | found.keys()
@@ -77,18 +74,6 @@ def _parts(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tens
     if tensor.shape != fusion.shape:
         raise _misshapen(tensor, fusion.shape)
     yield from fusion.taken_apart(tensor)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Some of the names, and how many more there are.
-
-    >>> listed(["a", "b"])
-    'a, b'
-    >>> listed([str(n) for n in range(7)])
-    '0, 1, 2, 3, 4 and 2 more'
-    """
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _noun(names: Sequence[str]) -> str:
@@ -127,10 +112,10 @@ def _missing(model: Model, found: Collection[str]) -> list[str]:
         required += spare
     if required:
         raise SourceError(
-            f"the checkpoint lacks {len(required)} {_noun(required)} of {model.architecture}: {listed(required)}",
+            f"the checkpoint lacks {len(required)} {_noun(required)} of {model.architecture}: {some(required)}",
             hint="a shard may be missing, or config.json may belong to another model",
         )
-    return [f"the checkpoint has no {listed(spare)}; {model.architecture} starts without it"] if spare else []
+    return [f"the checkpoint has no {some(spare)}; {model.architecture} starts without it"] if spare else []
 
 
 def _single(expected: ModelTensor, stored: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UsageError
-from shardctl.models.binding import listed, meaning
+from shardctl.errors import UsageError, some
+from shardctl.models.binding import meaning
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import LayerPattern, PatternList
@@ -80,7 +80,7 @@ class RuleFile:
         unmatched = [name for name in stored.tensors if name not in matches]
         if unmatched:
             raise UsageError(
-                f"no rule of {self.path} matches {listed(unmatched)}",
+                f"no rule of {self.path} matches {some(unmatched)}",
                 hint='add a rule for them; "**" = [] as the last one leaves all others whole',
             )
         stages = self._stages(stored.tensors)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
-from shardctl.models.binding import listed
+from shardctl.errors import UnsupportedError, some
 from shardctl.models.config import Config
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
@@ -82,7 +81,7 @@ class _Rules:
         tensors = {name: self.tensor(tensor) for name, tensor in self.stored.tensors.items()}
         warnings = [f"how {architecture} is cut is what {self.plan.source} says; shardctl has no table for it"]
         if self.whole:
-            warnings.append(f"that plan leaves {listed(kinds(self.whole))} whole on every tp rank")
+            warnings.append(f"that plan leaves {some(kinds(self.whole))} whole on every tp rank")
         numbers = {n for t in tensors.values() for where, n in t.spec.where if where == "layer"}
         count = max(numbers, default=-1) + 1
         return Model("", architecture, count, tensors, warnings=tuple(warnings))

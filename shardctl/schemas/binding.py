@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex
-from shardctl.errors import SourceError, UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError, some
 from shardctl.manifest import Region, Tensor, dense_strides
-from shardctl.models.binding import listed
 from shardctl.training import split_state, state_name
 
 if TYPE_CHECKING:
@@ -52,12 +51,12 @@ def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, in
     unknown = [name for name in stored.tensors if name not in known]
     if unknown:
         raise UnsupportedError(
-            f"{schema.title} has no {listed(unknown)} in {model.architecture or 'this model'}",
+            f"{schema.title} has no {some(unknown)} in {model.architecture or 'this model'}",
             hint="the config may belong to another model, or the files to another version",
         )
     if missing:
         raise SourceError(
-            f"the checkpoint lacks {listed(missing)}, which {schema.title} has for {model.architecture}",
+            f"the checkpoint lacks {some(missing)}, which {schema.title} has for {model.architecture}",
             hint="a file may be missing, or the config may belong to another model",
         )
     tensors = {name: _tensor(model, name, chunks[name]) for name in model.tensors if name in chunks}
@@ -80,7 +79,7 @@ def _changed(tensors: Iterable[Tensor]) -> Iterator[str]:
             sorted({f"{chunk.affine} in {tensor.dtype}" for tensor in changed for chunk in tensor.chunks})
         )
         yield (
-            f"{listed([tensor.name for tensor in changed])} are stored as {kinds}: "
+            f"{some([tensor.name for tensor in changed])} are stored as {kinds}: "
             "read back, and rounded to that type where it cannot hold the sum"
         )
 
@@ -102,7 +101,7 @@ def _dropped(padded: list[str]) -> Iterator[str]:
     """What to say of arrays whose padding is none, or was trained."""
     if padded:
         yield (
-            f"the rows of {listed(padded)} behind the last token are not zero, and are left behind as padding; "
+            f"the rows of {some(padded)} behind the last token are not zero, and are left behind as padding; "
             "if they are tokens, --true-vocab or vocab_size is too small"
         )
 
@@ -193,7 +192,7 @@ def _training(schema: Schema, model: Model, dialect: Dialect, stored: Training) 
                 found.setdefault(part, {}).setdefault(state_name(state, part), []).append(plain)
     unknown = [name for name in by_array if name not in parts]
     if unknown:
-        raise UnsupportedError(f"{schema.title} has no {listed(unknown)}, of which there are optimizer states")
+        raise UnsupportedError(f"{schema.title} has no {some(unknown)}, of which there are optimizer states")
     states = {
         state: Tensor(state, chunks[0].dtype, model.tensors[part].shape, tuple(chunks))
         for part in model.tensors

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.binding import listed, meaning
+from shardctl.errors import SourceError, UnsupportedError, some
+from shardctl.models.binding import meaning
 from shardctl.models.config import Config
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
@@ -138,7 +138,7 @@ class _Quantiser:
         fusions = {n: f for n, f in self.plain.fusions.items() if replaced.isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
-            warnings += (f"config.json says that {listed(self.contrary)} is not quantised, but it is",)
+            warnings += (f"config.json says that {some(self.contrary)} is not quantised, but it is",)
         return replace(self.plain, tensors=tensors, fusions=fusions, warnings=warnings, unquantised=self.plain.tensors)
 
     def weight(self, tensor: ModelTensor) -> _Weight | None:
