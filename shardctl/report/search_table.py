@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardctl.memory.cost import Cost
-    from shardctl.memory.search import Candidate
+    from shardctl.memory.search import Candidate, Rejection
     from shardctl.verbs.searching import Explored
 
 _RANKED: Final = 8
@@ -41,12 +41,18 @@ def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableT
         few = explored.fewest
         one = few.mesh.world == 1
         parts.append(line(f"the fewest that fit: {'one device' if one else f'{few.mesh.world:,}, as {few.mesh}'}"))
-    least = None if everything else _REJECTED
-    rows = [(rejection.what, rejection.reason) for rejection in found.rejected[:least]]
-    if rows:
+    shown = found.rejected if everything else _both(found.rejected, _REJECTED)
+    if shown:
         parts.append(line(f"not possible, or too large: {len(found.rejected):,}"))
-        parts.append(table(rows, indent=2))
+        parts.append(table([(one.what, one.reason) for one in shown], indent=2))
     return parts
+
+
+def _both(rejected: Sequence[Rejection], most: int) -> Sequence[Rejection]:
+    """The first of those that are not possible, and of those that are too large, at least half of `most` of each."""
+    large = [one for one in rejected if one.why == "memory"]
+    others = [one for one in rejected if one.why != "memory"][: max(most // 2, most - len(large))]
+    return [*others, *large[: most - len(others)]]
 
 
 _HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")

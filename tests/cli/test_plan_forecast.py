@@ -288,3 +288,13 @@ def test_a_path_cannot_inject_markup_into_the_page(say, tmp_path):
     page = tmp_path / "plan.html"
     assert say("plan", folder, "--report", page).code == 0
     assert "<img" not in page.read_text()
+
+
+def test_a_search_shows_what_is_impossible_and_what_comes_closest(say, monkeypatch):
+    """There may be hundreds of either: a person reads a few of each."""
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ("--for", "train", "--search", "--gpus", "32", "--gpu", "24GiB", "--detail", "summary")
+    said = say("plan", PUBLIC / "mixtral-8x7b.json", *options).out
+    lines = said[said.index("not possible, or too large") :].splitlines()[1:7]
+    assert [("would leave the node" in line or "cannot split" in line) for line in lines] == [True] * 3 + [False] * 3
+    assert all("of 24.0 GiB on some rank" in line for line in lines[3:])
