@@ -83,7 +83,7 @@ def _ours(error: Exception) -> Exception:
     if not guess:
         message = str(getattr(error, "format_message", error.__str__)()).partition(" (Possible options: ")[0]
         guess = " or ".join(getattr(error, "possibilities", None) or ())
-    message = message.strip().rstrip(".")
+    message = message.strip().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, which typer repeats
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "shardctl"
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help shows what there is"

@@ -154,22 +154,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
-    mesh = wish.mesh or Mesh.of()
-    layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
-    if layout not in LAYOUTS:
-        raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
-    if layout in {hf.NAME, universal.NAME} and mesh.world > 1:
-        raise UsageError(
-            f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
-        )
-    if layout in {universal.NAME, meta.NAME} and wish.max_shard_size is not None:
-        what = "every tensor" if layout == universal.NAME else "every rank"
-        raise UsageError(f"layout {layout} has a file for {what}", hint="leave --max-shard-size out")
-    if wish.names not in {"keep", "transformers"}:
-        raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
-    if wish.experts not in EXPERTS:
-        raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
-    _check_meaningful(wish, layout, mesh)
+    mesh, layout = wish.mesh or Mesh.of(), layout_of(wish)
     _check_castable(checkpoint, wish)
     have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
     dtypes = chosen_dtypes(have, wish)
@@ -206,6 +191,27 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
         options=_inherited(checkpoint) | _options(wish) | _of_the_layout(have, want, dtypes),
     )
+
+
+def layout_of(wish: Wish) -> str:
+    """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
+    mesh = wish.mesh or Mesh.of()
+    layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
+    if layout not in LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
+    if layout in {hf.NAME, universal.NAME} and mesh.world > 1:
+        raise UsageError(
+            f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
+        )
+    if layout in {universal.NAME, meta.NAME} and wish.max_shard_size is not None:
+        what = "every tensor" if layout == universal.NAME else "every rank"
+        raise UsageError(f"layout {layout} has a file for {what}", hint="leave --max-shard-size out")
+    if wish.names not in {"keep", "transformers"}:
+        raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
+    if wish.experts not in EXPERTS:
+        raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
+    _check_meaningful(wish, layout, mesh)
+    return layout
 
 
 def _packed(

@@ -13,7 +13,7 @@ from shardctl.storage.room import existing, free_space
 from shardctl.verbs import plan_file
 from shardctl.verbs.advising import Counsel, counsel
 from shardctl.verbs.collecting import uncollected
-from shardctl.verbs.drafting import Wish, divide, draft, filtered, understood
+from shardctl.verbs.drafting import Wish, divide, draft, filtered, layout_of, understood
 from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verbs.purpose import Purpose
@@ -221,6 +221,7 @@ def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, abo
 
     `about` is that model.
     """
+    layout_of(wish)
     mesh = wish.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
     stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)

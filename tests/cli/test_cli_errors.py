@@ -79,6 +79,11 @@ def test_a_number_that_is_none_is_a_usage_error(say):
     assert say("plan", "x", "--tp", "0").code == 2
 
 
+def test_a_choice_that_is_none_is_said_in_our_words(say):
+    err = say("reshard", "x", "y", "--experts", "both").err
+    assert err.splitlines()[0].lower().startswith("error: invalid value for '--experts': 'both' is not one of ")
+
+
 def test_a_cut_that_does_not_work_says_which_would(say, source):
     code, out, err = say("plan", source, "--tp", 4)
     assert (code, out) == (2, "")

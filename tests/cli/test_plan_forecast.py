@@ -298,3 +298,17 @@ def test_a_search_shows_what_is_impossible_and_what_comes_closest(say, monkeypat
     lines = said[said.index("not possible, or too large") :].splitlines()[1:7]
     assert [("would leave the node" in line or "cannot split" in line) for line in lines] == [True] * 3 + [False] * 3
     assert all("of 24.0 GiB on some rank" in line for line in lines[3:])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--to", "nosuch"), "unknown layout 'nosuch'"),
+        (("--to", "hf", "--tp", "2"), "layout hf has no ranks"),
+        (("--to", "meta", "--max-shard-size", "1GB"), "layout meta has a file for every rank"),
+    ],
+)
+def test_a_config_alone_takes_no_options_that_a_checkpoint_does_not(say, options, said):
+    refused = say("plan", LLAMA, *options)
+    assert refused.code == 2
+    assert said in refused.err
