@@ -11,7 +11,7 @@ import shardctl
 
 ROOT = Path(shardctl.__file__).parent
 LAYERS = (
-    {"box", "dtype", "errors", "value", "workers"},
+    {"amounts", "box", "dtype", "errors", "value", "workers"},
     {"dialect", "manifest", "mesh", "storage", "training"},
     {"placement", "record", "views"},
     {"pieces"},

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
+from shardctl.amounts import duration, file_size, memory_size
 from shardctl.cli import streams
 from shardctl.report.documents import progressed
 from shardctl.report.meter import Meter
-from shardctl.report.sizes import duration, file_size, memory_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import memory_size
 from shardctl.errors import UsageError
 from shardctl.memory.legal import Law
 from shardctl.memory.narrower import narrowed
@@ -66,7 +67,7 @@ class Advice:
         return ("may fit" if self.partial else "fits") if self.fits else "too much"
 
     def __str__(self) -> str:
-        return f"{self.change} ({self.options}): {self.nbytes / (1 << 30):.1f} GiB{'' if self.fits else ', too much'}"
+        return f"{self.change} ({self.options}): {memory_size(self.nbytes)}{'' if self.fits else ', too much'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from shardctl.amounts import memory_size
 from shardctl.errors import UsageError
 
 GB: Final = 10**9
@@ -211,7 +212,7 @@ def device(named: str | int) -> Device:
     if isinstance(named, int):
         if named < 1:
             raise UsageError(f"a device of {named} bytes holds nothing", hint="write a size such as 80GiB")
-        return Device(f"{named / GIB:.{1 if named >= 10 * GIB else 2}f} GiB", named, named, source="given")
+        return Device(memory_size(named), named, named, source="given")
     words = [word for word in re.findall(r"[a-z0-9]+", named.lower()) if word not in _MAKERS]
     wanted = "".join(words)
     found = [each for each in DEVICES if wanted in _spelled(each)]

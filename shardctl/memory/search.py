@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
+from shardctl.amounts import memory_size
 from shardctl.errors import UsageError
 from shardctl.memory.legal import alone
 from shardctl.mesh import EXPERT_FSDP, Mesh
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Estimator = Callable[[Mesh, tuple[int, ...]], Estimate]
     Pricer = Callable[[Mesh, tuple[int, ...], Estimate], Cost]
 
-GIB: Final = 1 << 30
 SERVING: Final = frozenset({"pp", "dp", "tp", "ep"})
 """The axes that serving uses."""
 TRAINING: Final = frozenset({"pp", "dp", "fsdp", "cp", "tp", "ep"})
@@ -154,7 +154,7 @@ def search(
             least = bulk.least(mesh) if space.stored else quick.least(mesh)
             if budget is not None and least > budget:
                 what = "weights" if space.stored else "states"
-                reason = f"its {what} alone take at least {_gib(least)} of {_gib(budget)} on some rank"
+                reason = f"its {what} alone take at least {memory_size(least)} of {memory_size(budget)} on some rank"
                 tight.append(Rejection(str(mesh), "memory", reason, least - budget, mesh, stages))
                 continue
             needs = quick.too_large(mesh, stages, budget) or estimate(mesh, stages).within(budget)
@@ -385,9 +385,5 @@ def _refused(devices: int, law: Law, space: Space) -> Iterator[Rejection]:
 def _too_large(mesh: Mesh, stages: tuple[int, ...], needs: Estimate) -> Rejection:
     budget, heaviest = needs.budget or 0, needs.binding.total().nbytes
     where = needs.binding.holding.label
-    reason = f"rank {where} needs {_gib(heaviest)}, {_gib(heaviest - budget)} more than there are"
+    reason = f"rank {where} needs {memory_size(heaviest)}, {memory_size(heaviest - budget)} more than there are"
     return Rejection(str(mesh), "memory", reason, heaviest - budget, mesh, stages)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.amounts import duration, file_size, plural, rate
 from shardctl.report.grid import line, table
-from shardctl.report.sizes import duration, file_size, plural, rate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

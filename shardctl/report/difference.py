@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
+from shardctl.amounts import file_size, plural
 from shardctl.report.grid import line
-from shardctl.report.sizes import file_size, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

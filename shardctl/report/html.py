@@ -6,12 +6,12 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from shardctl import __version__
+from shardctl.amounts import count, file_size, memory_size, plural
 from shardctl.memory.term import CATEGORIES, Category, total
 from shardctl.mesh import HOLDING
 from shardctl.report.memory_bars import heaviest, number
 from shardctl.report.planning import beyond, moved, room, verdict, workload
 from shardctl.report.search_table import row
-from shardctl.report.sizes import count, file_size, memory_size, plural
 from shardctl.report.strategies import by_type
 from shardctl.report.visible import visible
 

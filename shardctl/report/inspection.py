@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
+from shardctl.amounts import count, file_size, memory_size, plural
 from shardctl.errors import some
 from shardctl.report.grid import line, table
-from shardctl.report.sizes import count, file_size, memory_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
+from shardctl.amounts import memory_size
 from shardctl.memory.term import CATEGORIES, Category, total
 from shardctl.mesh import HOLDING
 from shardctl.report.grid import line, table
-from shardctl.report.sizes import memory_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

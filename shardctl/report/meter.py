@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from shardctl.report.sizes import duration, file_size, memory_size, percent
+from shardctl.amounts import duration, file_size, memory_size, percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
+from shardctl.amounts import count, file_size, memory_size, plural
 from shardctl.memory.devices import GB, TERA
 from shardctl.memory.workload import Serving
 from shardctl.report.grid import line, table
 from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
 from shardctl.report.search_table import ranking
-from shardctl.report.sizes import count, file_size, memory_size, plural
 from shardctl.report.strategies import advice, calibration, comparison
 from shardctl.verbs.forecasting import BUSY
 

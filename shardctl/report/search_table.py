@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import memory_size, plural
 from shardctl.report.grid import line, table
-from shardctl.report.sizes import memory_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.report.sizes import duration, file_size, rate
+from shardctl.amounts import duration, file_size, rate
 from shardctl.report.verification import RANKS, SHOWN, forward_rows, loaded_row, verdict
 from shardctl.report.visible import visible
 

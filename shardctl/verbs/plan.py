@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.amounts import memory_size
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.memory.search import Bulk
 from shardctl.mesh import Mesh
@@ -211,7 +212,7 @@ def _besides(work: Draft, ranks: Sequence[RankPlan]) -> str:
     if more <= max(_HEADERS, most.weight_bytes // 100):
         return ""
     return (
-        f"rank {most.rank} of layout {work.layout} holds {more / (1 << 30):.2f} GiB more than its part of the weights, "
+        f"rank {most.rank} of layout {work.layout} holds {memory_size(more)} more than its part of the weights, "
         "as copies or padding, which the estimate does not count"
     )
 

@@ -26,7 +26,7 @@ import transformers
 from gpu_models import Scale
 
 import shardctl
-from shardctl.report.sizes import file_size, rate
+from shardctl.amounts import file_size, rate
 
 Rows = Iterator[tuple[object, ...]]
 

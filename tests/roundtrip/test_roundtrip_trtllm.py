@@ -9,6 +9,7 @@ import torch
 from tiny_models import config_of, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shardctl.amounts import memory_size
 from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
 from shardctl.verbs.drafting import Wish
@@ -86,7 +87,7 @@ def test_a_plan_says_that_each_rank_has_the_whole_embedding(tmp_path):
     vocabulary, hidden = 1 << 16, 64
     config = {**config_of("llama"), "vocab_size": vocabulary, "hidden_size": hidden, "dtype": "float32"}
     source = save(tmp_path / "source", config).path
-    more = vocabulary * hidden * 4 / 2 / (1 << 30)
+    more = memory_size(vocabulary * hidden * 4 // 2)
     said = plan(source, Wish(to="trtllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
-    assert any(f"rank 0 of layout trtllm holds {more:.2f} GiB more than its part of the weights" in w for w in said)
+    assert any(f"rank 0 of layout trtllm holds {more} more than its part of the weights" in w for w in said)
     assert not plan(source, Wish(to="vllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
