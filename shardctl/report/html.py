@@ -84,7 +84,7 @@ def _head(planned: Planned) -> Iterator[str]:
             yield _verdict(planned)
         yield f"<p>Memory besides weights is not modelled: {_text(seen.unmodelled)}</p>"
         return
-    yield f"<p>{_text(workload(seen.work) + beyond(seen))}</p>"
+    yield f"<p>{_text(workload(planned) + beyond(seen))}</p>"
     if seen.device is not None and (text := room(seen)):
         yield f"<p>{_text(text)}</p>"
     yield _verdict(planned)

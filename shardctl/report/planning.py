@@ -19,7 +19,6 @@ from shardctl.verbs.forecasting import BUSY
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardctl.memory.workload import Training
     from shardctl.verbs.forecasting import Forecast
     from shardctl.verbs.plan import Planned, RankPlan, StagePlan
 
@@ -60,7 +59,7 @@ def _needs(planned: Planned, detail: Detail, columns: int | None) -> list[Render
         why = f"memory besides weights is not modelled: {seen.unmodelled}" if seen.unmodelled else ""
         answer = verdict(planned) if seen.device is not None else ""
         return [line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text]
-    parts: list[RenderableType] = [line(workload(seen.work) + beyond(seen))]
+    parts: list[RenderableType] = [line(workload(planned) + beyond(seen))]
     if detail != "summary":
         parts += picture(planned.mesh, seen.estimate, columns)
     parts += bars(seen.estimate, columns)
@@ -211,15 +210,20 @@ def _conversion(planned: Planned) -> str:
     )
 
 
-def workload(work: Serving | Training) -> str:
-    """What the devices do, in one line."""
+def workload(planned: Planned) -> str:
+    """What the devices do, in one line; empty if only the weights are stated."""
+    work = planned.forecast.work
+    if work is None:
+        return ""
     if isinstance(work, Serving):
         source = f" and {work.source:,} of the encoder" if work.source else ""
         kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
         return f"serve: {plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}"
-    schedule = f", {work.schedule}" if work.microbatches else ""
+    piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
+    many = "microbatch" if work.microbatches == 1 else "microbatches"
+    steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""
     parts = [
-        f"train: {plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{schedule}",
+        f"train: {plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{steps}",
         f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
         f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
     ]

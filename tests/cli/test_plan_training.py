@@ -236,3 +236,9 @@ def test_nothing_is_trained_in_codes(say):
     found = say("plan", LLAMA, "--for", "train", "--dtype", "fp8")
     assert found.code == 2
     assert "--dtype fp8 is about serving" in found.err
+
+
+def test_a_schedule_is_that_of_a_pipeline(say):
+    options = ("--for", "train", "--microbatches", "4", "--detail", "summary")
+    assert "tokens a rank, 4 microbatches, adamw" in say("plan", LLAMA, "--fsdp", "2", *options).out
+    assert "tokens a rank, 4 microbatches, 1f1b, adamw" in say("plan", LLAMA, "--pp", "2", *options).out
