@@ -258,14 +258,19 @@ def at_equal_tokens(work: Training, mesh: Mesh, sequences: int) -> Training:
     >>> at_equal_tokens(Training(sequence=4096, micro_batch=2), Mesh.of(pp=2, dp=4), 64).microbatches
     8
     """
+    return replace(work, microbatches=microbatches(mesh, sequences, work.micro_batch))
+
+
+def microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
+    """How many microbatches each data-parallel rank of `mesh` takes of `sequences`; raises UsageError for no number."""
     replicas = mesh.degree("dp") * mesh.degree("fsdp")
-    microbatches, rest = divmod(sequences, replicas * work.micro_batch)
-    if rest or not microbatches:
+    found, rest = divmod(sequences, replicas * micro_batch)
+    if rest or not found:
         raise UsageError(
-            f"{sequences} sequences are no whole number of microbatches of {work.micro_batch} "
+            f"{sequences} sequences are no whole number of microbatches of {micro_batch} "
             f"for each of {replicas} data-parallel ranks"
         )
-    return replace(work, microbatches=microbatches)
+    return found
 
 
 def meshes(devices: int, law: Law, space: Space) -> Iterator[Mesh]:

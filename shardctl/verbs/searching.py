@@ -22,6 +22,7 @@ from shardctl.memory.search import (
     Quick,
     Space,
     at_equal_tokens,
+    microbatches,
     search,
     smallest,
 )
@@ -62,9 +63,8 @@ class Explored:
         """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
             return purpose
-        replicas = mesh.degree("dp") * mesh.degree("fsdp")
-        microbatches = self.sequences // (replicas * (purpose.batch or 1))
-        return replace(purpose, microbatches=microbatches, calibration=self.calibration)
+        many = microbatches(mesh, self.sequences, purpose.batch or 1)
+        return replace(purpose, microbatches=many, calibration=self.calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ class Explorer:
             key = (stages, replicas, mesh.degree("cp"), mesh.degree("tp"), mesh.ep, mesh.etp)
             if key not in known:
                 first = Holding(0, "", {}, 1, 0, range(stages[0]), ())
-                at = at_equal_tokens(work, mesh, sequences(work, mesh.world))
+                at = self.work_on(mesh)
+                assert isinstance(at, Training)  # noqa: S101 - as `work` is
                 try:
                     known[key] = total(activations(anatomy, first, mesh, at, stages=stages)).nbytes
                 except UnsupportedError:
