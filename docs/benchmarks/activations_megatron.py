@@ -52,17 +52,7 @@ def end() -> None:
 def fused_norm():
     """A norm that keeps what a fused one does."""
     import torch
-
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
-            return torch.empty_like(x)
-
-        @staticmethod
-        def backward(ctx, _):
-            x, weight, _ = ctx.saved_tensors
-            return torch.empty_like(x), torch.empty_like(weight)
+    from fake_peak import FusedNorm
 
     class Norm(torch.nn.Module):
         def __init__(self, config, hidden_size, eps=1e-5) -> None:  # noqa: ARG002
@@ -70,7 +60,7 @@ def fused_norm():
             self.weight = torch.nn.Parameter(torch.empty(hidden_size))
 
         def forward(self, x):
-            return Fused.apply(x, self.weight)
+            return FusedNorm.apply(x, self.weight)
 
     return Norm
 
