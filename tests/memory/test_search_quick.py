@@ -53,7 +53,7 @@ def test_no_mesh_needs_less_than_its_floor(name, work):
         tried += 1
         assert floor(mesh) <= least.binding.total().nbytes, mesh
         assert passing(mesh, stages) <= every.estimate(mesh, stages).binding.total().nbytes, mesh
-    assert tried > 1
+    assert tried > (1 if work.zero == 3 else 3)  # such ranks are those of dp alone, and of no pipeline
     assert (floor(mesh) > 0) == (work.offload == "none")  # what is offloaded needs no device
 
 

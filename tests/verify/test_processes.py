@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,7 +162,8 @@ def spin_after_a_beat(rank: Rank) -> None:
 
 def test_a_rank_that_is_busy_and_gets_no_further_is_ended():
     error, seconds = run(spin_after_a_beat, 2, silence=1.0)
-    assert "hung: no rank has got any further for 1 s; rank 0 is in spin" in error.message  # on a busy machine 1, too
+    # On a busy machine rank 1 may not have got far enough either.
+    assert re.match("ranks? 0(, 1)? hung: no rank has got any further for 1 s; rank 0 is in spin", error.message)
     assert seconds < SOON
 
 
