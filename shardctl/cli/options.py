@@ -21,6 +21,14 @@ def place(text: str) -> str:
     return text
 
 
+def written_file(text: str) -> Path:
+    """The file that a plan or a report is written to; an address must not become a directory of that name."""
+    from shardctl.storage.places import check_written_file
+
+    check_written_file(place(text))
+    return Path(text)
+
+
 _MESH = "Mesh"
 _READING = "How the source is understood"
 _WRITING = "What is written"

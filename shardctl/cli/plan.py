@@ -23,10 +23,22 @@ def plan(
     *,
     detail: Annotated[Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much to show.")] = "rank",
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the plan, for reshard --plan FILE.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=options.written_file,
+            show_default=False,
+            help="Write the plan, for reshard --plan FILE.",
+        ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", show_default=False, help="Write a self-contained page, too.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            parser=options.written_file,
+            show_default=False,
+            help="Write a self-contained page, too.",
+        ),
     ] = None,
     json: options.Json = False,
     tp: options.Tp = None,

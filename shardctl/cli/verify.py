@@ -73,10 +73,19 @@ def verify(
         ),
     ] = False,
     junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=_REPORTS, help="Write the outcome as JUnit XML.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=options.written_file,
+            rich_help_panel=_REPORTS,
+            help="Write the outcome as JUnit XML.",
+        ),
     ] = None,
     summary: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=_REPORTS, help="Write the outcome as Markdown.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", parser=options.written_file, rich_help_panel=_REPORTS, help="Write the outcome as Markdown."
+        ),
     ] = None,
     json: options.Json = False,
     threads: options.Threads = None,

@@ -1,4 +1,4 @@
-"""What a SRC on the command line means: a path, or the address of a place elsewhere."""
+"""What a place on the command line means, to read from or to write to: a path, or the address of a place elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardctl.storage.local import LocalSource
 if TYPE_CHECKING:
     from shardctl.storage import Source
 
-_SCHEME: Final = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_SCHEME: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ADDRESSES: Final = ("a path", "owner/name[@revision]", "hf://owner/name[@revision][/folder]", "s3://, gs:// or az://")
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@.+)?")
 """What a model of the Hub is called; a path of two parts looks the same, and wins where it exists."""
@@ -46,6 +46,42 @@ def open_source(text: str | Path) -> Source:
             return open_cloud(text)
         case other:
             raise UsageError(f"{other}:// is not a place that shardctl reads", hint=f"SRC is {', '.join(_ADDRESSES)}")
+
+
+def check_destination(place: str | Path) -> None:
+    """Raise UsageError for an address of a kind that is not written; a path would make a directory of its scheme.
+
+    A Path is always a directory's, as is text that begins with ``./``.
+    """
+    scheme = _scheme(place)
+    if scheme not in (None, *SCHEMES):
+        raise UsageError(f"{scheme}:// is not a place that shardctl writes to", hint=_where_instead(scheme, str(place)))
+
+
+def check_written_file(place: str | Path) -> None:
+    """Raise UsageError for an address of any kind: plans and reports are files of this machine."""
+    scheme = _scheme(place)
+    if scheme is not None:
+        raise UsageError(
+            f"{place} is an address, and only checkpoints are written to such places",
+            hint="name a file on this machine",
+        )
+
+
+def _scheme(place: str | Path) -> str | None:
+    match = _SCHEME.match(place) if isinstance(place, str) else None
+    return match[1] if match else None
+
+
+def _where_instead(scheme: str | None, place: str) -> str:
+    rest = place.partition("://")[2]
+    if scheme == "hf":
+        name = "/".join(rest.partition("@")[0].split("/")[:2])
+        return (
+            f"nothing is uploaded to the Hub: write a directory, and then: hf upload {name or 'OWNER/NAME'} DIRECTORY"
+        )
+    instead = rest if scheme == "file" and rest.startswith("/") else f"./{place}"
+    return f"DST is s3://, gs://, az:// or a directory, such as {instead}"
 
 
 def _local(path: Path) -> LocalSource:

@@ -12,6 +12,7 @@ from shardctl.execute.interrupt import stopping
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.record import RECORD, Record, load
+from shardctl.storage.places import check_destination
 from shardctl.verbs.contribute import PATIENCE
 from shardctl.verbs.frame import from_json, overflow_warnings
 from shardctl.verbs.reshard import assembled
@@ -41,10 +42,12 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
     On return the result is complete and has its name, as if one machine had made it.
 
     Raises:
+        UsageError: it is an address of a kind that is not written.
         Mismatch: workers are missing; it says which.
         SourceError: no worker has begun; or the elements of a source that shardctl wrote are not the ones it wrote.
         DestinationError: a worker is still at work, or the destination cannot be taken.
     """
+    check_destination(destination)
     destination = Path(destination)
     looked = Staging(destination, overwrite=True)  # whether it may be replaced is for the workers' plan to say
     if not looked.root.exists():

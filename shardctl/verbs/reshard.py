@@ -18,6 +18,7 @@ from shardctl.record import RECORD, SUMS, Record, dump, load
 from shardctl.shares import whole
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.local import LocalSource
+from shardctl.storage.places import check_destination
 from shardctl.verbs.drafting import Draft, Wish, draft
 from shardctl.verbs.frame import Frame, completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import move, versions_of
@@ -139,8 +140,10 @@ def worked_out(
 ) -> Iterator[Draft]:
     """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
 
-    Raises DestinationError if writing `destination` would touch the source.
+    Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
+    writing it would touch the source.
     """
+    check_destination(destination)
     with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
         _check_apart(checkpoint, destination)
         work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
