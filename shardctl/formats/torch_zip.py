@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.formats.pickle_machine import load
 from shardctl.formats.torch_tensors import Saved
-from shardctl.formats.zip_records import read_archive
-from shardctl.storage import read
+from shardctl.formats.zip_records import read_archive, read_record
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -26,7 +25,7 @@ def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = No
     """Read the archive in `size` bytes (default: the rest) of a file from byte `start`, but for its storages.
 
     Raises:
-        SourceError: truncated or malformed.
+        SourceError: truncated or malformed, or a record has not the CRC-32 that it was written with.
         HostileError: it tries to run code or to exhaust the reader.
         UnsupportedError: a TorchScript program, big-endian data or compressed records.
     """
@@ -42,14 +41,16 @@ def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = No
         raise SourceError(f"{path} is a zip archive without data.pkl, so torch.save did not write it")
     order = records.get("byteorder")
     if order is not None:
-        found = read(source, path, order.offset, min(order.size, _SHORT))
+        if order.size > _SHORT:
+            raise SourceError(f"{path} has a byte order of {order.size:,} bytes, which is neither little nor big")
+        found = read_record(source, path, order)
         if found == b"big":
             raise UnsupportedError(f"{path} holds big-endian data", hint="save it again on a little-endian machine")
         if found != b"little":
             raise SourceError(f"{path} has the byte order {found!r}, which is neither little nor big")
     if pickle.size > LARGEST_PICKLE:
         raise HostileError(f"{path} has a pickle of {pickle.size:,} bytes; more than {LARGEST_PICKLE:,} are not read")
-    tree = load(read(source, path, pickle.offset, pickle.size), f"{path} (data.pkl)").value
+    tree = load(read_record(source, path, pickle), f"{path} (data.pkl)").value
     extents = {
         name.removeprefix(_DATA): (record.offset, record.size)
         for name, record in records.items()

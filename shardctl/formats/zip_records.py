@@ -1,13 +1,14 @@
 """Where the records of an uncompressed zip archive lie, from our own strict reading of its directory.
 
-Python's `zipfile` is lenient where two readers can disagree, checks a CRC that torch may have left out, and reads a
-local header only when the record is opened. Layout: PKWARE APPNOTE 6.3.9, sections 4.3 and 4.5.3.
+Python's `zipfile` is lenient where two readers can disagree, takes a CRC-32 that torch left out for a wrong one, and
+reads a local header only when the record is opened. Layout: PKWARE APPNOTE 6.3.9, sections 4.3 and 4.5.3.
 """
 
 from __future__ import annotations
 
 import re
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -53,7 +54,8 @@ class Record:
     size: int
     """Bytes."""
     crc: int
-    """CRC-32 of its data; 0 where the writer did not compute one."""
+    """CRC-32 of its data; 0 where the writer did not compute one, as torch after `set_crc32_options(False)` and under
+    `skip_data`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,24 @@ class Archive:
     """The one folder that all records lie in."""
     records: Mapping[str, Record]
     """By name, in the order of the directory."""
+
+
+def read_record(source: Source, path: str, record: Record) -> bytes:
+    """Read the whole data of a record of the file `path`.
+
+    Raises SourceError if its CRC-32 is not the one that the archive states.
+    """
+    data = read(source, path, record.offset, record.size)
+    if record.crc and zlib.crc32(data) != record.crc:
+        raise SourceError(
+            f"{path}: {record_damage(record.name, zlib.crc32(data), record.crc)}", hint="fetch or copy the file again"
+        )
+    return data
+
+
+def record_damage(name: str, found: int, stated: int) -> str:
+    """What messages say of a record whose bytes are not the ones that were written."""
+    return f"the record {_shown(name.encode())} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
 
 
 @dataclass(frozen=True, slots=True)
