@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.amounts import duration, file_size, memory_size
+from shardctl.amounts import memory_size
 from shardctl.cli import streams
 from shardctl.report.documents import progressed
-from shardctl.report.meter import Meter
+from shardctl.report.meter import TransferMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from rich.progress import TaskID
 
     from shardctl.execute.progress import Progress
     from shardctl.workers import Effort
@@ -25,20 +23,22 @@ _TICK: Final = 0.5
 """Seconds between samples of the rate, and between looks at whether something is due."""
 
 
-class _View(Protocol):
-    """Shows a meter; called about twice a second, and once at the end."""
+class _ProgressView(Protocol):
+    """Shows a meter; `show` is called about twice a second."""
 
-    def show(self, meter: Meter) -> None: ...
+    meter: TransferMeter
+
+    def show(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Watch:
-    """Is told by the threads that work, and lets one thread of its own do all the showing."""
+class _ProgressWatch:
+    """Takes the news of the threads that work, and lets one thread of its own do all the showing."""
 
-    def __init__(self, view: _View) -> None:
+    def __init__(self, view: _ProgressView) -> None:
         self._view = view
-        self._meter = Meter()
+        self._meter = view.meter
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="shardctl-progress", daemon=True)
         self._thread.start()
@@ -50,7 +50,7 @@ class _Watch:
         self._meter.advance(nbytes, kept=kept)
 
     def file_done(self, path: str) -> None:  # noqa: ARG002 - only their number is shown
-        self._meter.file_done()
+        self._meter.finish_file()
 
     def close(self) -> None:
         self._over.set()
@@ -59,73 +59,85 @@ class _Watch:
 
     def _tick(self) -> None:
         while not self._over.wait(_TICK):
-            self._meter.sample()
-            self._view.show(self._meter)
+            self._view.show()
 
 
-class _Lines:
-    """A plain line every 5 % or 30 s."""
+class _LogLines:
+    """Writes a plain line every 5 % or 30 s."""
 
     def __init__(self, verb: str) -> None:
+        self.meter = TransferMeter()
         self._verb = verb
 
-    def show(self, meter: Meter) -> None:
-        if meter.due():
-            streams.talk(meter.line(self._verb, memory_held()))
+    def show(self) -> None:
+        self.meter.sample()
+        if self.meter.is_line_due():
+            streams.talk(self.meter.format_line(self._verb, memory_held()))
 
     def close(self) -> None:
         """Leave the lines."""
 
 
-class _Records:
-    """A JSON line as often."""
+class _JsonRecords:
+    """Writes a JSON line as often."""
 
-    def show(self, meter: Meter) -> None:
-        if meter.due():
-            streams.record(progressed(meter) | {"held_bytes": memory_held()})
+    def __init__(self) -> None:
+        self.meter = TransferMeter()
+
+    def show(self) -> None:
+        self.meter.sample()
+        if self.meter.is_line_due():
+            streams.record(progressed(self.meter) | {"held_bytes": memory_held()})
 
     def close(self) -> None:
         """Leave the records."""
 
 
-class _Bar:
-    """A bar that goes away when the task is done."""
+class _TerminalBar:
+    """Draws a bar that goes away when the task is done."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
         from rich.table import Column
 
         self._bar = Progress(
             BarColumn(bar_width=16),
+            TaskProgressColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=Console(stderr=True),
             transient=True,
         )
-        self._task: TaskID = self._bar.add_task("reading headers", total=None)
+        self.meter = TransferMeter(self._bar)
         self._bar.start()
 
-    def show(self, meter: Meter) -> None:
-        left = meter.seconds_left
-        words = [
-            file_size(meter.done_bytes) + (f" of {file_size(meter.total_bytes)}" if meter.total_bytes else ""),
-            f"{file_size(meter.rate)}/s",
-            *([f"{duration(left)} left"] if left is not None else []),
-            *([f"{meter.files_done:,}/{meter.files:,} files"] if meter.files else []),
-            memory_size(memory_held()),
-        ]
-        total = meter.total_bytes or None
-        self._bar.update(self._task, total=total, completed=meter.done_bytes, description="  ".join(words))
+    def show(self) -> None:
+        files = f"{self.meter.files_done:,}/{self.meter.files:,} files  " if self.meter.files else ""
+        self.meter.sample(files + memory_size(memory_held()))
 
     def close(self) -> None:
         self._bar.stop()
 
 
+def _terminal_view(verb: str) -> _ProgressView:
+    return _TerminalBar() if streams.is_terminal(sys.stderr) else _LogLines(verb)
+
+
 @contextmanager
 def watching(verb: str, *, json: bool = False) -> Iterator[Progress]:
     """Someone to tell how a task goes on."""
-    view: _View = _Records() if json else _Bar() if streams.is_terminal(sys.stderr) else _Lines(verb)
-    watch = _Watch(view)
+    watch = _ProgressWatch(_JsonRecords() if json else _terminal_view(verb))
     try:
         yield watch
     finally:

@@ -10,7 +10,7 @@ from shardctl.mesh import EXPERT_AXES
 
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
-    from shardctl.report.meter import Meter
+    from shardctl.report.meter import TransferMeter
     from shardctl.verbs.contribute import Contributed
     from shardctl.verbs.diff import Diffed
     from shardctl.verbs.digest import Digested
@@ -90,7 +90,7 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
     return document
 
 
-def progressed(meter: Meter) -> Document:
+def progressed(meter: TransferMeter) -> Document:
     """How far `reshard` is; every record but the last."""
     return {
         "schema": schema("reshard"),

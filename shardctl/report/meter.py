@@ -1,31 +1,46 @@
-"""How far a long task is: bytes, files, the rate of this run alone, and the time left."""
+"""Measures how far a long task is: bytes, files, the rate of this run alone, and the time left.
+
+rich keeps the samples, the rate and the estimate; this module says what counts as work of this run.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Final
+
+from rich.progress import Progress
 
 from shardctl.amounts import duration, file_size, memory_size, percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.progress import Task
+
 _WINDOW: Final = 30.0
-"""Seconds over which the rate is taken: what a resumed run finds in place must not flatter it."""
+"""Seconds over which the rate is taken: longer is steadier, shorter sooner tells of a disk that became slow."""
 _QUIET: Final = 30.0
-"""Seconds after which something is said in any case: a silent two-hour job looks dead."""
+"""Seconds after which a line is due in any case: a two-hour job that says nothing looks dead."""
 _STEP: Final = 20
-"""One part in so many (5 %) is worth a line."""
+"""A line is due for every one of this many equal parts (5 %)."""
 _BREATH: Final = 1.0
-"""Seconds between lines at least."""
+"""Seconds between two lines at least."""
 
 
-class Meter:
-    """Counts; `advance` and `file_done` may be called from any thread, the rest from one."""
+class TransferMeter:
+    """Counts bytes and files; `advance` and `finish_file` may be called from any thread, the rest from one.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    ```python
+    meter = TransferMeter()
+    meter.begin(total_bytes=1000, files=4)
+    meter.advance(250)
+    meter.sample()
+    ```
+    """
+
+    def __init__(self, progress: Progress | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count in a task of `progress`, which may show it; by default in one that nobody sees."""
         self.total_bytes = 0
         """0 if not known."""
         self.files = 0
@@ -36,47 +51,62 @@ class Meter:
         """Bytes of earlier runs."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._samples: deque[tuple[float, int]] = deque([(clock(), 0)])
+        self._progress = progress or Progress(disable=True, get_time=clock)
+        self._progress.speed_estimate_period = _WINDOW
+        self._task_id = self._progress.add_task("reading headers", total=None)
+        self._sampled_bytes = 0
         self._said_at = clock()
         self._said_bytes = 0
+
+    @property
+    def _task(self) -> Task:
+        return self._progress.tasks[self._task_id]
 
     def begin(self, total_bytes: int, files: int) -> None:
         """Note the size of the task."""
         self.total_bytes, self.files = total_bytes, files
+        self._progress.update(self._task_id, total=total_bytes or None, description="")
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
-        """So many bytes more are in place."""
+        """Count bytes that are in place; `kept` if an earlier run had written them."""
         with self._lock:
             self.done_bytes += nbytes
             self.kept_bytes += nbytes if kept else 0
 
-    def file_done(self) -> None:
-        """One more file is complete."""
+    def finish_file(self) -> None:
+        """Count one more file that is complete."""
         with self._lock:
             self.files_done += 1
 
-    def sample(self) -> None:
-        """Take the rate's next sample; called about twice a second."""
-        now = self._clock()
-        self._samples.append((now, self.done_bytes - self.kept_bytes))
-        while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW:  # noqa: PLR2004 - two ends of a window
-            self._samples.popleft()
+    def sample(self, description: str | None = None) -> None:
+        """Take the rate's next sample, and give the task a new `description`; called about twice a second.
+
+        The rate is that of this run: bytes of an earlier one move the bar, but are no samples, and neither is the time
+        before this run's first byte.
+        """
+        with self._lock:
+            done, fresh = self.done_bytes, self.done_bytes - self.kept_bytes
+        if fresh:
+            self._progress.advance(self._task_id, fresh - self._sampled_bytes)
+            self._sampled_bytes = fresh
+        self._task.completed = done
+        if description is not None:
+            self._progress.update(self._task_id, description=description)
 
     @property
     def rate(self) -> float:
-        """Bytes of this run a second, lately."""
-        (began, first), (now, last) = self._samples[0], self._samples[-1]
-        return (last - first) / (now - began) if now > began else 0.0
+        """Bytes of this run a second, over the last half minute."""
+        return self._task.speed or 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """At the present rate; None if that cannot be said."""
+        """Seconds that the rest takes at the present rate; None if that cannot be said."""
         if not self.total_bytes or not self.rate:
             return None
         return max(self.total_bytes - self.done_bytes, 0) / self.rate
 
-    def due(self) -> bool:
-        """Whether it is time for a line: 5 % or 30 s after the last; if so, counts as said."""
+    def is_line_due(self) -> bool:
+        """Whether it is time for a line: 5 % or 30 s after the last; if so, it counts as said."""
         since = self._clock() - self._said_at
         news = self.done_bytes - self._said_bytes
         stepped = self.total_bytes and news * _STEP >= self.total_bytes and since >= _BREATH
@@ -85,12 +115,13 @@ class Meter:
         self._said_at, self._said_bytes = self._clock(), self.done_bytes
         return True
 
-    def line(self, verb: str, held: int) -> str:
-        """All of it in one plain line; `held` is the memory in use, 0 if not known."""
+    def format_line(self, verb: str, held: int) -> str:
+        """All of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""
         parts = [file_size(self.done_bytes)]
         if self.total_bytes:
             parts[0] += f" of {file_size(self.total_bytes)} ({percent(self.done_bytes, self.total_bytes)})"
-        parts.append(f"{file_size(self.rate)}/s")
+        if self.rate:
+            parts.append(f"{file_size(self.rate)}/s")
         if self.seconds_left is not None:
             parts.append(f"{duration(self.seconds_left)} left")
         if self.files:

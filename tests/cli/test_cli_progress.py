@@ -2,7 +2,7 @@ import json
 import time
 
 from shardctl.cli import progress
-from shardctl.report.meter import Meter
+from shardctl.report.meter import TransferMeter
 
 
 class Clock:
@@ -15,7 +15,7 @@ class Clock:
 
 def metered(total=1000):
     clock = Clock()
-    meter = Meter(clock)
+    meter = TransferMeter(clock=clock)
     meter.begin(total, 4)
     return meter, clock
 
@@ -23,11 +23,24 @@ def metered(total=1000):
 def test_bytes_of_an_earlier_run_count_as_done_but_not_for_the_rate():
     meter, clock = metered()
     meter.advance(500, kept=True)
-    meter.advance(100)
+    clock.now += 3600  # reading them again takes time, too
+    meter.sample()
+    meter.advance(1)
+    meter.sample()
+    meter.advance(99)
     clock.now += 2
     meter.sample()
-    assert (meter.done_bytes, meter.kept_bytes, meter.rate) == (600, 500, 50.0)
-    assert meter.seconds_left == 8.0
+    assert (meter.done_bytes, meter.kept_bytes, meter.rate) == (600, 500, 49.5)
+    assert round(meter.seconds_left, 3) == round(400 / 49.5, 3)
+
+
+def test_the_rate_falls_while_nothing_moves():
+    meter, clock = metered()
+    for nbytes in (1, 100, 0, 0):
+        meter.advance(nbytes)
+        meter.sample()
+        clock.now += 5
+    assert round(meter.rate, 3) == round(100 / 15, 3)
 
 
 def test_the_rate_is_that_of_the_last_half_minute():
@@ -52,40 +65,45 @@ def test_nothing_is_promised_before_anything_is_known():
 
 def test_a_line_is_due_every_5_percent_or_30_seconds():
     meter, clock = metered()
-    assert not meter.due()
+    assert not meter.is_line_due()
     meter.advance(50)
-    assert not meter.due(), "lines do not flood: at least a second lies between two"
+    assert not meter.is_line_due(), "lines do not flood: at least a second lies between two"
     clock.now += 1
-    assert meter.due()
-    assert not meter.due()
+    assert meter.is_line_due()
+    assert not meter.is_line_due()
     meter.advance(49)
     clock.now += 29
-    assert not meter.due()
+    assert not meter.is_line_due()
     clock.now += 1
-    assert meter.due()
+    assert meter.is_line_due()
     clock.now += 30
-    assert meter.due(), "a job that stands still says so too"
+    assert meter.is_line_due(), "a job that stands still says so too"
 
 
 def test_a_line_says_bytes_rate_time_files_and_memory():
     meter, clock = metered(91_000_000)
-    meter.advance(45_500_000)
-    meter.file_done()
+    meter.advance(500_000)
+    meter.sample()
+    meter.advance(45_000_000)
+    meter.finish_file()
     clock.now += 10
     meter.sample()
-    assert meter.line("reshard", 118_111_600) == (
-        "reshard: 45.5 MB of 91.0 MB (50 %), 4.5 MB/s, 10.0 s left, 1 of 4 files, 0.11 GiB held\n"
+    assert meter.format_line("reshard", 118_111_600) == (
+        "reshard: 45.5 MB of 91.0 MB (50 %), 4.5 MB/s, 10.1 s left, 1 of 4 files, 0.11 GiB held\n"
     )
 
 
 def test_a_task_of_unknown_size_says_what_is_known():
     clock = Clock()
-    meter = Meter(clock)
+    meter = TransferMeter(clock=clock)
+    meter.advance(1_000_000)
+    meter.sample()
+    assert meter.format_line("verify", 0) == "verify: 1.0 MB\n", "one sample is no rate"
     meter.advance(3_000_000)
     clock.now += 30
     meter.sample()
-    assert meter.due()
-    assert meter.line("verify", 0) == "verify: 3.0 MB, 100.0 kB/s\n"
+    assert meter.is_line_due()
+    assert meter.format_line("verify", 0) == "verify: 4.0 MB, 100.0 kB/s\n"
 
 
 def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
