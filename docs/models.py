@@ -9,7 +9,7 @@ def page():
         "# Models",
         "",
         f"{len(FAMILIES)} families, by the `model_type` of a config, with the transformers classes each describes.",
-        "Written by `python docs/models.py` from the tables in `shardctl/models`; a test holds the two together.",
+        "Written by `python docs/models.py` from `shardctl/models/families`; a test holds the two together.",
         "",
         "| model_type | classes |",
         "|---|---|",

@@ -2,7 +2,8 @@
 
 from shardctl.models.config import Config
 from shardctl.models.counting import parameters
-from shardctl.models.describe import FAMILIES, KvHeads, describe, find, model_for
+from shardctl.models.describe import KvHeads, describe, find, model_for
+from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import kinds

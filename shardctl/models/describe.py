@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.models.bart import BART, MBART, WHISPER
-from shardctl.models.bert import BERT
-from shardctl.models.bloom import BLOOM
-from shardctl.models.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
-from shardctl.models.cohere import COHERE, COHERE2
 from shardctl.models.config import Config
-from shardctl.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
-from shardctl.models.distilbert import DISTILBERT
-from shardctl.models.falcon import FALCON
-from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from shardctl.models.glm import GLM, GLM4
-from shardctl.models.gpt2 import GPT2
-from shardctl.models.gpt_neox import GPT_NEOX
-from shardctl.models.gpt_oss import GPT_OSS
-from shardctl.models.gptj import GPTJ
-from shardctl.models.granite import GRANITE
-from shardctl.models.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
-from shardctl.models.jamba import JAMBA
-from shardctl.models.llama import LLAMA
-from shardctl.models.llama4 import LLAMA4_TEXT
-from shardctl.models.mamba import FALCON_MAMBA, MAMBA, MAMBA2
-from shardctl.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from shardctl.models.mixtral import MIXTRAL, PHIMOE
-from shardctl.models.olmo import OLMO, OLMO2, OLMO3
-from shardctl.models.opt import OPT
-from shardctl.models.phi import PHI, PHI3
+from shardctl.models.families import FAMILIES
 from shardctl.models.quantisation import quantise
-from shardctl.models.qwen import QWEN2, QWEN3
-from shardctl.models.qwen3_next import QWEN3_NEXT
-from shardctl.models.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
-from shardctl.models.roberta import ROBERTA, XLM_ROBERTA
-from shardctl.models.stablelm import STABLELM
-from shardctl.models.starcoder2 import STARCODER2
-from shardctl.models.t5 import T5
 from shardctl.models.table import build
 from shardctl.models.transformers_rules import transformers_rules
-from shardctl.models.vision_language import GEMMA3, LLAVA, LLAVA_NEXT, MISTRAL3, PALIGEMMA, QWEN2_5_VL, QWEN2_VL
-from shardctl.models.vit import VIT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,74 +21,6 @@ if TYPE_CHECKING:
 
 KvHeads = Literal["replicate", "error"]
 """What to do where there are fewer key/value heads than tp ranks."""
-
-FAMILIES: Final[tuple[Family, ...]] = (
-    BART,
-    BERT,
-    BLOOM,
-    CLIP,
-    CLIP_TEXT,
-    CLIP_VISION,
-    COHERE,
-    COHERE2,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    DISTILBERT,
-    FALCON,
-    FALCON_MAMBA,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3_TEXT,
-    GLM,
-    GLM4,
-    GLM4_MOE,
-    GPT2,
-    GPTJ,
-    GPT_NEOX,
-    GPT_OSS,
-    GRANITE,
-    GRANITE_MOE,
-    GRANITE_MOE_SHARED,
-    JAMBA,
-    LLAMA,
-    LLAMA4_TEXT,
-    LLAVA,
-    LLAVA_NEXT,
-    MAMBA,
-    MAMBA2,
-    MBART,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL,
-    MISTRAL3,
-    MIXTRAL,
-    OLMO,
-    OLMO2,
-    OLMO3,
-    OLMOE,
-    OPT,
-    PALIGEMMA,
-    PHI,
-    PHI3,
-    PHIMOE,
-    QWEN2,
-    QWEN2_5_VL,
-    QWEN2_MOE,
-    QWEN2_VL,
-    QWEN3,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    ROBERTA,
-    SIGLIP,
-    STABLELM,
-    STARCODER2,
-    T5,
-    VIT,
-    WHISPER,
-    XLM_ROBERTA,
-)
-"""Every family; to add one, write its file and name it here."""
 
 
 def find(config: Mapping[str, object]) -> tuple[Family, str] | None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.models.clip import CLIP_EYES, SIGLIP_EYES, clip_eyes, siglip_eyes
 from shardctl.models.decoder import DECODER
-from shardctl.models.eyes import PIXTRAL_EYES, QWEN_EYES, pixtral_eyes, qwen2_eyes, qwen25_eyes
+from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, clip_eyes, siglip_eyes
+from shardctl.models.families.eyes import PIXTRAL_EYES, QWEN_EYES, pixtral_eyes, qwen2_eyes, qwen25_eyes
+from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.families.llama import LLAMA
+from shardctl.models.families.mistral import MINISTRAL3, MISTRAL
+from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.family import Dim, Facts, Family, ModelClass, Row
-from shardctl.models.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from shardctl.models.llama import LLAMA
-from shardctl.models.mistral import MINISTRAL3, MISTRAL
 from shardctl.models.nesting import both, inner, nested
-from shardctl.models.qwen import QWEN2, QWEN3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.bert import ENCODER, encoder_facts
+from shardctl.models.families.bert import ENCODER, encoder_facts
 from shardctl.models.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:

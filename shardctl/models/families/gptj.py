@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.families.gpt2 import NAMES
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
-from shardctl.models.gpt2 import NAMES
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, decoder_classes, decoder_facts
 from shardctl.models.experts import experts, fused_experts, with_experts
+from shardctl.models.families.mamba import mixer, time_step_rank
 from shardctl.models.family import Dim, Facts, Family, Row
-from shardctl.models.mamba import mixer, time_step_rank
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config

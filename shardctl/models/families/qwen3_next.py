@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, decoder_classes, decoder_facts
 from shardctl.models.experts import fused_experts, only, predicting
+from shardctl.models.families.qwen_moe import QWEN_MOE, qwen_experts
 from shardctl.models.family import Dim, Family, Index, Row
-from shardctl.models.qwen_moe import QWEN_MOE, qwen_experts
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config

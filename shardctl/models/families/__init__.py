@@ -1,0 +1,115 @@
+"""The families of models, each with all that is said of it in its own file."""
+
+from typing import Final
+
+from shardctl.models.families.bart import BART, MBART, WHISPER
+from shardctl.models.families.bert import BERT
+from shardctl.models.families.bloom import BLOOM
+from shardctl.models.families.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
+from shardctl.models.families.cohere import COHERE, COHERE2
+from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from shardctl.models.families.distilbert import DISTILBERT
+from shardctl.models.families.falcon import FALCON
+from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.families.glm import GLM, GLM4
+from shardctl.models.families.gpt2 import GPT2
+from shardctl.models.families.gpt_neox import GPT_NEOX
+from shardctl.models.families.gpt_oss import GPT_OSS
+from shardctl.models.families.gptj import GPTJ
+from shardctl.models.families.granite import GRANITE
+from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from shardctl.models.families.jamba import JAMBA
+from shardctl.models.families.llama import LLAMA
+from shardctl.models.families.llama4 import LLAMA4_TEXT
+from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
+from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
+from shardctl.models.families.olmo import OLMO, OLMO2, OLMO3
+from shardctl.models.families.opt import OPT
+from shardctl.models.families.phi import PHI, PHI3
+from shardctl.models.families.qwen import QWEN2, QWEN3
+from shardctl.models.families.qwen3_next import QWEN3_NEXT
+from shardctl.models.families.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
+from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
+from shardctl.models.families.stablelm import STABLELM
+from shardctl.models.families.starcoder2 import STARCODER2
+from shardctl.models.families.t5 import T5
+from shardctl.models.families.vision_language import (
+    GEMMA3,
+    LLAVA,
+    LLAVA_NEXT,
+    MISTRAL3,
+    PALIGEMMA,
+    QWEN2_5_VL,
+    QWEN2_VL,
+)
+from shardctl.models.families.vit import VIT
+from shardctl.models.family import Family
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    BART,
+    BERT,
+    BLOOM,
+    CLIP,
+    CLIP_TEXT,
+    CLIP_VISION,
+    COHERE,
+    COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DISTILBERT,
+    FALCON,
+    FALCON_MAMBA,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_TEXT,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    GPT2,
+    GPTJ,
+    GPT_NEOX,
+    GPT_OSS,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    JAMBA,
+    LLAMA,
+    LLAMA4_TEXT,
+    LLAVA,
+    LLAVA_NEXT,
+    MAMBA,
+    MAMBA2,
+    MBART,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    MISTRAL3,
+    MIXTRAL,
+    OLMO,
+    OLMO2,
+    OLMO3,
+    OLMOE,
+    OPT,
+    PALIGEMMA,
+    PHI,
+    PHI3,
+    PHIMOE,
+    QWEN2,
+    QWEN2_5_VL,
+    QWEN2_MOE,
+    QWEN2_VL,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    ROBERTA,
+    SIGLIP,
+    STABLELM,
+    STARCODER2,
+    T5,
+    VIT,
+    WHISPER,
+    XLM_ROBERTA,
+)
+"""Every family; to add one, write its file and name it here."""
