@@ -160,9 +160,9 @@ def plan(
     planned = verb(src, wish, reading=reading, purpose=asked, out=out)
     streams.warn(planned.warnings)
     if report is not None:
-        from shardctl.report.html import page
+        from shardctl.report.html import render_plan_page
 
-        streams.save(report, page(planned).encode())
+        streams.save(report, render_plan_page(planned).encode())
     if json:
         streams.document(plan_document.planned(planned))
     else:
