@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError, SourceError, some
+from shardctl.errors import DestinationError, some
 from shardctl.execute.part import dump, load
 from shardctl.record import RECORD
 
@@ -101,12 +101,7 @@ class Uploads:
 
 def require_free(bucket: Bucket) -> None:
     """Raise DestinationError if there is a finished checkpoint, or anything that is not ours."""
-    try:
-        objects = bucket.objects()
-    except SourceError as error:
-        raise DestinationError(
-            f"{bucket.name} cannot be written: {error.message}", hint="make the bucket first"
-        ) from error
+    objects = bucket.objects()
     if RECORD in objects:
         raise DestinationError(
             f"{bucket.name} already holds a finished checkpoint",

@@ -93,7 +93,7 @@ def _bucket(destination: str, *, overwrite: bool) -> Bucket:
             "--overwrite is for directories: objects cannot be exchanged in one step",
             hint="write to another prefix, or remove what is there first",
         )
-    return Bucket(destination)
+    return Bucket(destination, writing=True)
 
 
 def _groups(work: Draft, free: int | None) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,4 @@
-"""An S3 server on loopback, and a bucket of its own for each test."""
+"""An S3 server on loopback, Azure's emulator and a small Google store; and a bucket of its own for each test."""
 
 import itertools
 import logging
@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 pytest.importorskip("moto.server", reason="moto's server is not installed")
+
+from azurite import missing
+from stores import KINDS, StorePlace
 
 _numbers = itertools.count()
 ENVIRONMENT = {
@@ -45,3 +48,40 @@ def bucket(s3):
     name = f"bucket-{next(_numbers)}"
     s3.create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture(scope="session")
+def running():
+    """The stores that tests asked for, by scheme."""
+    found = {}
+    yield found
+    for store in found.values():
+        store.close()
+
+
+@pytest.fixture
+def open_place(running, tmp_path, monkeypatch):
+    """Opens a bucket of its own in a store of a kind, with the environment in which shardctl finds it."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    opened = []
+
+    def opens(scheme):
+        if scheme == "az" and missing():
+            pytest.skip(missing())
+        if scheme not in running:
+            running[scheme] = KINDS[scheme]()
+        place = StorePlace(scheme, running[scheme], tmp_path)
+        opened.append(place)
+        for name, value in place.environment.items():
+            monkeypatch.setenv(name, value)
+        return place
+
+    yield opens
+    for place in opened:
+        place.close()
+
+
+@pytest.fixture(params=sorted(KINDS))
+def place(request, open_place):
+    """A bucket of each kind in turn."""
+    return open_place(request.param)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import re
+import secrets
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cached_property
-from http import HTTPStatus
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError, UsageError
+from shardctl.errors import AccessError, UsageError
+from shardctl.storage.cloud.refusals import RefusalReader
+from shardctl.storage.cloud.settings import HOW_ALLOWED, store_options
 from shardctl.storage.patience import Patience, TroubleError
 from shardctl.workers import Stop, heed
 
@@ -24,20 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from shardctl.errors import ShardctlError
-
 Result = TypeVar("Result")
 
 PIECE: Final = 8 << 20
 """Bytes of a ranged read at most, and of a part of an upload at least: enough to hide what a request costs."""
 _MOST_PARTS: Final = 9_000
 """S3 allows 10,000 in one upload (Amazon S3 User Guide, "Multipart upload limits")."""
+_DELETED_AT_ONCE: Final = 1_000
+"""S3 removes so many objects in one request (Amazon S3 API Reference, DeleteObjects)."""
 _AT_ONCE: Final = 4
 """Parts of one upload on their way at once."""
-_QUICK: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=20)}
-"""Within one try; further ones are ours, because only between ours a signal is heard."""
-_ONE_REQUEST: Final = timedelta(minutes=5)
-"""For all of one, body included: obstore's 30 s are too few for four parts on their way at less than 1.1 MB/s."""
+_MARK: Final = "shardctlupload"
+"""The name of the metadata by which an upload knows its own object again; no store's rules forbid it."""
 
 
 def piece_bytes(size: int) -> int:
@@ -56,14 +53,17 @@ class Object:
 
     size: int
     etag: str
-    """Another one for another content."""
+    """Another one for another content; without the quotes, which Azure leaves out of its listings only."""
 
 
 class Bucket:
     """Everything below `scheme://bucket/prefix`; keys are relative to it."""
 
-    def __init__(self, text: str) -> None:
-        """Raises UsageError for an address without a bucket, or if obstore is not installed."""
+    def __init__(self, text: str, *, writing: bool = False) -> None:
+        """`writing` says that it is a destination: what is wrong is then a DestinationError, else a SourceError.
+
+        Raises UsageError for an address without a bucket, or if obstore is not installed.
+        """
         scheme, _, rest = text.partition("://")
         name, _, prefix = rest.partition("/")
         parts = prefix.strip("/").split("/") if prefix.strip("/") else []
@@ -74,14 +74,16 @@ class Bucket:
         self.prefix = "/".join(parts)
         self.stop = Stop()
         self._obstore: Any = _library()
+        self._refusals = RefusalReader(self.root, writing, self._obstore.exceptions)
 
     @cached_property
     def _store(self) -> Any:  # noqa: ANN401 - obstore's stores have no common type
-        endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
-        plain = self.root.startswith("s3:") and endpoint.startswith("http://")
-        options = {"timeout": _ONE_REQUEST, "allow_http": plain}
-        with self._told("opening"):
-            return self._obstore.store.from_url(self.root, client_options=options, retry_config=_QUICK)
+        scheme = self.root.partition("://")[0]
+        try:
+            return self._obstore.store.from_url(self.root, **store_options(scheme))
+        except self._obstore.exceptions.BaseError as error:
+            words = str(error).strip().partition("\n")[0]
+            raise AccessError(f"{self.root} cannot be opened: {words}", hint=HOW_ALLOWED[scheme]) from error
 
     def _key(self, path: str) -> str:
         return "/".join(filter(None, (self.prefix, path)))
@@ -120,7 +122,7 @@ class Bucket:
     def _fetch(self, path: str, offset: int, into: memoryview, etag: str) -> None:
         options: dict[str, Any] = {"range": (offset, offset + len(into))}
         if etag:
-            options["if_match"] = etag
+            options["if_match"] = f'"{etag}"'
 
         def got() -> None:
             answer = self._obstore.get(self._store, self._key(path), options=options)
@@ -147,23 +149,50 @@ class Bucket:
         self._tried("writing", path, lambda: self._obstore.put(self._store, self._key(path), content))
 
     def upload(self, path: str, file: Path, size: int) -> Object:
-        """Put a file: in parts, which become an object when the last one is there; else nothing of them stays."""
-        piece = piece_bytes(size)
+        """Put a file: in parts, which become an object when the last one is there; else nothing of them stays.
 
-        def put() -> str:
-            pieces = self._pieces(file, piece)
-            key = self._key(path)
-            done = self._obstore.put(
-                self._store, key, pieces, chunk_size=piece, max_concurrency=_AT_ONCE, use_multipart=size > piece
+        If the store's last answer is lost, the object is known by its mark, and not sent again.
+        """
+        piece, mark = piece_bytes(size), secrets.token_hex(16)
+
+        def put() -> Object:
+            try:
+                done = self._obstore.put(
+                    self._store,
+                    self._key(path),
+                    self._pieces(file, piece),
+                    chunk_size=piece,
+                    max_concurrency=_AT_ONCE,
+                    use_multipart=size > piece,
+                    attributes={_MARK: mark},
+                )
+                return Object(size, _bare(done["e_tag"]))
+            except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+                there = self._marked(path, mark)
+                if there is not None:
+                    return there
+                if "NoSuchUpload" in str(error):
+                    raise TroubleError("the store has forgotten what was sent") from error
+                raise
+
+        sent, there = self._tried("writing", path, put), self.head(path)
+        if there is not None and sent.etag and there.etag != sent.etag:
+            raise self._refusals.changed(
+                f"{self.name}/{path} was written by somebody else meanwhile", "run again alone"
             )
-            return str(done["e_tag"] or "")
-
-        etag, there = self._tried("writing", path, put), self.head(path)
-        if there is not None and etag and there.etag != etag:
-            raise ChangedError(f"{self.name}/{path} was written by somebody else meanwhile", hint="run again alone")
         if there is None or there.size != size:
-            raise DestinationError(f"{self.name}/{path} has not the {size:,} bytes that were sent")
+            raise self._refusals.refuse(
+                f"{self.name}/{path} has not the {size:,} bytes that were sent", "run the same command again"
+            )
         return there
+
+    def _marked(self, path: str, mark: str) -> Object | None:
+        """The object that an upload with this mark made; None if there is none, or if that cannot be found out."""
+        with contextlib.suppress(self._obstore.exceptions.BaseError, OSError):
+            answer = self._obstore.get(self._store, self._key(path), options={"head": True})
+            if answer.attributes.get(_MARK) == mark:
+                return _object(answer.meta)
+        return None
 
     def _pieces(self, file: Path, piece: int) -> Iterator[bytes]:
         with file.open("rb", buffering=0) as data:
@@ -174,9 +203,18 @@ class Bucket:
 
     def delete(self, paths: list[str]) -> None:
         """Remove objects; those that are not there do not matter."""
-        keys = [self._key(path) for path in paths]
-        if keys:
-            self._tried("removing", paths[0], lambda: self._obstore.delete(self._store, keys))
+        for start in range(0, len(paths), _DELETED_AT_ONCE):
+            batch = paths[start : start + _DELETED_AT_ONCE]
+            self._tried("removing", batch[0], partial(self._delete, [self._key(path) for path in batch]))
+
+    def _delete(self, keys: list[str]) -> None:
+        missing = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
+        try:
+            self._obstore.delete(self._store, keys)
+        except missing:  # Azure and Google refuse to remove what is gone, and may then have left the others
+            for key in keys if len(keys) > 1 else ():
+                with contextlib.suppress(*missing):
+                    self._obstore.delete(self._store, key)
 
     def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
         """The result of `act`, which is done again where the trouble may pass."""
@@ -192,38 +230,18 @@ class Bucket:
     @contextlib.contextmanager
     def _told(self, doing: str) -> Iterator[None]:
         """Say what a store's refusal means; what may pass is a TroubleError."""
-        errors = self._obstore.exceptions
         try:
             yield
-        except (errors.NotFoundError, FileNotFoundError) as error:
-            raise SourceError(f"{doing} failed: there is nothing", hint="check the bucket and the path") from error
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError) as error:
-            raise AccessError(f"{doing} is not allowed: {_first_line(error)}", hint=_HOW_ALLOWED) from error
-        except errors.PreconditionError as error:
-            raise ChangedError(
-                f"{doing} failed: the object has changed", hint="run again when nothing writes to it"
-            ) from error
-        except errors.BaseError as error:
-            heed(self.stop)
-            if "invalid path" in str(error):
-                raise SourceError(
-                    f"{doing} failed: a key in it is no path: {_first_line(error)}",
-                    hint="rename that object, or remove it",
-                ) from error
-            status = _STATUS.search(str(error))
-            refusal = _refusal(doing, int(status[1]), _first_line(error)) if status else None
-            raise refusal or TroubleError(_first_line(error)) from error
         except _Stopped:
             heed(self.stop)
             raise
+        except (self._obstore.exceptions.BaseError, FileNotFoundError, PermissionError) as error:
+            heed(self.stop)
+            raise self._refusals.explain(error, doing) from error
 
 
 class _Stopped(Exception):  # noqa: N818 - a signal, not a fault
     """A signal came while an object was being sent."""
-
-
-_STATUS: Final = re.compile(r"status code: (\d{3})")
-_HOW_ALLOWED: Final = "set the store's usual variables, such as AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION"
 
 
 def _library() -> Any:  # noqa: ANN401 - a module
@@ -237,25 +255,9 @@ def _library() -> Any:  # noqa: ANN401 - a module
         ) from error
 
 
-def _refusal(doing: str, status: int, words: str) -> ShardctlError | None:
-    """What an HTTP status means that obstore has no error of its own for; None if it may pass."""
-    if status == HTTPStatus.NOT_FOUND:
-        return SourceError(f"{doing} failed: there is nothing", hint="check the bucket and the path")
-    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-        return AccessError(f"{doing} is not allowed: {words}", hint=_HOW_ALLOWED)
-    passing = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in {
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.CONFLICT,
-        HTTPStatus.TOO_MANY_REQUESTS,
-    }
-    return (
-        None if passing else SourceError(f"{doing} failed: {words}", hint="check the address and the store's settings")
-    )
-
-
 def _object(meta: Any) -> Object:  # noqa: ANN401 - obstore's dictionary
-    return Object(int(meta["size"]), str(meta.get("e_tag") or ""))
+    return Object(int(meta["size"]), _bare(meta.get("e_tag")))
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+def _bare(etag: str | None) -> str:
+    return (etag or "").strip('"')

@@ -1,0 +1,120 @@
+"""Every kind of store, as source, as destination and as both: the bytes that a directory has."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cloud_models import llama, on_disk
+
+from shardctl.errors import ChangedError, DestinationError
+from shardctl.mesh import Mesh
+from shardctl.storage.cloud.bucket import PIECE, Bucket
+from shardctl.verbs.diff import diff
+from shardctl.verbs.digest import digest
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.plan import plan
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+TP2 = Wish(mesh=Mesh.of(tp=2), threads=2)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return llama(tmp_path / "source")
+
+
+@pytest.fixture
+def heavy(tmp_path):
+    """One whose files are sent in several parts."""
+    return llama(tmp_path / "heavy", vocab_size=200_000)
+
+
+def test_a_store_gets_the_bytes_that_a_directory_gets(place, source, tmp_path):
+    wanted = reshard(source, tmp_path / "out", TP2, sha256=True)
+    done = reshard(source, place.address("a/out"), TP2, sha256=True)
+    assert place.held("a/out/") == on_disk(tmp_path / "out")
+    assert done.record == wanted.record
+
+
+def test_files_in_several_parts_arrive_whole(place, heavy, tmp_path):
+    reshard(heavy, tmp_path / "out", TP2)
+    reshard(heavy, place.address("out"), TP2)
+    assert max(map(len, place.held("out/").values())) > PIECE
+    assert place.held("out/") == on_disk(tmp_path / "out")
+
+
+def test_a_store_is_read_like_a_directory(place, source, tmp_path):
+    place.fill("models/llama/", source)
+    address = place.address("models/llama")
+    assert digest(address).digest == digest(source).digest
+    assert inspect(address).carried == inspect(source).carried
+    assert plan(address, TP2).weight_bytes == plan(source, TP2).weight_bytes
+    assert diff(address, source).changes == ()
+    there, here = reshard(address, tmp_path / "there", TP2), reshard(source, tmp_path / "here", TP2)
+    assert on_disk(tmp_path / "there").keys() == on_disk(tmp_path / "here").keys()
+    assert there.record.digest == here.record.digest
+    assert verify(address, against=source).ok
+    assert digest(f"{address}/model.safetensors").digest == digest(source).digest
+
+
+def test_from_a_store_into_the_same_store(place, source):
+    reshard(source, place.address("cut"), TP2)
+    back = reshard(place.address("cut"), place.address("back"), Wish(to="hf"))
+    assert back.record.digest == digest(source).digest
+
+
+def test_an_object_that_changes_under_the_reader_is_an_error(place, source):
+    place.fill("m/", source)
+    bucket = Bucket(place.address("m"))
+    etag = bucket.objects()["model.safetensors"].etag
+    assert bucket.head("model.safetensors").etag == etag, "a listing and a look speak of one object"
+    content = bytearray((source / "model.safetensors").read_bytes())
+    into = bytearray(100)
+    bucket.fetch("model.safetensors", 8, memoryview(into), etag)
+    assert into == content[8:108]
+    content[-1] ^= 1
+    place.put("m/model.safetensors", bytes(content))
+    with pytest.raises(ChangedError, match="the object has changed"):
+        bucket.fetch("model.safetensors", 8, memoryview(into), etag)
+
+
+def test_what_is_not_there_can_be_removed(place):
+    place.put("x/there", b"1")
+    Bucket(place.address("x"), writing=True).delete(["there", "gone"])
+    assert place.keys("x/") == set()
+
+
+def test_a_bucket_that_is_not_there_is_the_destinations_fault(place, source):
+    with pytest.raises(DestinationError, match="there is nothing") as refused:
+        reshard(source, f"{place.scheme}://no-such-bucket/out", TP2)
+    assert refused.value.hint == "make the bucket first, or check its name"
+
+
+KILLS = 2
+
+
+def test_a_process_that_is_killed_leaves_nothing_that_looks_finished_and_the_next_one_goes_on(place, heavy, tmp_path):
+    """A short kill grid; docs/benchmarks/faults_buckets.py has the long one."""
+    reshard(heavy, tmp_path / "wanted", TP2)
+    wanted = on_disk(tmp_path / "wanted")
+    command = [sys.executable, "-m", "shardctl", "reshard", str(heavy), place.address("out"), "--tp", "2"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    generator = random.Random(14)
+    points = sorted(generator.sample(range(4, 16), KILLS))
+    for requests in points:
+        place.proxy.requests.clear()
+        run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while run.poll() is None and len(place.proxy.requests) < requests:
+            time.sleep(0.002)
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+        assert "out/shardctl.json" not in place.keys("out/"), f"killed after {requests} requests"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert place.held("out/") == wanted
