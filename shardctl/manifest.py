@@ -106,6 +106,8 @@ class File:
     """`(offset, bytes)` that the layout itself determines, such as a header; only for files yet to be written."""
     blanks: tuple[tuple[int, int], ...] = ()
     """`(offset, size)` of padding, whose bytes stay zero; only for files yet to be written."""
+    archives: tuple[tuple[int, int], ...] = ()
+    """`(offset, size)` of the zip archives in a stored file, in order, whose directories state CRC-32s of its bytes."""
 
 
 Policy = Literal["carry", "drop", "synthesise"]

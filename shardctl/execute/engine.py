@@ -18,6 +18,7 @@ from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
 from shardctl.manifest import Fill
 from shardctl.shares import Portion
+from shardctl.storage.crc_tracker import CrcReader
 from shardctl.workers import Stop, spread
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardctl.bands import Reader
     from shardctl.copyplan import CopyPlan, TensorCopy
     from shardctl.execute.budget import Budget
     from shardctl.execute.journal import Journal, Key
     from shardctl.execute.progress import Progress
     from shardctl.storage import Source, Target
+    from shardctl.storage.crc_tracker import CrcTracker
 
 SYNC_BYTES: Final = 1 << 30
 """How many written bytes may be lost to a kill: after so many, files are synced and the journal grows."""
@@ -61,6 +64,7 @@ def execute(
     target: Target,
     budget: Budget,
     *,
+    tracker: CrcTracker | None = None,
     portions: Mapping[str, tuple[Portion, ...]] | None = None,
     journal: Journal | None = None,
     progress: Progress | None = None,
@@ -69,10 +73,10 @@ def execute(
     """Copy; on return every file of the plan is complete and synced.
 
     `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
-    counts (`Share`).
+    counts (`Share`). `tracker` is told of all that is read of the source, also by an earlier run.
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
     """
-    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {})
+    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {}, tracker)
     run.prepare()
     stop = Stop() if stop is None else stop
     try:
@@ -109,10 +113,12 @@ class _Run:
         progress: Progress,
         budget: Budget,
         portions: Mapping[str, tuple[Portion, ...]],
+        tracker: CrcTracker | None,
     ) -> None:
         self._plan, self._source, self._target = plan, source, target
         self._journal, self._progress, self._budget = journal, progress, budget
         self._portions = portions
+        self._tracker = tracker
         self._lock = threading.Lock()
         self._numbers = count()
         self._missing = _payloads(plan)
@@ -153,13 +159,20 @@ class _Run:
         """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
             hands = _Hands(self._budget, next(self._numbers), GAP if self._portions else 0)
+        tracker = self._tracker
+        reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
         def handle(task: _Task) -> None:
             entry = self._journal.find(task.key) if self._journal else None
             if entry and hands.intact(task, self._target, entry.written):
+                if tracker is not None:
+                    tracker.add_pieces(entry.crcs)
                 self._record(task, entry, hands.output_bytes(task), kept=True)
             else:
-                self._record(task, hands.move(task, self._source, self._target), hands.written)
+                moved = hands.move(task, reader or self._source, self._target)
+                if reader is not None:
+                    moved = moved._replace(crcs=reader.take_pieces())
+                self._record(task, moved, hands.written)
 
         return handle
 
@@ -243,7 +256,7 @@ class _Hands:
         self._cast = np.empty(0, np.uint8)
         self.written: Counter[str] = Counter()
 
-    def move(self, task: _Task, source: Source, target: Target) -> Entry:
+    def move(self, task: _Task, source: Reader, target: Target) -> Entry:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
         tensor, wanted = task.copy.source, task.copy.target
         found = self._band.read(source, task.reads, task.box, self._data)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from shardctl.digest import Sums
+from shardctl.storage.crc_tracker import CrcPiece
 from shardctl.storage.durable import flush, told
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ _LONGEST: Final = 4096
 """Bytes of a line at most; the widest element has a few hundred."""
 
 
+_MARGIN: Final = 16
+"""Bytes of a line for its own check."""
+
+
 class Entry(NamedTuple):
     """What is known of a band that was moved."""
 
@@ -35,6 +40,8 @@ class Entry(NamedTuple):
     """And as they were written; the same unless they were cast."""
     overflowed: int = 0
     """Finite elements that the cast made infinite."""
+    crcs: tuple[CrcPiece, ...] = ()
+    """What of the source's files was read for it, where they state CRC-32s."""
 
 
 class Journal:
@@ -45,7 +52,7 @@ class Journal:
     earlier run is only a place in the file, so that terabytes of bands cost megabytes.
     """
 
-    SCHEMA: ClassVar = "shardctl.journal/1"
+    SCHEMA: ClassVar = "shardctl.journal/2"
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
@@ -136,8 +143,11 @@ def _packed(key: Key) -> int:
 
 
 def _line(row: tuple[Key, Entry]) -> str:
-    key, (read, written, overflowed) = row
-    text = json.dumps([*key, str(read), str(written), overflowed])
+    key, (read, written, overflowed, crcs) = row
+    fixed = [*key, str(read), str(written), overflowed]
+    text = json.dumps([*fixed, crcs])
+    if len(text) > _LONGEST - _MARGIN:
+        text = json.dumps([*fixed, []])
     return f"{text} {_check(text.encode())}\n"
 
 
@@ -146,8 +156,9 @@ def _parse(line: bytes) -> tuple[Key, Entry] | None:
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
     if check.decode(errors="replace") != _check(text):
         return None
-    tensor, band, read, written, overflowed = json.loads(text)
-    return (tensor, band), Entry(Sums.parse(read), Sums.parse(written), overflowed)
+    tensor, band, read, written, overflowed, crcs = json.loads(text)
+    pieces = tuple(CrcPiece(*piece) for piece in crcs)
+    return (tensor, band), Entry(Sums.parse(read), Sums.parse(written), overflowed, pieces)
 
 
 def _check(text: bytes) -> str:

@@ -19,6 +19,7 @@ from shardctl.formats import (
     trtllm,
     vllm,
 )
+from shardctl.formats.archive_crcs import ArchiveCrcs
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 
@@ -84,6 +85,11 @@ def scan(source: Source, *, override: str | None = None, weights: Weights = None
             f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
         )
     return chosen.scan_copy(source, weights)
+
+
+def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
+    """What the files that `scan` found state of their own bytes; reads nothing yet."""
+    return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 
 def _detected(source: Source) -> list[Format]:

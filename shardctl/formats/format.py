@@ -38,6 +38,8 @@ class Format:
     """
     scan_copy: Callable[[Source, Weights], Manifest] | None = None
     """The same, with the copy of the weights that is meant; only for containers that may hold two."""
+    saved: bool = False
+    """Whether its files are torch.save's, so that each may be a zip archive."""
 
 
 def given_file(source: Source) -> str | None:

@@ -290,4 +290,4 @@ def _check_index(index: Index, read_files: Mapping[str, WeightsFile]) -> tuple[s
     return index.check(once if index.total_size == total else by_name)
 
 
-FORMAT: Final = Format("torch", "files of torch.save", detect, scan)
+FORMAT: Final = Format("torch", "files of torch.save", detect, scan, saved=True)

@@ -67,6 +67,8 @@ class Archive:
     """The one folder that all records lie in."""
     records: Mapping[str, Record]
     """By name, in the order of the directory."""
+    directory: int
+    """Absolute byte offset of the directory."""
 
 
 def read_record(source: Source, path: str, record: Record) -> bytes:
@@ -82,9 +84,10 @@ def read_record(source: Source, path: str, record: Record) -> bytes:
     return data
 
 
-def record_damage(name: str, found: int, stated: int) -> str:
-    """What messages say of a record whose bytes are not the ones that were written."""
-    return f"the record {_shown(name.encode())} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
+def record_damage(name: str, found: int, stated: int, holds: str = "") -> str:
+    """What messages say of a record whose bytes are not the ones that were written; `holds` is what it is for."""
+    what = f"the record {_shown(name.encode())}{f' ({holds})' if holds else ''}"
+    return f"{what} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class _Reader:
         entries = list(self._entries(self._read(first, length), count))
         names, root = self._names(entries)
         records = self._locate(entries, names, first)
-        return Archive(self.path, root, records)
+        return Archive(self.path, root, records, self.start + first)
 
     def _read(self, offset: int, size: int) -> bytes:
         return read(self.source, self.path, self.start + offset, size)

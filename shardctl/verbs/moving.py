@@ -12,6 +12,7 @@ from shardctl.execute.part import Part
 from shardctl.record import hash_spans
 from shardctl.storage.durable import told
 from shardctl.storage.local import LocalTarget
+from shardctl.verbs.record_crcs import crc_tracker, refuse_damage
 from shardctl.verify.agreement import require_agreement
 from shardctl.workers import Effort, heed
 
@@ -99,7 +100,15 @@ def _fill(
     source, portions = work.checkpoint.source, share.portions
     try:
         outcome = execute(
-            share.plan, source, target, work.budget, portions=portions, journal=journal, progress=progress, stop=stop
+            share.plan,
+            source,
+            target,
+            work.budget,
+            tracker=crc_tracker(work.checkpoint, refuse_damage),
+            portions=portions,
+            journal=journal,
+            progress=progress,
+            stop=stop,
         )
         _carry(work, sides, target, stop)
     finally:

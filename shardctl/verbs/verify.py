@@ -13,11 +13,13 @@ from shardctl.errors import UsageError, some
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region
 from shardctl.record import RECORD
+from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
 from shardctl.verbs.on_devices import Trial, forward_level, load_level
 from shardctl.verbs.opening import Checkpoint, Reading, opened
+from shardctl.verbs.record_crcs import check_crcs, crc_tracker
 from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_sums
 from shardctl.verify.finding import Finding
@@ -123,8 +125,9 @@ class _Run:
                 level, digests = _content(checkpoint, self.effort, strict=self.strict)
                 levels.append(level)
             if other is not None:
-                level = _identity(checkpoint, other, self.against, self.effort, strict=self.strict)
-                if "content" not in self.names:
+                full = "content" in self.names
+                level = _identity(checkpoint, other, self.against, self.effort, strict=self.strict, full=full)
+                if not full:
                     level.add(_copies(checkpoint, self.effort))
                 levels.append(level)
             if "load" in self.names:
@@ -165,7 +168,8 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     """The level, and the digest of each tensor as it is now."""
     level, began = Level("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.whole.tensors.values())
-    found = content.measure(tensors, checkpoint.source, effort)
+    tracker = crc_tracker(checkpoint)
+    found = content.measure(tensors, CrcReader(checkpoint.source.read_at, tracker), effort)
     digests = {t.name: tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
     for tensor in tensors:
         level.add(_oddities(tensor, found[tensor.name]))
@@ -173,6 +177,7 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
         if recorded and recorded.digest != digests[tensor.name]:
             level.add(iter([_changed(tensor, recorded.digest, digests[tensor.name])]))
     level.add(_copies(checkpoint, effort))
+    level.add(check_crcs(checkpoint, tracker, effort, unread=True))
     level.add(check_sums(checkpoint.source, effort.stop))
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
@@ -206,7 +211,7 @@ def _changed(tensor: Tensor, recorded: str, found: str) -> Finding:
 
 
 def _identity(
-    checkpoint: Checkpoint, other: Checkpoint, against: str | Path | None, effort: Effort, *, strict: bool
+    checkpoint: Checkpoint, other: Checkpoint, against: str | Path | None, effort: Effort, *, strict: bool, full: bool
 ) -> Level:
     level, began = Level("identity", strict=strict), time.monotonic()
     level.add(_odd(other, f"in {against}: "))
@@ -221,10 +226,13 @@ def _identity(
             level.add(iter([problem]))
         elif name in mine:
             pairs.append((mine[name], theirs[name]))
-    differences = content.compare(pairs, checkpoint.source, other.source, effort)
+    tracker = crc_tracker(other)
+    theirs_read = CrcReader(other.source.read_at, tracker)
+    differences = content.compare(pairs, checkpoint.source, theirs_read, effort)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"
         level.add(iter([Finding("error", "identity", message, d.tensor, d.file, str(d.first))]))
+    level.add(check_crcs(other, tracker, effort, unread=full, whose=f"in {against}: "))
     level.tensors, level.nbytes = len(pairs), sum(t.nbytes for t, _ in pairs)
     level.seconds = time.monotonic() - began
     return level

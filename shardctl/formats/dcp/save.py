@@ -47,9 +47,12 @@ class Save:
     def _check_items(self) -> None:
         """Every file is there, every item inside it, and no two share a byte."""
         by_file: dict[str, list[tuple[int, int, str]]] = {}
+        archives: dict[str, list[tuple[int, int]]] = {}
         for each in self.metadata:
             for (key, _), item in each.items.items():
                 by_file.setdefault(item.file, []).append((item.offset, item.end, key))
+                if not item.transforms:
+                    archives.setdefault(item.file, []).append((item.offset, item.length))
         files = self.source.files()
         gaps = sorted(path for path in by_file if path not in files)
         if gaps:
@@ -60,6 +63,7 @@ class Save:
             )
         for path, spans in by_file.items():
             self._check_file(path, sorted(spans))
+            self.files[path] = File(path, files[path].size, archives=tuple(sorted(archives.get(path, ()))))
 
     def _check_file(self, path: str, spans: list[tuple[int, int, str]]) -> None:
         source = self.source
@@ -75,7 +79,6 @@ class Save:
             if offset < free:
                 raise HostileError(f"{path}: {key!r} at byte {offset:,} lies inside another entry")
             free = end
-        self.files[path] = File(path, size)
 
     def tensor(self, key: str, name: str) -> Tensor:
         """The tensor of a key, called `name`."""

@@ -34,4 +34,4 @@ def scan(source: Source, weights: Weights = None) -> Manifest:
     return Reader(source, choose(source, found), weights).manifest(FORMAT.name)
 
 
-FORMAT: Final = Format("deepspeed", "files of DeepSpeed", detect, scan, scan)
+FORMAT: Final = Format("deepspeed", "files of DeepSpeed", detect, scan, scan, saved=True)

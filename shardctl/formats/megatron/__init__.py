@@ -234,4 +234,4 @@ def _notes(source: Source, found: Directory, files: Mapping[str, RankFile]) -> I
         yield "the optimizer's states are left behind: their order is that of the run's buffers, which no file tells"
 
 
-FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect, scan)
+FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect, scan, saved=True)

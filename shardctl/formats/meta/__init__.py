@@ -89,4 +89,4 @@ def _files(source: Source) -> list[str]:
     return [numbers[n] for n in sorted(numbers)]
 
 
-FORMAT: Final = Format("meta", _TITLE, detect, scan)
+FORMAT: Final = Format("meta", _TITLE, detect, scan, saved=True)

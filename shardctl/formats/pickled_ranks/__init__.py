@@ -116,4 +116,4 @@ def _own_config(source: Source) -> OwnConfig | None:
     return OwnConfig(config) if isinstance(config, dict) else None
 
 
-FORMAT: Final = Format("pickled-ranks", "files of torch.save by ranks", detect, scan)
+FORMAT: Final = Format("pickled-ranks", "files of torch.save by ranks", detect, scan, saved=True)

@@ -1,0 +1,331 @@
+"""Compares what is read of a file with the CRC-32s that its container states, in whatever order it is read.
+
+>>> import zlib
+>>> stated = CrcRange("record", 0, 6, zlib.crc32(b"abcdef"))
+>>> tracker = CrcTracker(StatedRanges({"file": [stated]}))
+>>> reader = CrcReader(lambda path, offset, into: None, tracker)  # which leaves what it should fill as it is
+>>> reader.read_at("file", 3, memoryview(bytearray(b"deX")))
+>>> reader.read_at("file", 0, memoryview(bytearray(b"abc")))
+>>> [damage.stated.name for damage in tracker.damages]
+['record']
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+_POLYNOMIAL: Final = 0xEDB88320
+"""Of CRC-32, its lowest coefficient first (IEEE 802.3)."""
+_ONE: Final = 1 << 31
+"""The polynomial 1 in that order."""
+MOST_PIECES: Final = 16
+"""Pieces of one band that a later run is told of: a band is part of a record, or a few small ones. Each takes a line of
+about 100 bytes; without them a range that two runs read is not compared."""
+_MOST_STRETCHES: Final = 10_000
+"""Stretches of one range that are known before they meet. A range that is read in more of them, as columns of a
+permuted matrix are, is given up: each takes about 200 bytes, and up to 10 microseconds."""
+
+
+class CrcRange(NamedTuple):
+    """A stretch of a file with the CRC-32 that its bytes should have."""
+
+    name: str
+    """What the container calls it."""
+    offset: int
+    """Absolute, in bytes."""
+    size: int
+    """Bytes."""
+    crc: int
+    """0 where the writer did not compute one."""
+
+
+class CrcLists(Protocol):
+    """What containers state of their files; may read a container's directory when it is asked."""
+
+    def containers(self, path: str) -> Sequence[tuple[int, int]]:
+        """Offset and size of each container in a file, in order and disjoint; none in most files."""
+
+    def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
+        """The ranges of one of them, disjoint and in the order of their offsets."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatedRanges:
+    """Ranges that are known already, each a container of its own."""
+
+    stated: Mapping[str, Sequence[CrcRange]]
+    """By file."""
+
+    def containers(self, path: str) -> Sequence[tuple[int, int]]:
+        """Where they are."""
+        return [(each.offset, each.size) for each in self.stated.get(path, ())]
+
+    def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
+        """The one at `offset`."""
+        return [each for each in self.stated[path] if (each.offset, each.size) == (offset, size)]
+
+
+class CrcPiece(NamedTuple):
+    """A stretch of a file that was read, with the CRC-32 that it had."""
+
+    file: str
+    offset: int
+    """Absolute, in bytes."""
+    size: int
+    """Bytes."""
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class CrcDamage:
+    """A range whose bytes are not those that were written."""
+
+    file: str
+    stated: CrcRange
+    found: int
+    """The CRC-32 that it has."""
+
+
+@dataclass(slots=True)
+class _Container:
+    """The ranges of a container, and what is known of each."""
+
+    ranges: Sequence[CrcRange]
+    starts: Sequence[int]
+    stretches: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """Start, stop and CRC-32 of what was read, in order and not touching each other, of ranges that are not over."""
+    over: set[int] = field(default_factory=set)
+    """Ranges that were read whole, or that nothing is stated of, or that are given up."""
+
+
+@dataclass(slots=True)
+class _TrackedFile:
+    spans: Sequence[tuple[int, int]]
+    starts: list[int]
+    containers: dict[int, _Container | None] = field(default_factory=dict)
+    """By position among the spans, of those that something was read of; None once all of its ranges are over."""
+
+
+_Place = tuple[_Container, int, CrcRange]
+"""A range, and where what is known of it is kept."""
+
+
+class CrcTracker:
+    """What was read of the containers of a checkpoint; shared by threads.
+
+    No byte is kept: the CRC-32 of two neighbours follows from theirs (`crc_of_both`), so the order does not matter.
+    """
+
+    def __init__(self, lists: CrcLists, on_damage: Callable[[CrcDamage], None] | None = None) -> None:
+        """`on_damage` is called with a range as soon as it is known to be damaged, and may raise."""
+        self._lists = lists
+        self._on_damage = on_damage
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._files: dict[str, _TrackedFile] = {}
+        self.damages: list[CrcDamage] = []
+        """Ranges that were read whole and are not what was written."""
+        self.intact = 0
+        """How many ranges were read whole and have the CRC-32 that is stated of them."""
+        self.unstated: dict[str, int] = {}
+        """How many ranges of each file have no CRC-32 to compare with."""
+
+    def add(self, path: str, offset: int, data: memoryview) -> list[CrcPiece]:
+        """Take account of bytes that were read; returns what of them was new."""
+        new = []
+        for place in list(self._touched(path, offset, offset + len(data))):
+            span = place[2]
+            start, stop = max(span.offset, offset), min(span.offset + span.size, offset + len(data))
+            while gaps := self._unknown(place, start, stop):  # again if another thread read some of one meanwhile
+                for first, last in gaps:
+                    piece = CrcPiece(path, first, last - first, zlib.crc32(data[first - offset : last - offset]))
+                    if self._insert(place, piece):
+                        new.append(piece)
+        return new
+
+    def add_pieces(self, pieces: Iterable[CrcPiece]) -> None:
+        """Take account of what an earlier run read; a piece of which some is known is left out."""
+        for piece in pieces:
+            for place in list(self._touched(piece.file, piece.offset, piece.offset + piece.size)):
+                span = place[2]
+                if span.offset <= piece.offset and piece.offset + piece.size <= span.offset + span.size:
+                    self._insert(place, piece)
+
+    def unread(self, path: str) -> Iterator[tuple[int, int]]:
+        """Offset and size of the stretches of a file that lie in ranges and are not known."""
+        for offset, size in self._file(path).spans:
+            for place in list(self._touched(path, offset, offset + size)):
+                span = place[2]
+                for start, stop in self._unknown(place, span.offset, span.offset + span.size):
+                    yield start, stop - start
+
+    # Which ranges
+
+    def _file(self, path: str) -> _TrackedFile:
+        found = self._files.get(path)
+        if found is None:
+            with self._loading:
+                spans = self._lists.containers(path)
+                found = self._files.setdefault(path, _TrackedFile(spans, [offset for offset, _ in spans]))
+        return found
+
+    def _touched(self, path: str, start: int, stop: int) -> Iterator[_Place]:
+        """The ranges that are not over and hold some of a stretch."""
+        file = self._file(path)
+        for number in range(max(bisect_right(file.starts, start) - 1, 0), len(file.spans)):
+            offset, size = file.spans[number]
+            if offset >= stop:
+                break
+            if offset + size <= start:
+                continue
+            if number not in file.containers:
+                self._load(path, file, number)
+            container = file.containers[number]
+            if container is not None:
+                yield from _touched_ranges(container, start, stop)
+                if len(container.over) == len(container.ranges):
+                    file.containers[number] = None
+
+    def _load(self, path: str, file: _TrackedFile, number: int) -> None:
+        ranges = [each for each in self._lists.ranges(path, *file.spans[number]) if each.size]
+        container = _Container(ranges, [each.offset for each in ranges])
+        container.over.update(position for position, each in enumerate(ranges) if not each.crc)
+        with self._lock:
+            if number not in file.containers:
+                file.containers[number] = container
+                if container.over:
+                    self.unstated[path] = self.unstated.get(path, 0) + len(container.over)
+
+    # What is known of one
+
+    def _unknown(self, place: _Place, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of a stretch that were not read yet."""
+        container, position, _ = place
+        gaps, at = [], start
+        with self._lock:
+            if position in container.over:
+                return []
+            known = container.stretches.get(position, [])
+            for first, last, _ in known[max(bisect_right(known, (start,)) - 1, 0) :]:
+                if first >= stop:
+                    break
+                if first > at:
+                    gaps.append((at, first))
+                at = max(at, last)
+        return [*gaps, (at, stop)] if at < stop else gaps
+
+    def _insert(self, place: _Place, piece: CrcPiece) -> bool:
+        """Add a stretch to a range, unless some of it is known."""
+        container, position, span = place
+        new = piece.offset, piece.offset + piece.size, piece.crc
+        with self._lock:
+            known = container.stretches.setdefault(position, [])
+            at = bisect_right(known, new)
+            before, after = known[max(at - 1, 0) : at], known[at : at + 1]
+            if position in container.over or any(e[1] > new[0] for e in before) or any(e[0] < new[1] for e in after):
+                return False
+            left, right = [e for e in before if e[1] == new[0]], [e for e in after if e[0] == new[1]]
+            for other in left:
+                new = _joined(other, new)
+            for other in right:
+                new = _joined(new, other)
+            known[at - len(left) : at + len(right)] = [new]
+            whole = new[:2] == (span.offset, span.offset + span.size)
+            if whole or len(known) > _MOST_STRETCHES:
+                del container.stretches[position]
+                container.over.add(position)
+            damage = CrcDamage(piece.file, span, new[2]) if whole and new[2] != span.crc else None
+            self.intact += whole and damage is None
+        if damage is not None:
+            self.damages.append(damage)
+            if self._on_damage is not None:
+                self._on_damage(damage)
+        return True
+
+
+class CrcReader:
+    """Reads from a source, and tells a tracker of what it reads."""
+
+    def __init__(
+        self, read_at: Callable[[str, int, memoryview], None], tracker: CrcTracker, *, keep: bool = False
+    ) -> None:
+        """`keep` is for one thread that will take the pieces."""
+        self._read_at = read_at
+        self._keep = keep
+        self._tracker = tracker
+        self._pieces: list[CrcPiece] = []
+
+    def read_at(self, path: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset`."""
+        self._read_at(path, offset, into)
+        pieces = self._tracker.add(path, offset, into)
+        if self._keep:
+            self._pieces += pieces
+
+    def take_pieces(self) -> tuple[CrcPiece, ...]:
+        """What was read since the last call and had not been read before; nothing if it is too much to be kept."""
+        taken = tuple(self._pieces) if len(self._pieces) <= MOST_PIECES else ()
+        self._pieces.clear()
+        return taken
+
+
+def _touched_ranges(container: _Container, start: int, stop: int) -> Iterator[_Place]:
+    for position in range(max(bisect_right(container.starts, start) - 1, 0), len(container.ranges)):
+        span = container.ranges[position]
+        if span.offset >= stop:
+            break
+        if span.offset + span.size > start and position not in container.over:
+            yield container, position, span
+
+
+def _joined(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
+    return left[0], right[1], crc_of_both(left[2], right[2], right[1] - right[0])
+
+
+def crc_of_both(first: int, second: int, size: int) -> int:
+    """The CRC-32 of two stretches one after the other, the second of `size` bytes, from their own.
+
+    As `crc32_combine` of zlib (crc32.c), which Python's module lacks.
+
+    >>> crc_of_both(zlib.crc32(b"bands "), zlib.crc32(b"in order"), 8) == zlib.crc32(b"bands in order")
+    True
+    """
+    return _product(_power(size), first) ^ second
+
+
+@lru_cache(maxsize=1 << 12)  # bands and records have few sizes
+def _power(size: int) -> int:
+    """The power of x with the exponent 8 * `size`, modulo the polynomial."""
+    power, bit = _ONE, 3
+    while size:
+        if size & 1:
+            power = _product(_square(bit), power)
+        size >>= 1
+        bit += 1
+    return power
+
+
+@lru_cache(maxsize=64)
+def _square(times: int) -> int:
+    """The polynomial x, squared so many times."""
+    return _product(_square(times - 1), _square(times - 1)) if times else _ONE >> 1
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials, modulo that of CRC-32."""
+    product, bit = 0, _ONE
+    while one:
+        if one & bit:
+            product ^= other
+            one ^= bit
+        other = other >> 1 ^ _POLYNOMIAL if other & 1 else other >> 1
+        bit >>= 1
+    return product

@@ -1,0 +1,94 @@
+"""Compares the records of zip archives with the CRC-32s that the archives state of them, while they are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl import formats
+from shardctl.errors import ChangedError, some
+from shardctl.formats.zip_records import record_damage
+from shardctl.manifest import Region
+from shardctl.storage.crc_tracker import CrcReader, CrcTracker
+from shardctl.verify.finding import Finding
+from shardctl.workers import spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.storage.crc_tracker import CrcDamage
+    from shardctl.verbs.opening import Checkpoint
+    from shardctl.workers import Effort
+
+_NAMES: Final = 4
+"""Tensors of one record, or files, in a message."""
+
+
+def crc_tracker(checkpoint: Checkpoint, on_damage: Callable[[Checkpoint, CrcDamage], None] | None = None) -> CrcTracker:
+    """What compares all that is read of a checkpoint's files; `on_damage` is told of a damaged record at once."""
+    lists = formats.stated_crcs(checkpoint.source, checkpoint.stored)
+    if on_damage is None:
+        return CrcTracker(lists)
+    return CrcTracker(lists, lambda damage: on_damage(checkpoint, damage))
+
+
+def refuse_damage(checkpoint: Checkpoint, damage: CrcDamage) -> None:
+    """Raise ChangedError: what was made of the record is to be thrown away, since the next reading may be right."""
+    raise ChangedError(_message(checkpoint, damage), hint="the file is damaged; fetch or copy it again")
+
+
+def check_crcs(
+    checkpoint: Checkpoint, tracker: CrcTracker, effort: Effort, *, unread: bool, whose: str = ""
+) -> Iterator[Finding]:
+    """The damaged records, and how many have nothing to compare with; `unread` reads what nobody has read yet.
+
+    `whose` begins messages, if the checkpoint is not the one that is verified.
+    """
+    if unread:
+        _read_rest(checkpoint, tracker, effort)
+    for damage in tracker.damages:
+        names = _tensors(checkpoint, damage)
+        message = f"{whose}{_message(checkpoint, damage)}"
+        yield Finding("error", "crc32", message, names[0] if names else "", damage.file)
+    if tracker.unstated and checkpoint.record is None:  # which has digests and hashes of all of it
+        number, files = sum(tracker.unstated.values()), sorted(tracker.unstated)
+        message = f"{whose}{number:,} records in {some(files, _NAMES)} were written without a CRC-32"
+        yield Finding("warning", "crc32", f"{message}: damage to them cannot be seen here", file=files[0])
+
+
+def _read_rest(checkpoint: Checkpoint, tracker: CrcTracker, effort: Effort) -> None:
+    def stretches() -> Iterator[tuple[str, int, int]]:
+        for path in checkpoint.stored.files:
+            for offset, size in tracker.unread(path):
+                for at in range(offset, offset + size, effort.block):
+                    yield path, at, min(effort.block, offset + size - at)
+
+    def worker() -> Callable[[tuple[str, int, int]], None]:
+        buffer = memoryview(bytearray(effort.block))
+        reader = CrcReader(checkpoint.source.read_at, tracker)
+
+        def handle(stretch: tuple[str, int, int]) -> None:
+            path, offset, size = stretch
+            reader.read_at(path, offset, buffer[:size])
+
+        return handle
+
+    spread(stretches(), worker, effort.threads, effort.stop)
+
+
+def _message(checkpoint: Checkpoint, damage: CrcDamage) -> str:
+    names = _tensors(checkpoint, damage)
+    holds = some(names, _NAMES) if names else "no tensor uses it"
+    return f"{damage.file}: {record_damage(damage.stated.name, damage.found, damage.stated.crc, holds)}"
+
+
+def _tensors(checkpoint: Checkpoint, damage: CrcDamage) -> list[str]:
+    """The tensors that have elements in a record."""
+    start, stop = damage.stated.offset, damage.stated.offset + damage.stated.size
+    return [
+        tensor.name
+        for tensor in checkpoint.whole.tensors.values()
+        if any(
+            isinstance(c.where, Region) and c.where.file == damage.file and start <= c.where.offset < stop
+            for c in tensor.chunks
+        )
+    ]
