@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from shardctl.version import __version__
+
 if TYPE_CHECKING:
     from shardctl.verbs.load import lens, load
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "lens", "load"]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.dialect import Dialect
     from shardctl.dtype import DType
-    from shardctl.training import Training
+    from shardctl.settings import Setting
 
 
 GAMMA_LESS_ONE: Final = "gamma-1"
@@ -144,6 +144,33 @@ class OwnConfig:
     """What had to be guessed."""
     replaces: bool = False
     """Whether what the container calls `config.json` is that description, and none of transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that an optimizer treats alike."""
+
+    parameters: tuple[str, ...]
+    """Their names: stored ones in a stored manifest, canonical ones in a bound one."""
+    settings: Mapping[str, Setting]
+    """Hyper-parameters, such as `lr` and `betas`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The part of a checkpoint that only a trainer needs."""
+
+    writer: str = ""
+    """The library that wrote it, with its version where the files tell."""
+    ranks: int | None = None
+    """How many processes wrote it."""
+    step: int | None = None
+    """Optimizer steps done."""
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    """Optimizer states by canonical name (`training.state_name`), which is that of the tensor too."""
+    groups: tuple[Group, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What `inspect` tells of how the files were understood."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ import time
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.training import Group, Training, as_setting, as_steps, dump_settings, load_settings
+from shardctl.manifest import Group, Training
+from shardctl.settings import as_setting, as_steps
+from shardctl.training import dump_settings, load_settings
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.1, "adamw", (), (0.9, 0.95), ((1, ("a", None)), False)])

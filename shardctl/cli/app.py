@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from shardctl import __version__
 from shardctl.cli import diff, digest, finish, inspect, plan, reshard, streams, verify
+from shardctl.version import __version__
 
 EXIT_CODES = """\
 Exit codes:

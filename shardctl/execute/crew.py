@@ -15,6 +15,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import DestinationError
+from shardctl.execute.crew_files import CREW_NOTE, WORKER_PREFIX
 from shardctl.execute.lock import Lock
 from shardctl.execute.part import load
 from shardctl.execute.worker import Worker
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from shardctl.execute.staging import Staging
 
 SCHEMA: Final = "shardctl.workers/1"
-NOTE: Final = "workers.json"
-"""The plan of several workers; a staging area that has it belongs to them."""
 
 
 class Crew:
@@ -37,7 +36,7 @@ class Crew:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._note = staging.root / NOTE
+        self._note = staging.root / CREW_NOTE
 
     @property
     def plan(self) -> dict[str, Any] | None:
@@ -130,7 +129,7 @@ class Crew:
                 lock.release()
 
     def _path(self, worker: Worker, what: str) -> Path:
-        return self._staging.root / f"worker-{worker.number:05d}.{what}"
+        return self._staging.root / f"{WORKER_PREFIX}{worker.number:05d}.{what}"
 
 
 _WORDS: Final = {
@@ -144,13 +143,6 @@ _WORDS: Final = {
 """What differs, in a sentence."""
 _SHORT: Final = frozenset({"workers", "version"})
 """What can be shown."""
-
-
-def forget(root: Path) -> None:
-    """Remove what workers left in a staging area; the note of their plan goes last."""
-    for path in sorted(root.glob("worker-*")):
-        path.unlink(missing_ok=True)
-    (root / NOTE).unlink(missing_ok=True)
 
 
 def _write(path: Path, content: bytes) -> None:

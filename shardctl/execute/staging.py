@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from shardctl.errors import AccessError, DestinationError, some
-from shardctl.execute import crew
+from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
 from shardctl.execute.lock import Lock
 from shardctl.execute.note import Note, way_back
 from shardctl.record import RECORD
@@ -92,7 +92,7 @@ class Staging:
     @property
     def shared(self) -> bool:
         """Whether this is where several workers write one result."""
-        return (self.root / crew.NOTE).exists()
+        return (self.root / CREW_NOTE).exists()
 
     def begin(self, tree: str, *, keep: bool) -> None:
         """Make the staging area ready to be filled; `keep` keeps what an earlier run left, else it is thrown away.
@@ -125,7 +125,7 @@ class Staging:
         """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
         with told(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
-            crew.forget(self.root)
+            remove_crew_files(self.root)
             self._remove(*self._trees())
 
     def require_space(self, nbytes: int) -> None:
@@ -177,7 +177,7 @@ class Staging:
         """What tells a finished run from none goes last."""
         self._remove(self._old, *self._trees())
         self.journal.unlink(missing_ok=True)
-        crew.forget(self.root)
+        remove_crew_files(self.root)
         self._note.unlink(missing_ok=True)
         self.published = False
 

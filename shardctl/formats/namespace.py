@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.formats.pickle_tree import Call, Global, mapping
-from shardctl.training import as_setting
+from shardctl.settings import as_setting
 
 if TYPE_CHECKING:
-    from shardctl.training import Setting
+    from shardctl.settings import Setting
 
 _LONGEST: Final = 80
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from shardctl.layouts.form import Form
     from shardctl.layouts.packing import Array
     from shardctl.layouts.pickle_writer import Value
-    from shardctl.manifest import Chunk
+    from shardctl.manifest import Chunk, Training
     from shardctl.pieces import Placed
-    from shardctl.training import Training
 
 NAME: Final = "dcp"
 _MODEL: Final = "model"

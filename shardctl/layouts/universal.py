@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.layouts.form import Form
     from shardctl.layouts.packing import Array
-    from shardctl.training import Training
+    from shardctl.manifest import Training
 
 NAME: Final = "universal"
 FOLDER: Final = "universal"

@@ -18,9 +18,8 @@ from shardctl.views import View
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.manifest import Chunk, Manifest, Tensor
+    from shardctl.manifest import Chunk, Manifest, Tensor, Training
     from shardctl.models.model import Model
-    from shardctl.training import Training
 
 _FAMILIES: Final = frozenset({"llama", "mistral"})
 _NAMES: Final = {

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardctl.models import binding
-from shardctl.models.flat_parameters import from_flat
-from shardctl.models.meta_names import from_meta
-from shardctl.models.trained import bind_training
-from shardctl.models.wrapping import unwrapped
 from shardctl.value import value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.dtype import DType
-    from shardctl.manifest import Manifest
     from shardctl.models.family import Row
     from shardctl.models.fusion import Fusion
     from shardctl.placement import Spec
@@ -93,18 +87,6 @@ class Model:
     def parameters(self) -> int:
         """Elements of the class's own tensors, ties counted once."""
         return sum(_size(t.shape) for t in self.own())
-
-    def bind(self, stored: Manifest, *, partial: bool = False) -> Manifest:
-        """The same checkpoint under canonical names, in model order, its ties merged, its fused arrays taken apart.
-
-        Flat parameters of FSDP1 are taken apart, wrappers that a trainer put into the names are left out, Meta's names
-        and order of rows are translated, and optimizer states follow their parameters.
-        Raises SourceError for a missing tensor (unless `partial` says that some are) or a wrong shape, UnsupportedError
-        for a tensor that is not known.
-        """
-        found = from_meta(self, unwrapped(self, from_flat(self, stored)))
-        bound = binding.bind(self, found, partial=partial)
-        return replace(bound, training=bind_training(self, found.training)) if found.training is not None else bound
 
 
 def _size(shape: tuple[int, ...]) -> int:

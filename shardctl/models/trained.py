@@ -11,9 +11,8 @@ from shardctl.training import split_state, state_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.manifest import Tensor
+    from shardctl.manifest import Tensor, Training
     from shardctl.models.model import Model
-    from shardctl.training import Training
 
 
 def bind_training(model: Model, stored: Training) -> Training:

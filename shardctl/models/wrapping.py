@@ -11,9 +11,8 @@ from shardctl.training import split_state, state_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardctl.manifest import Manifest
+    from shardctl.manifest import Manifest, Training
     from shardctl.models.model import Model
-    from shardctl.training import Training
 
 _WRAPPERS: Final = frozenset(
     {"_checkpoint_wrapped_module", "_forward_module", "_fsdp_wrapped_module", "_orig_mod", "_original_module"}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl import __version__
 from shardctl.amounts import count, file_size, memory_size, plural
 from shardctl.memory.term import CATEGORIES, Category, Sum, total
 from shardctl.mesh import HOLDING
@@ -18,6 +17,7 @@ from shardctl.report.planning import beyond, moved, room, verdict, workload
 from shardctl.report.search_table import row
 from shardctl.report.strategies import by_type
 from shardctl.report.visible import visible
+from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from shardctl.memory.estimate import Estimate, RankEstimate

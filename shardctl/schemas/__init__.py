@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.models.naming import bind_manifest
 from shardctl.schemas import binding, deepseek_mp, megatron, torch_dist, trtllm, vllm
 
 if TYPE_CHECKING:
@@ -35,4 +36,4 @@ def bind(model: Model, stored: Manifest, read: Callable[[str, int, int], bytes],
     """
     if stored.dialect is not None:
         stored = binding.bind(named(stored.dialect.schema), model, stored, read)
-    return model.bind(stored, partial=partial)
+    return bind_manifest(model, stored, partial=partial)

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from shardctl.dialect import Dialect
-    from shardctl.manifest import Chunk, Manifest
+    from shardctl.manifest import Chunk, Manifest, Training
     from shardctl.models import Model
     from shardctl.schemas.composite import Entry
     from shardctl.schemas.schema import Schema
-    from shardctl.training import Training
 
 
 def bind(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, int, int], bytes]) -> Manifest:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl import __version__
 from shardctl.errors import UsageError
 from shardctl.execute.crew import Crew
 from shardctl.execute.interrupt import stopping
@@ -20,6 +19,7 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import move, versions_of
 from shardctl.verbs.reshard import result_name, worked_out
+from shardctl.version import __version__
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from shardctl import __version__
 from shardctl.digest import Sums, checkpoint_digest, tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.manifest import Region
 from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load
 from shardctl.verbs.optimizer import states_of
+from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

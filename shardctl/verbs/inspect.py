@@ -13,9 +13,9 @@ from shardctl.verbs.opening import Reading, opened
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardctl.manifest import Training
     from shardctl.mesh import Mesh
     from shardctl.models import RuleRow
-    from shardctl.training import Training
     from shardctl.verbs.opening import Checkpoint
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl import __version__
 from shardctl.errors import DestinationError, UsageError
 from shardctl.execute.budget import budget
 from shardctl.execute.interrupt import stopping
@@ -20,6 +19,7 @@ from shardctl.storage.room import free_space
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.frame import completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import move, versions_of
+from shardctl.version import __version__
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:

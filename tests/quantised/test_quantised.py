@@ -13,6 +13,7 @@ from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.manifest import Chunk, Manifest, Region, Tensor, dense_strides
 from shardctl.mesh import Mesh
 from shardctl.models import describe, load_rules, model_for, quantisation_config, rule_table
+from shardctl.models.naming import bind_manifest
 from shardctl.placement import boxes, check, intervals
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -42,7 +43,7 @@ def manifest(state):
 def bound(config, state):
     """The checkpoint under canonical names."""
     stored = manifest(state)
-    return model_for(config, stored).bind(stored)
+    return bind_manifest(model_for(config, stored), stored)
 
 
 def checked(config, degrees, state=None):
@@ -530,4 +531,4 @@ def test_a_rule_file_can_say_how_unknown_quantised_weights_are_cut(tmp_path):
     state[f"{UP}.W_q"] = state.pop(f"{UP}.weight")
     model = model_for(of({"quant_method": "hqq"}), manifest(state), load_rules(rules))
     assert [cut.axis for cut in model.tensors[f"{UP}.W_q"].spec.cuts[0]] == ["tp"]
-    assert model.bind(manifest(state)).tensors.keys() == state.keys()
+    assert bind_manifest(model, manifest(state)).tensors.keys() == state.keys()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from shardctl.mesh import Mesh
 from shardctl.verbs.opening import opened
 from shardctl.verify.forward import Candidate, ForwardOptions, Original
-from shardctl.verify.forward.check import Comparison
+from shardctl.verify.forward.comparison import Comparison
 
 THOROUGH = ("llama", "gpt2", "gemma", "mixtral", "phi3", "gpt_neox", "qwen2-tied", "qwen3", "bert", "t5")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jamba-moe")

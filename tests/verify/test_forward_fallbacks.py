@@ -175,7 +175,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from forward_models import run
 import torch, transformers, transformers.conversion_mapping, transformers.models.llama.modeling_llama
-from shardctl.verify.forward.check import give_back_memory
+from shardctl.verify.forward.comparison import give_back_memory
 
 def anonymous():
     status = Path("/proc/self/status").read_text().splitlines()

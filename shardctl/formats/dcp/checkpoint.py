@@ -9,8 +9,7 @@ from shardctl.formats.dcp.items import Items
 from shardctl.formats.dcp.keys import Sorted, named_states, settings_groups, sort_keys, steps_done
 from shardctl.formats.dcp.save import Save, writers
 from shardctl.formats.side_files import side_files
-from shardctl.manifest import Manifest, Opaque
-from shardctl.training import Training
+from shardctl.manifest import Manifest, Opaque, Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

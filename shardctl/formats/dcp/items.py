@@ -11,14 +11,14 @@ from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
 from shardctl.formats.zip_records import MAGIC
 from shardctl.manifest import Region
+from shardctl.settings import as_setting
 from shardctl.storage import read
-from shardctl.training import as_setting
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.formats.dcp.metadata import Item
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 _HEAD: Final = 4 << 10
 """An item's bytes before its data; torch 2.13 has 704."""

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.training import Group, as_steps, state_name
+from shardctl.manifest import Group
+from shardctl.settings import as_steps
+from shardctl.training import state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from shardctl.manifest import Tensor
-    from shardctl.training import Setting
+    from shardctl.settings import Setting
 
 Way = tuple[str, ...]
 """The keys of the nested dicts and lists that lead to a value."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.formats.dcp.metadata import Declared, Item, Metadata
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 _WRITTEN: Final = re.compile(r"(?:.*/)?[^/]*__([0-9]{1,9})_[0-9]{1,9}\.distcp")
 _COMPARED: Final = 1_000_000

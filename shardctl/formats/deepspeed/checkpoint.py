@@ -13,8 +13,8 @@ from shardctl.formats.deepspeed.tensor_parallel import Cuts
 from shardctl.formats.deepspeed.universal import read_universal
 from shardctl.formats.deepspeed.without_zero import read_optimizer
 from shardctl.formats.side_files import side_files
-from shardctl.manifest import File, Manifest, Opaque
-from shardctl.training import Group, Training, state_name
+from shardctl.manifest import File, Group, Manifest, Opaque, Training
+from shardctl.training import state_name
 
 if TYPE_CHECKING:
     from shardctl.formats.deepspeed.files import Files

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.formats.deepspeed.pieces import Pieces
 
 if TYPE_CHECKING:
-    from shardctl.training import Setting
+    from shardctl.settings import Setting
 
 
 @dataclass(slots=True)

@@ -14,14 +14,14 @@ from shardctl.formats.deepspeed.geometry import Partition
 from shardctl.formats.deepspeed.values import Array, flat, integer, is_name, items, number, table, tensor
 from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.formats.torch_save import open_saved
-from shardctl.training import as_setting
+from shardctl.settings import as_setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.formats.torch_tensors import Saved
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 _STATE: Final = "optimizer_state_dict"
 _JOINED: Final = "single_partition_of_fp32_groups"

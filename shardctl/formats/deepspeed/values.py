@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError
 from shardctl.formats.pickle_tree import Call, Global, mapping
 from shardctl.formats.torch_tensors import as_tensor, sizes
-from shardctl.training import is_text
+from shardctl.settings import is_text
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType

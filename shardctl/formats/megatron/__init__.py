@@ -14,13 +14,12 @@ from shardctl.formats.megatron.directory import directory, has_ranks, ranks_of
 from shardctl.formats.megatron.rank_file import read_rank
 from shardctl.formats.sharded_backend import TRACKER
 from shardctl.formats.side_files import side_files
-from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor
+from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor, Training
 from shardctl.schemas import megatron
 from shardctl.schemas.megatron.arguments import LAST_ROW, config_of, zero_centred
 from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER
 from shardctl.schemas.megatron.ranks import least_mesh
-from shardctl.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from shardctl.formats.megatron.directory import Directory
     from shardctl.formats.megatron.rank_file import RankFile
     from shardctl.mesh import Mesh
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 _ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
 """How rows of queries, keys and values follow each other, by `checkpoint_version`."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 _MODEL: Final = re.compile(r"model([0-9]{1,4})?")
 _LAYER: Final = re.compile(r"decoder\.layers\.([0-9]{1,9})\..*")

@@ -13,8 +13,7 @@ from shardctl.formats.meta.params import PARAMS, read_params
 from shardctl.formats.meta.parts import BUFFERS, Part, join_parts
 from shardctl.formats.side_files import side_files
 from shardctl.formats.torch_save import read_weights
-from shardctl.manifest import File, Manifest, Opaque
-from shardctl.training import Training
+from shardctl.manifest import File, Manifest, Opaque, Training
 
 if TYPE_CHECKING:
     from shardctl.storage import Source

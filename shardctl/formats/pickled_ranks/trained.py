@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from shardctl.formats.dcp.items import NUMBERS, float_or_int
 from shardctl.formats.dcp.keys import named_states, settings_groups, steps_done
-from shardctl.manifest import Region
+from shardctl.manifest import Region, Training
+from shardctl.settings import as_setting
 from shardctl.storage import read
-from shardctl.training import Training, as_setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardctl.formats.pickled_ranks.checkpoint import Collector
     from shardctl.formats.rank_files import RankFile
     from shardctl.manifest import Tensor
-    from shardctl.training import Setting
+    from shardctl.settings import Setting
 
 
 def training(

@@ -15,9 +15,9 @@ from shardctl.formats.torch_dist.common import Common, read_common
 from shardctl.formats.torch_dist.config import own_config, written_for
 from shardctl.formats.torch_dist.flattened import unflattened
 from shardctl.formats.torch_dist.keys import Keys, dialect, sort_keys
-from shardctl.manifest import Manifest, Opaque
+from shardctl.manifest import Manifest, Opaque, Training
 from shardctl.schemas.megatron.arguments import zero_centred
-from shardctl.training import Training, state_name
+from shardctl.training import state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

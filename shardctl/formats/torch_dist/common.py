@@ -16,16 +16,16 @@ from shardctl.formats.sharded_backend import COMMON
 from shardctl.formats.torch_save import open_saved
 from shardctl.formats.torch_tensors import as_tensor
 from shardctl.formats.torch_zip import read_zip
+from shardctl.settings import as_steps
 from shardctl.storage import read
-from shardctl.training import as_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.formats.dcp.save import Save
     from shardctl.formats.torch_tensors import Saved
+    from shardctl.settings import Setting
     from shardctl.storage import Source
-    from shardctl.training import Setting
 
 ITEM: Final = "common_state/shard_0_1"
 _ARGUMENTS: Final = ("args", "arguments")

@@ -14,9 +14,8 @@ from shardctl.formats.format import Format
 from shardctl.formats.rank_arrays import all_called, called, rank_arrays
 from shardctl.formats.side_files import side_files
 from shardctl.formats.vllm.profile import recognised
-from shardctl.manifest import Manifest
+from shardctl.manifest import Manifest, Training
 from shardctl.schemas.vllm import PROFILE
-from shardctl.training import Training
 
 if TYPE_CHECKING:
     from shardctl.manifest import Tensor

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models import Model
-    from shardctl.training import Setting
+    from shardctl.settings import Setting
 
 LAST_ROW: Final = "vocabulary_padded_with_last_row"
 """An arg of shardctl's own, which nothing in Megatron-LM looks at: without it, what padding holds is not known."""

@@ -10,12 +10,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
-from shardctl import __version__
 from shardctl.errors import HostileError, SourceError
 from shardctl.storage import HIDDEN
 from shardctl.storage.hub.refusals import offline, refusal, unreachable
 from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
+from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

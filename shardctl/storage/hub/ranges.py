@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urljoin, urlsplit
 
-from shardctl import __version__
 from shardctl.errors import ChangedError, SourceError
 from shardctl.storage.hub.refusals import refusal
 from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
 from shardctl.storage.patience import Patience, TroubleError
+from shardctl.version import __version__
 from shardctl.workers import heed
 
 if TYPE_CHECKING:

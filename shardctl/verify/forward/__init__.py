@@ -22,7 +22,8 @@ takes. torch and transformers are imported only by calls.
 from __future__ import annotations
 
 from shardctl.verify.forward.by_processes import usual_processes
-from shardctl.verify.forward.check import ForwardOptions, forward
+from shardctl.verify.forward.check import forward
+from shardctl.verify.forward.comparison import ForwardOptions
 from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
 from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated, Opinion
 from shardctl.verify.forward.sides import Candidate, Original

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import open_source
+from shardctl.verify.forward.comparison import compared
 from shardctl.verify.forward.team import Processes
 from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardctl.bands import Reader
-    from shardctl.verify.forward.check import ForwardOptions
+    from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import Candidate, Original
     from shardctl.verify.processes import Rank, Start
@@ -124,8 +125,6 @@ def _work(
     """One rank's life: what it found, of which the first's counts, and which files of the shards it read."""
     import torch
     import torch.distributed as dist
-
-    from shardctl.verify.forward.check import compared
 
     cuda = options.device.startswith("cuda")
     if cuda:

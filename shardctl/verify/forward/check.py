@@ -1,58 +1,19 @@
-"""From two open checkpoints to a verdict: the source's model and the one that the shards form, on the same inputs."""
+"""Runs the forward pass and gives its verdict: in this process or one for each rank, and with a second opinion."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from dataclasses import dataclass, replace
-from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from shardctl.errors import CoverageError, ShardctlError, UnsupportedError, some
-from shardctl.mesh import Mesh
 from shardctl.verify.finding import Finding
-from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, versions
-from shardctl.verify.forward.executor import Executor, PartError
-from shardctl.verify.forward.generate import continued
-from shardctl.verify.forward.inputs import inputs_for, towers
-from shardctl.verify.forward.leaves import Precision
-from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
-from shardctl.verify.forward.sides import Candidate, Original, Sides
-from shardctl.verify.forward.skeleton import Skeleton
-from shardctl.verify.forward.stacks import chosen, idle
-from shardctl.verify.forward.team import Processes, Team
-from shardctl.verify.forward.tolerance import distance, tolerance
-from shardctl.verify.forward.verdict import flips_of, judged, output_of
+from shardctl.verify.forward.by_processes import forward_by_processes
+from shardctl.verify.forward.comparison import ForwardOptions, compared
+from shardctl.verify.forward.result import ForwardResult
+from shardctl.verify.forward.second_opinion import ask, with_opinion
 from shardctl.verify.processes import NotStartedError, RankError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shardctl.models import Model
-    from shardctl.verify.forward.weights import Weights
-
-Torch = Any
-_LIMIT: Final = 128 << 20
-"""Bytes of one weight that are held at once; a matrix of 4096 x 8192 in fp32, and enough rows of any other."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOptions:
-    """How the pass is run."""
-
-    dtype: str = "fp32"
-    """`fp32`, or `bf16` with the criterion of that type."""
-    device: str = "cpu"
-    prompt: str = ""
-    """A text that both are to continue."""
-    tokens: int = 16
-    """How many tokens of it."""
-    second_opinion: bool = False
-    """Whether transformers' own tensor parallelism is asked as well."""
-    processes: int = 0
-    """Ranks have a process of their own if there are at most so many; else all are run in this one."""
-    limit: int = _LIMIT
-    """Bytes of one weight that are held at once."""
+    from shardctl.verify.forward.sides import Candidate, Original
 
 
 def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
@@ -64,8 +25,6 @@ def forward(candidate: Candidate, original: Original, options: ForwardOptions | 
     options = options or ForwardOptions()
     world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
     if 1 < world <= options.processes:
-        from shardctl.verify.forward.by_processes import forward_by_processes
-
         try:
             result = forward_by_processes(candidate, original, options)
         except RankError as error:
@@ -79,194 +38,5 @@ def forward(candidate: Candidate, original: Original, options: ForwardOptions | 
     else:
         result = compared(candidate, original, options)
     if options.second_opinion and result.status != "skipped":
-        from shardctl.verify.forward.second_opinion import ask, with_opinion
-
         result = with_opinion(result, ask(candidate, original, options))
     return result
-
-
-def compared(
-    candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
-) -> ForwardResult:
-    """As `forward`, in this process, which may be one of a team."""
-    try:
-        return Comparison(candidate, original, options, team).run()
-    except UnsupportedError as error:
-        reason = f"{error.message}; {error.hint}" if error.hint else error.message
-        return ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
-
-
-class Comparison:
-    """Two checkpoints, and how they are run."""
-
-    def __init__(
-        self, candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
-    ) -> None:
-        self.team = team or Team()
-        self.sides, self.options = Sides(original, candidate, self.team), options
-        self.config = _runnable(original)
-
-    def run(self) -> ForwardResult:
-        """Everything, and the verdict."""
-        architecture = _architecture(self.config, self.sides.original.model)
-        kind = class_of(architecture)
-        give_back_memory()
-        executor = self.executor(kind, self.options.dtype)
-        if self.options.dtype == "bf16" and _has_experts(executor.skeleton):
-            raise UnsupportedError(
-                "in bf16 rounding alone makes a router pick other experts, so that nothing can be judged",
-                hint="leave out --dtype bf16",
-            )
-        source, shards = self.sides.fill(executor)
-        model = executor.skeleton.model
-        inputs = inputs_for(model, self.options.device)
-        executor.source = source
-        with chosen(model) as seen:
-            reference = executor.run(inputs, source, beside=shards)
-        self._say(executor, shards, *idle(model, seen))
-        name, expected = output_of(reference)
-        self._look(executor, source, shards)
-        found = self._free(executor, inputs, shards)
-        apart = distance(expected, found) if found is not None else inf
-        generated = self._generated(executor, source, shards) if self.options.prompt else None
-        rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
-        flips, positions = flips_of(expected, found) if name == "logits" else (0, 0)
-        mesh = self.sides.candidate.mesh or Mesh.of()
-        result = ForwardResult(
-            status="passed",
-            engine=_engine(mesh, shards, self.team),
-            dtype=self.options.dtype,
-            device=self.options.device,
-            architecture=architecture,
-            versions=versions(),
-            blocks=tuple(BlockError(unit, error) for unit, error in executor.errors.items()),
-            output=name,
-            output_error=apart,
-            flips=flips,
-            positions=positions,
-            tolerance=tolerance(
-                self.options.dtype,
-                tp=mesh.degree("tp") if shards.shards is not None else 1,
-                rounding=rounding,
-            ),
-            generated=generated,
-            read_bytes=self.sides.read_bytes,
-        )
-        self._unreached(executor)
-        extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
-        return judged(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
-
-    def executor(self, kind: Torch, dtype: str) -> Executor:
-        """A model of class `kind` without weights that computes in `dtype`."""
-        import torch
-
-        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
-        if wanted is None:
-            raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
-        model = bare_model(kind, self.config, wanted)
-        skeleton = Skeleton.of(model, self.options.device)
-        precision = Precision(self.options.device, wanted, self.options.limit)
-        return Executor(skeleton, Conversion(model), precision, self.team)
-
-    def _free(self, executor: Executor, inputs: Mapping[str, Torch], shards: Weights) -> Torch | None:
-        """The output of the shards by themselves, each part fed what the one before it gave."""
-        try:
-            return output_of(executor.run(inputs, shards))[1]
-        except CoverageError as error:
-            self.sides.findings.append(Finding("error", "forward", error.message))
-        except PartError as error:
-            self.sides.findings.append(Finding("error", "forward", str(error)))
-        return None
-
-    def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
-        """How far the source in bf16 is from the source in fp32."""
-        executor = self.executor(kind, "fp32")
-        source, _ = Sides(self.sides.original, self.sides.candidate, self.team).fill(executor)
-        executor.source = source
-        return distance(output_of(executor.run(inputs, source))[1], expected.float())
-
-    def _generated(self, executor: Executor, source: Weights, shards: Weights) -> Generated | None:
-        try:
-            return continued(
-                executor, (source, shards), self.sides.original.folder, self.options.prompt, self.options.tokens
-            )
-        except (UnsupportedError, CoverageError, PartError) as error:
-            reason = error.message if isinstance(error, ShardctlError) else str(error)
-            self.sides.notes.append(f"the prompt was not continued: {reason}")
-            return None
-
-    def _look(self, executor: Executor, source: Weights, shards: Weights) -> None:
-        """Run what sees images by itself, where the model was given text alone."""
-        for name, tower, inputs in towers(executor.skeleton.model, self._idle(executor), self.options.device):
-            try:
-                executor.run(inputs, source, shards, model=tower)
-            except (PartError, UnsupportedError) as error:
-                self.sides.notes.append(f"{name} was not run: {error}")
-
-    def _say(self, executor: Executor, shards: Weights, unused: int, experts: int) -> None:
-        """What was read and not computed with as it would be on ranks."""
-        if unused:
-            text = "experts were chosen by no token of these inputs, and were not computed with"
-            self.sides.notes.append(f"{unused} of {experts} {text}")
-        cut = shards.shards is not None and shards.shards.placed.mesh.degree("tp") > 1
-        if cut and not executor.parted:
-            self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
-
-    def _idle(self, executor: Executor) -> list[str]:
-        """The parts that no input reached, and whose weights no other part has."""
-        skeleton = executor.skeleton
-        used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
-        return [
-            unit.name
-            for unit in skeleton.units
-            if unit.name not in executor.reached
-            and any(used.isdisjoint(map(id, skeleton.slots[slot.names[0]])) for slot in unit.slots)
-        ]
-
-    def _unreached(self, executor: Executor) -> None:
-        idle = self._idle(executor)
-        if idle:
-            self.sides.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
-
-
-def _runnable(original: Original) -> Mapping[str, Any]:
-    """The config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
-    if original.config is None:
-        raise UnsupportedError("the source has no config.json, so that there is no model to run")
-    quantised = original.config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "some way") if isinstance(quantised, dict) else "some way"
-        raise UnsupportedError(f"the weights are quantised ({method}) and cannot be run here")
-    return original.config
-
-
-def _architecture(config: Mapping[str, Any], model: Model | None) -> str:
-    named = config.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
-    return first or (model.architecture if model is not None else "")
-
-
-def _engine(mesh: Mesh, shards: Weights, team: Team) -> str:
-    if shards.shards is None:
-        return "one process, whole tensors"
-    if isinstance(team, Processes):
-        return f"{mesh.world} processes over {'NCCL' if team.device.startswith('cuda') else 'gloo'} ({mesh})"
-    return f"{mesh.world} virtual ranks in one process ({mesh})"
-
-
-def _has_experts(skeleton: Skeleton) -> bool:
-    return any(
-        "Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in skeleton.model.modules()
-    )
-
-
-def give_back_memory() -> None:
-    """Have glibc give freed weights back to the system: by default it keeps more after each large one."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, 1 << 20)
-
-
-_MMAP_THRESHOLD: Final = -3
-"""`M_MMAP_THRESHOLD` of malloc.h: what is larger has pages of its own, which go back when it is freed."""

@@ -20,6 +20,7 @@ from shardctl.errors import CoverageError, UnsupportedError, some
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward.adapter import class_of, described, quiet, versions
 from shardctl.verify.forward.by_processes import elsewhere, here
+from shardctl.verify.forward.comparison import Comparison
 from shardctl.verify.forward.lens import Lens
 from shardctl.verify.forward.result import Opinion
 from shardctl.verify.forward.shards import Shards
@@ -30,7 +31,7 @@ from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usu
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.verify.forward.check import ForwardOptions
+    from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
     from shardctl.verify.forward.sides import Candidate, Original
     from shardctl.verify.processes import Rank
@@ -86,7 +87,6 @@ def _available() -> int:
 
 def _work(candidate: Candidate, original: Original, options: ForwardOptions, rank: Rank) -> dict[str, object]:
     """In a process of its own."""
-    from shardctl.verify.forward.check import Comparison
     from shardctl.verify.forward.inputs import inputs_for
 
     candidate, original = here(candidate, original)

@@ -1,0 +1,31 @@
+"""Brings a stored checkpoint under a model's canonical names, whoever wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from shardctl.models import binding
+from shardctl.models.flat_parameters import from_flat
+from shardctl.models.meta_names import from_meta
+from shardctl.models.trained import bind_training
+from shardctl.models.wrapping import unwrapped
+
+if TYPE_CHECKING:
+    from shardctl.manifest import Manifest
+    from shardctl.models.model import Model
+
+
+def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
+    """Return the same checkpoint under canonical names, in model order, with ties merged and fused arrays taken apart.
+
+    Flat parameters of FSDP1 are taken apart, wrappers that a trainer put into the names are left out, Meta's names
+    and order of rows are translated, and optimizer states follow their parameters.
+
+    Raises:
+        SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
+        UnsupportedError: a tensor is not known.
+    """
+    found = from_meta(model, unwrapped(model, from_flat(model, stored)))
+    bound = binding.bind(model, found, partial=partial)
+    return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound

@@ -1,0 +1,66 @@
+"""Optimizer settings: the values that every optimizer can be told, and that JSON and every pickle can hold."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeGuard
+
+Setting = None | bool | int | float | str | tuple["Setting", ...]
+"""A value that every optimizer can be told, and JSON and every pickle can hold."""
+
+_DEPTH: Final = 4
+"""Lists in one another that a setting may be."""
+_LONGEST: Final = 1 << 20
+"""Values in them: the longest setting is the names of all parameters of a group."""
+_FAR: Final = 1 << 63
+"""No number that anything counts is as large."""
+
+
+def as_setting(node: object) -> tuple[Setting] | None:
+    """The number, text, None or list of those that a node of a pickle or of JSON is, alone in a tuple.
+
+    None for anything else; for what would take long to look at: lists too deep in one another, or of too many values in
+    all (a list may hold the same list often, so that a short pickle can describe an endless one); and for what could
+    not be written again: whole numbers beyond 64 bits, and text with halves of surrogate pairs.
+
+    >>> as_setting([0.9, 0.95]), as_setting(None), as_setting({"lr": 0.1})
+    (((0.9, 0.95),), (None,), None)
+    """
+    return (_frozen(node),) if _count(node, _DEPTH, _LONGEST) <= _LONGEST else None
+
+
+def _count(node: object, depth: int, most: int) -> int:
+    """Values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
+    if not isinstance(node, list | tuple):
+        return 1 if _is_plain(node) else most + 1
+    found = 0
+    for part in node if depth else ():
+        found += _count(part, depth - 1, most - found)
+        if found > most:
+            return found
+    return max(found, 1) if depth else most + 1
+
+
+def _is_plain(node: object) -> bool:
+    if isinstance(node, int):
+        return -_FAR <= node < _FAR
+    return node is None or isinstance(node, float) or is_text(node)
+
+
+def is_text(node: object) -> TypeGuard[str]:
+    """Whether this is a text that can be written."""
+    return isinstance(node, str) and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node))
+
+
+def as_steps(setting: Setting) -> int | None:
+    """The number of steps that a setting is, also if it is a float without a fraction; None for anything else.
+
+    >>> as_steps(3.0), as_steps(0.5), as_steps(float("inf")), as_steps(True)
+    (3, None, None, None)
+    """
+    if isinstance(setting, bool) or not isinstance(setting, int | float) or not 0 <= setting < _FAR:
+        return None
+    return int(setting) if setting == int(setting) else None
+
+
+def _frozen(node: Any) -> Setting:  # noqa: ANN401 - a node that was found to be a setting
+    return tuple(map(_frozen, node)) if isinstance(node, list | tuple) else node

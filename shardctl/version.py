@@ -1,0 +1,5 @@
+"""Says which version of shardctl this is."""
+
+from typing import Final
+
+__version__: Final = "0.1.0"
