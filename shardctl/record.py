@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError
+from shardctl.errors import SourceError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.storage import read
+from shardctl.storage.byte_names import name_from_text, name_to_bytes, name_to_text
 from shardctl.workers import heed
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""
+_LARGEST: Final = 2**63 - 1
+"""No file, dim or offset is beyond; what says so is damaged."""
 _READ_BYTES: Final = 1 << 20
 
 
@@ -112,7 +115,7 @@ class Record:
     options: Mapping[str, str]
     """Options that shaped the bytes, such as the cast."""
     files: Mapping[str, int]
-    """Bytes of every file of the directory except this one."""
+    """Bytes of every file of the directory except this one; in JSON, names are kept as `byte_names` says."""
     hashes: Mapping[str, Hashed] = field(default_factory=dict)
     """Of every byte of those files that is not an element of a tensor; elements have digests."""
     tensors: Mapping[str, RecordedTensor] = field(default_factory=dict)
@@ -121,6 +124,13 @@ class Record:
     def filtered(self) -> bool:
         """Whether tensors were left out, so that it lacks what its config promises."""
         return not {"include", "exclude", "left_out"}.isdisjoint(self.options)
+
+
+def sums_line(sha256: str, path: str) -> bytes:
+    """A line of `SHA256SUMS`; a name that would break it is escaped as coreutils does (`cksum.c`)."""
+    name = name_to_bytes(path)
+    escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
+    return (b"" if escaped == name else b"\\") + sha256.encode() + b"  " + escaped + b"\n"
 
 
 def dump(record: Record) -> bytes:
@@ -134,12 +144,12 @@ def dump(record: Record) -> bytes:
         "layout": record.layout,
         "digest": record.digest,
         "source_digest": record.source_digest,
-        "source": dict(record.source),
+        "source": {key: _with_text_names(value) if key == "files" else value for key, value in record.source.items()},
         "mesh": asdict(record.mesh) if record.mesh else None,
         "stages": list(record.stages),
         "architecture": record.architecture,
         "options": dict(record.options),
-        "files": dict(record.files),
+        "files": _with_text_names(record.files),
     }
     lines = []
     for name, tensor in record.tensors.items():
@@ -152,12 +162,18 @@ def dump(record: Record) -> bytes:
             row["spelling"] = list(tensor.spelling)
         row["stored"] = [[number[s.file], s.name, list(s.box.origin), list(s.box.shape)] for s in tensor.stored]
         lines.append(f"  {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}")
-    hashes = [f"  {json.dumps(path)}: {json.dumps([h.spans, h.sha256])}" for path, h in record.hashes.items()]
+    hashes = [
+        f"  {json.dumps(name_to_text(path))}: {json.dumps([h.spans, h.sha256])}" for path, h in record.hashes.items()
+    ]
     text = json.dumps(head, indent=1)[:-2]
     for title, rows in (("hashes", hashes), ("tensors", lines)):
         text += f',\n "{title}": {{\n' + ",\n".join(rows) + "\n }"
     body = text.encode()
     return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def _with_text_names(files: Mapping[str, int]) -> dict[str, int]:
+    return {name_to_text(path): size for path, size in files.items()}
 
 
 def load(data: bytes, path: str = RECORD) -> Record:
@@ -170,29 +186,23 @@ def load(data: bytes, path: str = RECORD) -> Record:
                 hint="use the version of shardctl that wrote it, or a newer one",
             )
         _check_seal(data, str(raw["seal"]))
-        files = list(raw["files"])
-        mesh = raw["mesh"]
+        files = _files(raw["files"])
         return Record(
-            version=str(raw["version"]),
-            plan=str(raw["plan"]),
-            layout=str(raw["layout"]),
-            digest=str(raw["digest"]),
-            source_digest=str(raw["source_digest"]),
-            source=dict(raw["source"]),
-            mesh=Mesh(tuple((str(n), int(d)) for n, d in mesh["axes"]), int(mesh["ep"]), int(mesh["etp"]))
-            if mesh
-            else None,
-            stages=tuple(int(n) for n in raw["stages"]),
-            architecture=str(raw["architecture"]),
-            options={str(k): str(v) for k, v in raw["options"].items()},
-            files={str(k): int(v) for k, v in raw["files"].items()},
-            hashes={
-                str(path): Hashed(tuple((int(start), int(size)) for start, size in spans), str(sha256))
-                for path, (spans, sha256) in raw["hashes"].items()
-            },
-            tensors={str(name): _tensor(row, files) for name, row in raw["tensors"].items()},
+            version=_text(raw["version"]),
+            plan=_text(raw["plan"]),
+            layout=_text(raw["layout"]),
+            digest=_text(raw["digest"]),
+            source_digest=_text(raw["source_digest"]),
+            source=_source(raw["source"]),
+            mesh=_mesh(raw["mesh"]) if raw["mesh"] is not None else None,
+            stages=_counts(raw["stages"]),
+            architecture=_text(raw["architecture"]),
+            options={key: _text(value) for key, value in raw["options"].items()},
+            files=files,
+            hashes={name_from_text(path): _hashes(path, row, files) for path, row in raw["hashes"].items()},
+            tensors=_checked({name: _tensor(row, list(files)) for name, row in raw["tensors"].items()}),
         )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, UsageError) as error:
         raise SourceError(
             f"{path} is damaged: {type(error).__name__} {error}",
             hint=f"remove {path} to read the files without it; its digests are lost then",
@@ -204,16 +214,74 @@ def _check_seal(data: bytes, seal: str) -> None:
         raise ValueError("its seal does not fit its content")
 
 
-def _tensor(row: Mapping[str, Any], files: list[str]) -> RecordedTensor:
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} where text is expected")
+    return value
+
+
+def _texts(values: Sequence[object]) -> tuple[str, ...]:
+    return tuple(map(_text, values))
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
+        raise TypeError(f"{value!r:.80} where a size or a position is expected")
+    return value
+
+
+def _counts(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(map(_count, values))
+
+
+def _files(sizes: Mapping[str, object]) -> dict[str, int]:
+    return {name_from_text(path): _count(size) for path, size in sizes.items()}
+
+
+def _source(raw: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: _text(value) for key, value in raw.items() if key != "files"}
+    return texts | ({"files": _files(raw["files"])} if "files" in raw else {})
+
+
+def _mesh(raw: Mapping[str, Any]) -> Mesh:
+    return Mesh(tuple((_text(name), _count(degree)) for name, degree in raw["axes"]), *_counts((raw["ep"], raw["etp"])))
+
+
+def _hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> Hashed:
+    """The hash of a file that the record lists, of parts that follow one another in it."""
+    spans, sha256 = row
+    hashed = Hashed(tuple((_count(start), _count(size)) for start, size in spans), _text(sha256))
+    end = 0
+    for start, size in hashed.spans:
+        if start < end:
+            raise ValueError(f"the hash of {path} has parts that overlap")
+        end = start + size
+    if end > files[name_from_text(path)]:
+        raise ValueError(f"the hash of {path} has parts beyond its end")
+    return hashed
+
+
+def _tensor(row: Mapping[str, Any], files: Sequence[str]) -> RecordedTensor:
     return RecordedTensor(
         dtype=BY_NAME[row["dtype"]],
-        shape=tuple(map(int, row["shape"])),
-        digest=str(row["digest"]),
-        source_digest=str(row.get("source_digest", row["digest"])),
-        ties=tuple(map(str, row.get("ties", ()))),
-        spelling=tuple(map(str, row.get("spelling", ()))),
+        shape=_counts(row["shape"]),
+        digest=_text(row["digest"]),
+        source_digest=_text(row.get("source_digest", row["digest"])),
+        ties=_texts(row.get("ties", ())),
+        spelling=_texts(row.get("spelling", ())),
         stored=tuple(
-            StoredBox(files[file], str(name), Box(tuple(map(int, origin)), tuple(map(int, shape))))
+            StoredBox(files[_count(file)], _text(name), Box(_counts(origin), _counts(shape)))
             for file, name, origin, shape in row["stored"]
         ),
     )
+
+
+def _checked(tensors: dict[str, RecordedTensor]) -> dict[str, RecordedTensor]:
+    """The tensors, if each name is that of one: layouts would write two arrays of one name."""
+    names = set(tensors)
+    for name, tensor in tensors.items():
+        for tie in tensor.ties:
+            if tie in names:
+                raise ValueError(f"it ties {name} to {tie}, which is another tensor's name, or stands there twice")
+            names.add(tie)
+    return tensors

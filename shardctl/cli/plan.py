@@ -162,7 +162,7 @@ def plan(
     if report is not None:
         from shardctl.report.html import render_plan_page
 
-        streams.save(report, render_plan_page(planned).encode())
+        streams.save(report, render_plan_page(planned))
     if json:
         streams.document(plan_document.planned(planned))
     else:

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import traceback
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import typer
 
 from shardctl.cli import streams
 from shardctl.cli.app import app
+from shardctl.cli.endings import FinishedError, TerminatedError, terminable
 from shardctl.errors import UsageError
 from shardctl.report.documents import schema
 from shardctl.report.failure import Failure, failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
 _PARSER_ERROR: Final = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """The base of the parser's own errors; typer does not export it, and since 0.26 click is not where it comes from."""
-
-
-class _Terminated(BaseException):
-    """SIGTERM arrived while no verb was listening for it."""
 
 
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; raises nothing but what ends the interpreter."""
     streams.prepare()
     try:
-        with _terminable():
+        with terminable():
             code = _invoke(list(args)) if args else _invoke(["--help"]) or 2
             streams.flush()
             return code
     except KeyboardInterrupt:
         return _report(Failure("interrupted", "run the same command again", 130), args)
-    except _Terminated:
+    except TerminatedError:
         return _report(Failure("terminated", "run the same command again", 143), args)
-    except SystemExit:  # rich ends the process so when the reader of the help has left
+    except (FinishedError, SystemExit):  # rich ends the process so when the reader of the help has left
         return 0
-    except BrokenPipeError as error:
-        return 0 if streams.abandoned() else _report(failure(error), args)
     except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
+        if isinstance(error, OSError) and _asks_help(args) and streams.abandoned(error):
+            return 0
         if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
             streams.talk(traceback.format_exc())
         return _report(failure(_ours(error)), args)
@@ -59,6 +52,11 @@ def _invoke(args: list[str]) -> int:
             return code or 0
     except typer.Exit as done:
         return done.exit_code
+
+
+def _asks_help(args: Sequence[str]) -> bool:
+    """Whether nothing is done but to print help, which its printer writes by itself."""
+    return not args or not {"--help", "--version"}.isdisjoint(args)
 
 
 def _report(failed: Failure, args: Sequence[str]) -> int:
@@ -88,21 +86,3 @@ def _ours(error: Exception) -> Exception:
     path = context.command_path if context else "shardctl"
     hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help shows what there is"
     return UsageError(message[:1].lower() + message[1:], hint=hint)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack as Ctrl-C does, so that locks and staging areas are tidied."""
-    listening = threading.current_thread() is threading.main_thread()
-    if not listening or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

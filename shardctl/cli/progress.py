@@ -6,7 +6,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
 from shardctl.amounts import memory_size
 from shardctl.cli import streams
@@ -116,7 +116,7 @@ class _TerminalBar:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=Console(stderr=True),
+            console=Console(file=cast("TextIO", streams.LastingStream(sys.stderr))),
             transient=True,
         )
         self.meter = TransferMeter(self._bar)

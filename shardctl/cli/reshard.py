@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardctl.cli import options, streams
+from shardctl.cli.endings import finished
 from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -168,12 +169,13 @@ def reshard(
             progress=progress,
             plan=file,
         )
-    seconds = time.monotonic() - began
-    streams.warn(done.warnings)
-    if json:
-        streams.record(document(done, seconds))
-    else:
-        streams.show(view(done, seconds))
+    with finished():
+        seconds = time.monotonic() - began
+        streams.warn(done.warnings)
+        if json:
+            streams.record(document(done, seconds))
+        else:
+            streams.show(view(done, seconds))
 
 
 def _worker(text: str | None) -> "Worker | None":

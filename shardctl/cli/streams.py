@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
+import stat
 import sys
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from shardctl.errors import AccessError, DestinationError
 from shardctl.report.failure import warning
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
 
 _WIDE: Final = 1 << 20
 """Columns of the page that views are laid out on: a terminal wraps long lines itself, a pipe must not."""
+_GONE: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET})
+"""How writing fails when the other end has left: a pipe, a terminal that was closed, a socket."""
+_SURROGATE: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+"""How JSON of ASCII has the half of a character, of which two may be one."""
 _PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
 """For terminals and locales without the block characters."""
 
@@ -35,7 +42,8 @@ def show(view: RenderableType) -> None:
     """Print a view."""
     from rich.console import Console
 
-    console = Console(width=_WIDE, highlight=False, markup=False, emoji=False)
+    file = LastingStream(sys.stdout) if sys.stdout is not None else None  # capturing writes nothing, but does write
+    console = Console(file=cast("TextIO | None", file), width=_WIDE, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
         console.print(view)
     lines = captured.get().rstrip("\n").split("\n")
@@ -44,12 +52,28 @@ def show(view: RenderableType) -> None:
 
 def document(content: dict[str, Any]) -> None:
     """Print the one document of a verb."""
-    _write(sys.stdout, json.dumps(content, indent=2) + "\n")
+    _write(sys.stdout, _json(content, indent=2))
 
 
 def record(content: dict[str, Any]) -> None:
     """Print one of several records, on a line."""
-    _write(sys.stdout, json.dumps(content) + "\n")
+    _write(sys.stdout, _json(content))
+
+
+def _json(content: dict[str, Any], indent: int | None = None) -> str:
+    """JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape, as in messages."""
+    written = json.dumps(content, indent=indent)
+    if _SURROGATE.search(written):
+        written = json.dumps(_as_unicode(content), indent=indent)
+    return written + "\n"
+
+
+def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    if isinstance(value, dict):
+        return {_as_unicode(key): _as_unicode(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_unicode(each) for each in value]
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def text(content: str) -> None:
@@ -62,10 +86,10 @@ def talk(content: str) -> None:
     _write(sys.stderr, content)
 
 
-def save(path: Path, content: bytes) -> None:
-    """Write a report where it was asked for."""
+def save(path: Path, content: str | bytes) -> None:
+    """Write a report where it was asked for; in text, a byte of a name that is not UTF-8 is escaped."""
     try:
-        path.write_bytes(content)
+        path.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
     except PermissionError as error:
         raise AccessError(f"{path} cannot be written: {error.strerror}") from error
     except OSError as error:
@@ -77,17 +101,15 @@ def warn(messages: Iterable[str]) -> None:
     talk("".join(map(warning, messages)))
 
 
-def abandoned() -> bool:
-    """Whether the reader of stdout has left, such as `head`, while something that writes by itself was writing (help).
+def abandoned(error: OSError) -> bool:
+    """Whether an error of what writes to stdout by itself (help) says that its reader has left, such as `head`.
 
     What is left to write goes nowhere, or the interpreter would complain of it at its end.
     """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard(sys.stdout)
-        return True
-    return False
+    if sys.stdout is None or not _is_gone(sys.stdout, error):
+        return False
+    _discard(sys.stdout)
+    return True
 
 
 def flush() -> None:
@@ -107,14 +129,43 @@ def columns() -> int | None:
 
 
 def _write(stream: TextIO | None, content: str) -> None:
-    """Write and flush; a reader who has left is not an error, and the work goes on."""
+    """Write and flush; a reader or a terminal that has left is not an error, and the work goes on.
+
+    Data that is lost otherwise, as on a full disk, is one; talk that is lost must not fail what it is about.
+    """
     if stream is None:  # the descriptor was closed when the program began
         return
     try:
         stream.write(_encodable(content, stream))
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if stream is not sys.stderr and not _is_gone(stream, error):
+            raise
         _discard(stream)
+
+
+def _is_gone(stream: TextIO, error: OSError) -> bool:
+    """Whether there is nobody left to write to; of a file, EIO says that the disk is broken."""
+    return error.errno in _GONE and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+class LastingStream:
+    """A stream for what writes by itself, such as a bar: a reader or a terminal that leaves does not make it fail."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, content: str) -> int:
+        """Write and flush."""
+        _write(self._stream, content)
+        return len(content)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a stream has
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Empty the buffer."""
+        _write(self._stream, "")
 
 
 def _discard(stream: TextIO) -> None:

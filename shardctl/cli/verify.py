@@ -126,7 +126,7 @@ def verify(
     if junit:
         streams.save(junit, junit_xml.junit(found))
     if summary:
-        streams.save(summary, markdown.summary(found).encode())
+        streams.save(summary, markdown.summary(found))
     if json:
         streams.document(documents.verified(found))
     else:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks the engine to stop and keep its state, the second ends the process at once."""
+"""SIGINT, SIGTERM, SIGHUP: the first asks the engine to stop and keep its state, the second ends the process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def stopping(stop: Stop) -> Iterator[None]:
-    """While active, the first SIGINT or SIGTERM sets `stop`; outside the main thread signals are left alone.
+    """While active, the first SIGINT, SIGTERM or SIGHUP sets `stop`; outside the main thread signals are left alone.
+
+    A terminal that goes away (SIGHUP) is reported as SIGTERM is: nobody is left to tell them apart.
 
     A signal that was ignored stays ignored: `nohup` and shells that start jobs in the background rely on it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {each: handler for each, handler in found.items() if handler not in {signal.SIG_IGN, None}}
 
     def first(number: int, _frame: FrameType | None) -> None:
-        stop.signal = number
+        stop.signal = signal.SIGTERM if number == signal.SIGHUP else number
         for each in before:
             signal.signal(each, signal.SIG_DFL)
 

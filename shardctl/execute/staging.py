@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from shardctl.execute.lock import Lock
 from shardctl.execute.note import Note, way_back
 from shardctl.record import RECORD
 from shardctl.storage import linux
+from shardctl.storage.byte_names import name_to_bytes
 from shardctl.storage.durable import make_directories, sync_directory, told, write_file
 from shardctl.storage.room import existing, free_space
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 _INSIDE: Final = ".shardctl"
 """Where a destination that has no beside, such as a mount point, is staged."""
+_LONGEST: Final = 255
+"""Bytes of a name (`NAME_MAX` of Linux's file systems)."""
 _NOT_OURS: Final = frozenset({_INSIDE, "lost+found"})
 """Names in a directory that is empty all the same."""
 
@@ -45,12 +49,13 @@ class Staging:
 
     def __init__(self, destination: Path, *, overwrite: bool = False, patience: float = 0) -> None:
         """`patience` is for how many seconds another run is waited for."""
-        self.destination = _followed(destination)
+        with told(destination, "looking at"):
+            self.destination = _followed(destination)
+            self._inside = _no_beside(self.destination)
+            """Whether the tree must be moved in file by file, because no rename can replace the directory."""
         self._overwrite = overwrite
         self._patience = patience
-        self._inside = _no_beside(self.destination)
-        """Whether the tree must be moved in file by file, because no rename can replace the directory."""
-        beside = self.destination.parent / f".{self.destination.name}.shardctl"
+        beside = self.destination.parent / _name_beside(self.destination.name)
         self.root = self.destination / _INSIDE if self._inside else beside
         self.data = self.root / "data"
         """The tree that becomes the destination, once `begin` has said which."""
@@ -60,8 +65,9 @@ class Staging:
         self._old = self.root / "old"
         self._note = self.root / "publishing.json"
         self._lock = Lock(self.root / "lock", f"writing {self.destination}")
-        if not self.root.exists():
-            self._require_replaceable()
+        with told(destination, "looking at"):
+            if not self.root.exists():
+                self._require_replaceable()
 
     def __enter__(self) -> Self:
         with told(self.root, "making"):
@@ -292,6 +298,14 @@ def _followed(destination: Path) -> Path:
             raise DestinationError(f"{destination} is a link to nothing")
         return path.resolve()
     return path
+
+
+def _name_beside(name: str) -> str:
+    """What the staging area beside a destination is called; long names have no room for more."""
+    beside = f".{name}.shardctl"
+    if len(name_to_bytes(beside)) > _LONGEST:
+        beside = f".{hashlib.sha256(name_to_bytes(name)).hexdigest()}.shardctl"
+    return beside
 
 
 def _examine(destination: Path, *, moving: bool = False) -> Found:

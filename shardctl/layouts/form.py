@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.record import RECORD
 from shardctl.value import value
 
 if TYPE_CHECKING:
@@ -70,15 +71,29 @@ def form(
         else:
             _check_types(wanted, found, dtypes)
             places |= {tensor.name: Place(wanted, fusion, n) for n, tensor in enumerate(found)}
+    _check_distinct(names, places)
     return Form(names, places)
+
+
+def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> None:
+    """Raise SourceError if two arrays would have one name, as a record says whose spellings are another tensor's."""
+    owners = {place.array: name for name, place in places.items()}
+    for name, arrays in names.items():
+        for array in arrays if name not in places else ():
+            other = owners.setdefault(array, name)
+            if other != name or arrays.count(array) > 1:
+                raise SourceError(
+                    f"{name} and {other} would both be written as {array}",
+                    hint=f"{RECORD} or the source's own names say so; remove {RECORD} if it is not right",
+                )
 
 
 def _stored_as(fusion: Fusion, tensors: list[Tensor]) -> str | None:
     """The name of the one array in which the original checkpoint had them, or None if it had several."""
     spellings = {tensor.spelling for tensor in tensors}
-    if len(spellings) > 1 or () in spellings:
+    if len(spellings) > 1 or len(spelling := spellings.pop()) != 1:
         return None
-    (name,) = spellings.pop()
+    (name,) = spelling
     stack_of_one = len(tensors) == 1 and fusion.shape != tensors[0].shape
     return None if stack_of_one and not f".{fusion.name}".endswith(f".{name}") else name
 

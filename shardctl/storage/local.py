@@ -128,6 +128,8 @@ class LocalSource:
             raise SourceError(f"{path} does not exist") from error
         except PermissionError as error:
             raise AccessError(f"{path} cannot be read: {error.strerror}") from error
+        except OSError as error:  # a name too long, links in a circle
+            raise SourceError(f"{path} cannot be read: {error.strerror}") from error
         self._single = not stat.S_ISDIR(mode)
         if self._single and not stat.S_ISREG(mode):
             raise SourceError(f"{path} is neither a regular file nor a directory")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
+from shardctl.storage.byte_names import is_name
 from shardctl.storage.cloud import SCHEMES
 from shardctl.storage.local import LocalSource
 
@@ -30,6 +31,7 @@ def open_source(text: str | Path) -> Source:
         SourceError: there is nothing.
         AccessError: there is something, for others.
     """
+    _check_name(text)
     if isinstance(text, Path) or os.path.lexists(text):
         return _local(Path(text))
     match = _SCHEME.match(text)
@@ -53,6 +55,7 @@ def check_destination(place: str | Path) -> None:
 
     A Path is always a directory's, as is text that begins with ``./``.
     """
+    _check_name(place)
     scheme = _scheme(place)
     if scheme not in (None, *SCHEMES):
         raise UsageError(f"{scheme}:// is not a place that shardctl writes to", hint=_where_instead(scheme, str(place)))
@@ -66,6 +69,11 @@ def check_written_file(place: str | Path) -> None:
             f"{place} is an address, and only checkpoints are written to such places",
             hint="name a file on this machine",
         )
+
+
+def _check_name(place: str | Path) -> None:
+    if not is_name(str(place)):
+        raise UsageError(f"{str(place)!r} is not a path: it holds characters that no name can have")
 
 
 def _scheme(place: str | Path) -> str | None:

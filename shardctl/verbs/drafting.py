@@ -20,6 +20,7 @@ from shardctl.mesh import Mesh
 from shardctl.models import quantisation_config
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage import read
+from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
@@ -136,14 +137,14 @@ class Draft:
         """A hash of everything that decides the output's bytes, except the values of the source's elements."""
         state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
         for path, file in self.plan.want.files.items():
-            state.update(f"{path}\0{file.size}\0".encode())
+            state.update(name_to_bytes(path) + f"\0{file.size}\0".encode())
             for offset, data in file.literals:
                 state.update(offset.to_bytes(8, "little") + data)
         for copy in self.plan.copies:
             for chunk in (*copy.reads, *copy.target.chunks):
                 state.update(f"{copy.source.name}\0{chunk.box}{chunk.dtype}{chunk.where}".encode())
         for side in self.carried:
-            state.update(f"{side.name}\0{side.size}\0".encode() + (side.content or b""))
+            state.update(name_to_bytes(side.name) + f"\0{side.size}\0".encode() + (side.content or b""))
         return state.hexdigest()[:32]
 
 

@@ -11,7 +11,7 @@ from shardctl.digest import Sums, checkpoint_digest, tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.manifest import Region
-from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load
+from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load, sums_line
 from shardctl.verbs.optimizer import states_of
 from shardctl.version import __version__
 
@@ -150,7 +150,7 @@ def with_sums(record: Record, sums: bytes) -> Record:
 def sums_file(parts: Sequence[Part]) -> bytes:
     """The content of `SHA256SUMS`: every data and side file."""
     found = {path: digest for part in parts for path, digest in part.sha256.items()}
-    return "".join(f"{found[path]}  {path}\n" for path in sorted(found, key=PurePosixPath)).encode()
+    return b"".join(sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
 
 
 def overflow_warnings(frame: Frame, parts: Sequence[Part]) -> Iterator[str]:

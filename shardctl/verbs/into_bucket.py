@@ -14,6 +14,7 @@ from shardctl.execute.interrupt import stopping
 from shardctl.execute.uploads import Uploads, require_free
 from shardctl.record import SUMS, dump, load
 from shardctl.shares import Share, gathered, share
+from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.cloud.bucket import Bucket, sending_bytes
 from shardctl.storage.room import free_space
 from shardctl.verbs.described import CONFIG
@@ -45,6 +46,7 @@ def into_bucket(
     complete. On an error there is no `shardctl.json`, and no object that is not complete. What was done is None if an
     earlier run had done all of it.
     """
+    _require_object_names(work)
     bucket, stop = _bucket(destination, overwrite=overwrite), Stop(kept=True)
     identity, versions = work.identity(), versions_of(work)
     header = {"plan": identity, "source": versions, "sha256": sha256, "version": __version__}
@@ -80,11 +82,22 @@ def with_sending(work: Draft) -> Draft:
 
 def check_bucket(work: Draft, destination: str, *, overwrite: bool) -> Path:
     """Raise what `into_bucket` would raise before its first byte; returns where files would be filled."""
+    _require_object_names(work)
     require_free(_bucket(destination, overwrite=overwrite))
     scratch = Path(tempfile.gettempdir())
     free = free_space(scratch)
     _require_room(work, _groups(work, free), free, scratch)
     return scratch
+
+
+def _require_object_names(work: Draft) -> None:
+    """Raise DestinationError for a side file that no object can be called as: names of objects are UTF-8."""
+    odd = [side.name for side in work.carried if not is_unicode(side.name)]
+    if odd:
+        raise DestinationError(
+            f"{odd[0]} travels along, and its name is not UTF-8, as that of an object must be",
+            hint="rename the file, or write to a directory",
+        )
 
 
 def _bucket(destination: str, *, overwrite: bool) -> Bucket:

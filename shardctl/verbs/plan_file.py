@@ -22,6 +22,7 @@ from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.record import RECORD
 from shardctl.storage import read
+from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import told, write_file
 from shardctl.training import with_states
 from shardctl.verbs.described import CONFIG
@@ -126,9 +127,9 @@ def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
         "schema": SCHEMA,
         "version": __version__,
         "source": {
-            "path": source.location,
+            "path": name_to_text(source.location),
             "format": work.have.format,
-            "files": {name: asdict(seen) for name, seen in _seen(work.checkpoint, reading).items()},
+            "files": {name_to_text(name): asdict(seen) for name, seen in _seen(work.checkpoint, reading).items()},
         },
         "wish": _options(wish),
         "reading": _options(reading),
@@ -221,7 +222,7 @@ def _options(of: Wish | Reading) -> dict[str, Any]:
             continue
         if isinstance(value, Mesh):
             value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
-        found[field.name] = str(value.absolute()) if isinstance(value, Path) else value
+        found[field.name] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
     return found
 
 
@@ -242,8 +243,8 @@ class _Reader:
         return PlanFile(
             path=self.path,
             version=self.text(top["version"], "version"),
-            source=self.text(source["path"], "source.path"),
-            files={name: self.seen(value, f"source.files.{name}") for name, value in files.items()},
+            source=self.path_text(source["path"], "source.path"),
+            files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
             wish=Wish(**{name: self.wished(name, value) for name, value in wish.items()}),
             reading=Reading(**{name: self.read(name, value) for name, value in reading.items()}),
             identity=self.text(top["plan"], "plan"),
@@ -300,8 +301,7 @@ class _Reader:
             return None
         if name == "true_vocab":
             return self.count(value, key)
-        text = self.text(value, key)
-        return Path(text) if name in _PATHS else text
+        return Path(self.path_text(value, key)) if name in _PATHS else self.text(value, key)
 
     def mesh(self, value: object, key: str) -> Mesh:
         """A mesh."""
@@ -321,6 +321,13 @@ class _Reader:
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
+
+    def path_text(self, value: object, key: str) -> str:
+        """A path or an address."""
+        path = name_from_text(self.text(value, key))
+        if not is_name(path):
+            raise self.wrong(key, "a path")
+        return path
 
     def count(self, value: object, key: str) -> int:
         """A whole number that is not negative."""

@@ -17,6 +17,7 @@ from shardctl.execute.staging import Staging
 from shardctl.record import RECORD, SUMS, Record, dump, load
 from shardctl.shares import whole
 from shardctl.storage.cloud import is_bucket
+from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import check_destination
 from shardctl.verbs.drafting import Draft, Wish, draft
@@ -163,7 +164,8 @@ def _check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
         same = source == wanted
     elif isinstance(checkpoint.source, LocalSource):
         source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
-        same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
+        with told(destination, "looking at"):
+            same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
     else:
         return
     if same or wanted.is_relative_to(source):

@@ -5,6 +5,8 @@ import pytest
 
 import shardctl.verbs.digest
 import shardctl.verbs.inspect
+import shardctl.verbs.reshard
+from shardctl.cli import streams
 from shardctl.errors import (
     AccessError,
     CutError,
@@ -162,6 +164,28 @@ def test_json_has_a_last_record_also_on_failure(broken):
 def test_json_has_a_last_record_also_for_a_bad_command_line(say):
     found = say("reshard", "a", "b", "--json", "--memory", "lots")
     assert json.loads(found.out)["exit_code"] == found.code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_after_the_work_is_done_does_not_call_it_failed(monkeypatch, say, source, tmp_path, number):
+    monkeypatch.setattr(streams, "show", lambda _: signal.raise_signal(number))
+    assert say("reshard", source, tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "shardctl.json").exists()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_a_terminal_that_goes_away_stops_the_work_tidily(monkeypatch, say, source, tmp_path):
+    inside = shardctl.verbs.reshard.assembled
+
+    def gone(*args, **kwargs):
+        signal.raise_signal(signal.SIGHUP)
+        return inside(*args, **kwargs)
+
+    monkeypatch.setattr(shardctl.verbs.reshard, "assembled", gone)
+    assert say("reshard", source, tmp_path / "out").code == 143
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert say("reshard", source, tmp_path / "out").code == 0
 
 
 def test_sigterm_before_the_work_begins_unwinds_too(monkeypatch, say):

@@ -1,9 +1,12 @@
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from cli_checkpoints import large, shardctl, start
+
+from shardctl.record import dump, load
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +124,18 @@ def test_an_interrupted_run_keeps_its_state_and_the_same_command_finishes(heavy,
     weights = json.loads(shardctl("plan", heavy, "--tp", 2, "--json").stdout)["ranks"]
     assert last["kept_bytes"] + last["written_bytes"] == sum(rank["weight_bytes"] for rank in weights)
     assert shardctl("verify", tmp_path / str(wait) / "out").returncode == 0
+
+
+@pytest.mark.parametrize("names", [["model.embed_tokens.weight"], ["x"]])
+def test_a_record_whose_spellings_would_give_two_tensors_one_name_is_the_sources_fault(say, source, tmp_path, names):
+    made = tmp_path / "made"
+    assert say("reshard", source, made, "--tp", 2).code == 0
+    record = load((made / "shardctl.json").read_bytes())
+    tensors = dict(record.tensors)
+    for name in ("model.norm.weight", "lm_head.weight"):
+        tensors[name] = replace(tensors[name], spelling=tuple(names))
+    (made / "shardctl.json").write_bytes(dump(replace(record, tensors=tensors)))
+    for verb in (["plan", made], ["reshard", made, tmp_path / "out", "--to", "hf"]):
+        found = say(*verb)
+        assert found.code == 4
+        assert f"would both be written as {names[0]}" in found.err

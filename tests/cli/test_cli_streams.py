@@ -102,6 +102,37 @@ def test_a_person_at_a_terminal_sees_a_bar_that_goes_away(source, tmp_path):
     assert "\x1b" not in out
 
 
+def left_terminal(*args, both):
+    """A run whose terminal goes away while it begins; without SIGHUP, as where it is no controlling terminal."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "shardctl", *map(str, args)]
+    out = terminal if both else subprocess.PIPE
+    with subprocess.Popen(command, stdout=out, stderr=terminal, env=environment(TERM="xterm-256color")) as process:
+        os.close(terminal)
+        os.close(controller)
+        said, _ = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["all", "stderr"])
+def test_a_terminal_that_goes_away_changes_neither_the_work_nor_its_exit_code(source, tmp_path, both):
+    assert left_terminal("reshard", source, tmp_path / "out", both=both)[0] == 0
+    assert (tmp_path / "out" / "shardctl.json").exists()
+    (tmp_path / "out" / "tokenizer.json").write_text("[]")
+    assert left_terminal("verify", tmp_path / "out", both=both)[0] == 3
+
+
+def test_help_for_a_terminal_that_goes_away_ends_in_peace():
+    assert left_terminal("verify", "--help", both=True)[0] == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")  # noqa: PTH110
+def test_talk_that_is_lost_does_not_fail_the_work(source, tmp_path):
+    with open("/dev/full", "w") as full, start("reshard", source, tmp_path / "out", stderr=full) as process:  # noqa: PTH123
+        process.communicate(timeout=300)
+    assert process.returncode == 0
+
+
 def test_without_a_terminal_nothing_moves_the_cursor(source, tmp_path):
     done = shardctl("reshard", source, tmp_path / "out", FORCE_COLOR="1", TERM="xterm-256color")
     assert (done.returncode, done.stderr) == (0, "")
