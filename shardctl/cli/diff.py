@@ -23,6 +23,7 @@ def diff(
     rules: options.Rules = None,
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> int:
     """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
@@ -31,7 +32,9 @@ def diff(
     from shardctl.report.difference import difference
     from shardctl.verbs.diff import diff as verb
 
-    reading = options.reading(config, rules, strict=strict, weights=weights, true_vocab=true_vocab)
+    reading = options.reading(
+        config, rules, strict=strict, weights=weights, true_vocab=true_vocab, prefer_index=prefer_index
+    )
     with effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
     streams.warn(found.warnings)

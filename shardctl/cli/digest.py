@@ -26,6 +26,7 @@ def digest(
     container: options.From = None,
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> None:
     """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
@@ -37,7 +38,15 @@ def digest(
     with effort("digest", threads) as work:
         found = verb(
             src,
-            reading=options.reading(config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict),
+            reading=options.reading(
+                config,
+                rules,
+                container,
+                weights=weights,
+                true_vocab=true_vocab,
+                prefer_index=prefer_index,
+                strict=strict,
+            ),
             effort=work,
         )
     streams.warn(found.warnings)

@@ -25,6 +25,7 @@ def inspect(
     container: options.From = None,
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> None:
     """Say what a checkpoint is: format, layout, model, types, ties; from its headers only."""
@@ -35,7 +36,14 @@ def inspect(
     found = verb(
         src,
         reading=options.reading(
-            config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict, rules_from=rules_from
+            config,
+            rules,
+            container,
+            weights=weights,
+            true_vocab=true_vocab,
+            prefer_index=prefer_index,
+            strict=strict,
+            rules_from=rules_from,
         ),
     )
     streams.warn(found.warnings)

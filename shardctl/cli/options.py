@@ -77,6 +77,15 @@ TrueVocab = Annotated[
         help="Tokens of a vocabulary that the files only tell to be padded, as Megatron-LM's do.",
     ),
 ]
+PreferIndex = Annotated[
+    bool,
+    typer.Option(
+        "--prefer-index",
+        metavar="",
+        rich_help_panel=_READING,
+        help="Where two files hold a tensor with different values, take the one that the index names.",
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", metavar="", rich_help_panel=_READING, help="Every warning is an error.")
 ]
@@ -194,6 +203,7 @@ def reading(
     rules_from: Literal["transformers"] | None = None,
     weights: Literal["module", "master"] | None = None,
     true_vocab: int | None = None,
+    prefer_index: bool = False,
 ) -> "Reading":
     """How a source is to be understood."""
     from shardctl.verbs.opening import Reading
@@ -206,6 +216,7 @@ def reading(
         kv_heads=kv_heads,
         weights=weights,
         true_vocab=true_vocab,
+        prefer_index=prefer_index,
         strict=strict,
     )
 

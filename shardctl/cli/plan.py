@@ -94,6 +94,7 @@ def plan(
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
     kv_heads: options.KvHeads = "error",
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> int:
     """Say what each device will hold, whether it fits, and what the conversion will cost; moves nothing."""
@@ -127,6 +128,7 @@ def plan(
         container,
         weights=weights,
         true_vocab=true_vocab,
+        prefer_index=prefer_index,
         strict=strict,
         kv_heads=kv_heads,
         rules_from=rules_from,

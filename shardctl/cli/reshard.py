@@ -103,6 +103,7 @@ def reshard(
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
     kv_heads: options.KvHeads = "error",
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> None:
     """Move the bytes into a new directory, in another layout; resumes where an earlier run stopped."""
@@ -130,6 +131,7 @@ def reshard(
         container,
         weights=weights,
         true_vocab=true_vocab,
+        prefer_index=prefer_index,
         strict=strict,
         kv_heads=kv_heads,
         rules_from=rules_from,

@@ -94,6 +94,7 @@ def verify(
     container: options.From = None,
     weights: options.Weights = None,
     true_vocab: options.TrueVocab = None,
+    prefer_index: options.PreferIndex = False,
     strict: options.Strict = False,
 ) -> int:
     """Prove a checkpoint: structure, content, that it equals its source, loads and computes. Exit code 3 if not."""
@@ -120,7 +121,15 @@ def verify(
             against=against,
             require=require,
             trial=trial,
-            reading=options.reading(config, rules, container, weights=weights, true_vocab=true_vocab, strict=strict),
+            reading=options.reading(
+                config,
+                rules,
+                container,
+                weights=weights,
+                true_vocab=true_vocab,
+                prefer_index=prefer_index,
+                strict=strict,
+            ),
             effort=work,
         )
     if junit:

@@ -65,12 +65,14 @@ def detect(source: Source) -> Format:
     return found[0]
 
 
-def scan(source: Source, *, override: str | None = None, weights: Weights = None) -> Manifest:
+def scan(
+    source: Source, *, override: str | None = None, weights: Weights = None, prefer_index: bool = False
+) -> Manifest:
     """What the source contains and where, by stored names; headers only, never tensor data.
 
     `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
     that is read, the manifest's warnings say that it is left behind. `weights` says which copy of them is meant, in
-    formats that may hold two.
+    formats that may hold two. What two files hold has two chunks, unless `prefer_index` says that an index decides.
 
     Raises:
         UsageError: there is no format of that name, or it has one copy of weights only and `weights` is given.
@@ -79,7 +81,8 @@ def scan(source: Source, *, override: str | None = None, weights: Weights = None
     refuse_adapter(source)
     chosen = _named(override) if override is not None else detect(source)
     if weights is None:
-        return chosen.scan(source)
+        indexed = chosen.scan_indexed if prefer_index else None
+        return (indexed or chosen.scan)(source)
     if chosen.scan_copy is None:
         raise UsageError(
             f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"

@@ -38,6 +38,8 @@ class Format:
     """
     scan_copy: Callable[[Source, Weights], Manifest] | None = None
     """The same, with the copy of the weights that is meant; only for containers that may hold two."""
+    scan_indexed: Callable[[Source], Manifest] | None = None
+    """The same without what an index places in another file; only for containers that have indexes."""
     saved: bool = False
     """Whether its files are torch.save's, so that each may be a zip archive."""
 

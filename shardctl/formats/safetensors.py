@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.choice import Choice, numbered, one_file, one_index
+from shardctl.formats.choice import Choice, numbered, one_file, one_index, with_copy
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import ADAPTERS, refuse_adapter, refuse_unfinished, unfinished_downloads
 from shardctl.formats.index import read_index
@@ -43,8 +43,10 @@ def detect(source: Source) -> bool:
     )
 
 
-def scan(source: Source) -> Manifest:
+def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
     """Read every header, and say where each tensor is.
+
+    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
 
     A tensor of a type narrower than a byte whose last dim does not fill whole bytes has no byte strides. Its region's
     strides are then `()`: it can only be copied whole, as one run of `Tensor.nbytes` bytes.
@@ -65,6 +67,8 @@ def scan(source: Source) -> Manifest:
         warnings += chosen.index.check(held)
     weight_map = chosen.index.weight_map if chosen.index is not None else {}
     tensors = _sharded(headers, placed, weight_map) if sharded else _unsharded(headers, weight_map)
+    for copy in _copies(headers, weight_map) if not (sharded or prefer_index) else ():
+        tensors[copy.name] = with_copy(tensors[copy.name], copy)
     if chosen.index is None and not sharded:
         _check_one_save(chosen.files)
     metadata, differing = _metadata(headers)
@@ -216,6 +220,15 @@ def _unsharded(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> 
     return tensors
 
 
+def _copies(headers: Mapping[str, Header], weight_map: Mapping[str, str]) -> Iterator[Chunk]:
+    """What files hold of tensors that the index places in another one."""
+    for path, header in headers.items():
+        for array in header.arrays:
+            if weight_map.get(array.name, path) != path:
+                where = Region(path, array.offset, _strides(array.dtype, array.shape))
+                yield Chunk(Box.whole(array.shape), array.dtype, where, array.name)
+
+
 def _sharded(
     headers: Mapping[str, Header], placed: Mapping[str, Mapping[str, Placed] | None], weight_map: Mapping[str, str]
 ) -> dict[str, Tensor]:
@@ -296,4 +309,4 @@ def _metadata(headers: Mapping[str, Header]) -> tuple[dict[str, str], list[str]]
     return {key: value for key, (value, _) in merged.items()}, warnings
 
 
-FORMAT: Final = Format("safetensors", "safetensors files", detect, scan)
+FORMAT: Final = Format("safetensors", "safetensors files", detect, scan, scan_indexed=partial(scan, prefer_index=True))

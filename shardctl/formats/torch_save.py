@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.formats.choice import Choice, numbered, one_file, one_index
+from shardctl.formats.choice import Choice, numbered, one_file, one_index, with_copy
 from shardctl.formats.format import Format, given_file
 from shardctl.formats.impostors import (
     ADAPTERS,
@@ -69,8 +69,10 @@ def detect(source: Source) -> bool:
     )
 
 
-def scan(source: Source) -> Manifest:
+def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
     """Read every pickle without running it, and say where each tensor is.
+
+    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
 
     Names whose elements are the very same bytes (same file, offset, strides, shape and dtype) are one tensor: the
     first is its name and the others its `ties`. Views that overlap in any other way are tensors of their own, and so
@@ -93,6 +95,7 @@ def scan(source: Source) -> Manifest:
     weight_map = chosen.index.weight_map if chosen.index is not None else {}
     tensors: dict[str, Tensor] = {}
     held: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for path, found in read_files.items():
         for tensor in _tensors(found, weight_map):
             for name in (tensor.name, *tensor.ties):
@@ -103,7 +106,11 @@ def scan(source: Source) -> Manifest:
                         "wrote them",
                     )
                 held[name] = path
+                owners[name] = tensor.name
             tensors[tensor.name] = tensor
+    for found in read_files.values() if not prefer_index else ():
+        for name, copy in _copies(found, weight_map):
+            tensors[owners[name]] = with_copy(tensors[owners[name]], copy)
     objects, left = side_files(source, set(read_files))
     inside = [Opaque(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others]
     return Manifest(
@@ -268,6 +275,14 @@ def _tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tens
         yield Tensor(name, dtype, shape, (Chunk(_whole_box(shape), dtype, region, name),), ties=tuple(ties))
 
 
+def _copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
+    """What a file holds of tensors that the index places in another one."""
+    saved = found.saved
+    for name, view in found.state.views.items():
+        if weight_map.get(name, saved.path) != saved.path:
+            yield name, Chunk(_whole_box(view.shape), view.dtype, saved.region(view, name), name)
+
+
 @lru_cache(maxsize=4096)
 def _whole_box(shape: tuple[int, ...]) -> Box:
     """The layers of a model repeat a few shapes, so most boxes are one object."""
@@ -290,4 +305,6 @@ def _check_index(index: Index, read_files: Mapping[str, WeightsFile]) -> tuple[s
     return index.check(once if index.total_size == total else by_name)
 
 
-FORMAT: Final = Format("torch", "files of torch.save", detect, scan, saved=True)
+FORMAT: Final = Format(
+    "torch", "files of torch.save", detect, scan, scan_indexed=partial(scan, prefer_index=True), saved=True
+)

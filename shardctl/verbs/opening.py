@@ -48,6 +48,8 @@ class Reading:
     """Tokens of the vocabulary, where the files only say how many rows it was padded to (`--true-vocab`)."""
     weights: Literal["module", "master"] | None = None
     """Which copy of the weights is read where a trainer saved two; by default the optimizer's in fp32."""
+    prefer_index: bool = False
+    """Whether the index decides where two files hold a tensor with different values (`--prefer-index`)."""
     strict: bool = False
     """Makes every warning an error."""
     unbound: bool = False
@@ -134,7 +136,9 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
     only = _only_config(source, reading)
     if only is not None:
         return _described(source, only, reading)
-    stored = formats.scan(source, override=reading.container, weights=reading.weights)
+    stored = formats.scan(
+        source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
+    )
     if stored.training is None:
         stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)

@@ -293,7 +293,7 @@ class _Reader:
     def read(self, name: str, value: object) -> Any:  # noqa: ANN401 - the type of any field
         """One field of a reading."""
         key = f"reading.{name}"
-        if name == "strict":
+        if name in {"strict", "prefer_index"}:
             if not isinstance(value, bool):
                 raise self.wrong(key, "true or false")
             return value

@@ -190,6 +190,8 @@ def _copies(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
     differences = content.replicas(list(checkpoint.whole.tensors.values()), checkpoint.source, effort)
     for d in differences:
         message = f"{d.tensor}: copies differ in {d.count:,} elements, first at {d.first} in {d.file}"
+        if d.other not in {"", d.file}:
+            message += f" and {d.other}"
         yield Finding("error", "replicas", message, d.tensor, d.file, str(d.first))
 
 

@@ -29,11 +29,14 @@ def require_agreement(tensors: Sequence[Tensor], reader: Reader, effort: Effort)
         tensor = next(t for t in tensors if t.name == difference.tensor)
         names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
         where = f"differ in {difference.count:,} elements, first at {difference.first} in {difference.file}"
+        if difference.other not in {"", difference.file}:
+            where = f"{where} and {difference.other}"
         if tensor.ties and len(names) > 1:
             raise SourceError(
                 f"{' and '.join(names)} are tied by config.json, but their stored values {where}",
                 hint="if they are two weights, say so: --config with tie_word_embeddings false",
             )
         raise SourceError(
-            f"{tensor.name}: copies {where}", hint="shardctl verify SRC --level full lists all that differ"
+            f"{tensor.name}: copies {where}",
+            hint="shardctl verify SRC --level full lists all that differ; --prefer-index takes what an index names",
         )

@@ -54,6 +54,8 @@ class Difference:
     """The first of them, in row-major order."""
     file: str = ""
     """The file in which it lies."""
+    other: str = ""
+    """The file of the copy, or of the other tensor, that it differs from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +71,20 @@ class _Tally:
     """What several threads found of one tensor."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    firsts: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    firsts: dict[str, tuple[tuple[int, ...], str, str]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, tensor: str, count: int, first: tuple[int, ...], file: str) -> None:
+    def add(self, tensor: str, count: int, first: tuple[int, ...], files: tuple[str, str]) -> None:
         with self.lock:
             self.counts[tensor] = self.counts.get(tensor, 0) + count
-            self.firsts[tensor] = min(self.firsts.get(tensor, (first, file)), (first, file))
+            self.firsts[tensor] = min(self.firsts.get(tensor, (first, *files)), (first, *files))
 
     def differences(self) -> list[Difference]:
-        return [
-            Difference(name, count, Box(self.firsts[name][0], (1,) * len(self.firsts[name][0])), self.firsts[name][1])
-            for name, count in self.counts.items()
-        ]
+        found = []
+        for name, count in self.counts.items():
+            first, file, other = self.firsts[name]
+            found.append(Difference(name, count, Box(first, (1,) * len(first)), file, other))
+        return found
 
 
 def measure(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> dict[str, Content]:
@@ -212,8 +215,13 @@ def _note(tally: _Tally, task: _Task, left: NDArray[np.uint8], right: NDArray[np
     if at:
         at[-1] *= per
     first = tuple(o + p for o, p in zip(task.box.origin, at, strict=True))
-    where = next(task.ours.within(Box(first, (*(1 for _ in first[:-1]), per) if first else ()))).where
-    tally.add(task.tensor.name, int(different.sum()), first, "" if isinstance(where, Fill) else where.file)
+    unit = Box(first, (*(1 for _ in first[:-1]), per) if first else ())
+    tally.add(task.tensor.name, int(different.sum()), first, (_file(task.ours, unit), _file(task.theirs, unit)))
+
+
+def _file(chunks: ChunkIndex, unit: Box) -> str:
+    where = next(chunks.within(unit)).where
+    return "" if isinstance(where, Fill) else where.file
 
 
 def _odd(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int]:

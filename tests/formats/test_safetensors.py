@@ -23,8 +23,8 @@ from shardctl.storage.local import LocalSource
 INDEX = "model.safetensors.index.json"
 
 
-def scan(path):
-    return formats.scan(LocalSource(path))
+def scan(path, **options):
+    return formats.scan(LocalSource(path), **options)
 
 
 def gather(path, manifest, name) -> np.ndarray:
@@ -199,7 +199,9 @@ def test_the_index_decides_between_two_copies_and_tensors_it_forgot_are_kept(tmp
     save_indexed(tmp_path, tensors)
     second = {"a": torch.zeros(2), "b": torch.ones(3), "forgotten": torch.ones(1)}
     save_file(second, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
-    manifest = scan(tmp_path)
+    files = scan(tmp_path).tensors["a"].files
+    assert files == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    manifest = scan(tmp_path, prefer_index=True)
     assert_holds(tmp_path, manifest, tensors | {"forgotten": torch.ones(1)})
     assert manifest.warnings == (
         f"model-00002-of-00002.safetensors holds tensor 'a' and 1 others, which {INDEX} places in another file",
