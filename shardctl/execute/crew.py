@@ -14,7 +14,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError
+from shardctl.errors import DestinationError, some
 from shardctl.execute.crew_files import CREW_NOTE, WORKER_PREFIX
 from shardctl.execute.lock import Lock
 from shardctl.execute.part import load
@@ -74,13 +74,7 @@ class Crew:
                 sync_directory(staging.root)
                 _write(self._note, json.dumps(wanted).encode())
         elif found != wanted:
-            differing = next((key for key in wanted if found.get(key) != wanted[key]), "schema")
-            raise DestinationError(
-                f"{staging.destination} is being written by {found.get('workers')} workers with another "
-                f"{_WORDS.get(differing, differing)}"
-                + (f": {found.get(differing)}, not {wanted[differing]}" if differing in _SHORT else ""),
-                hint=f"give all workers one command over one source; to give up what they have, remove {staging.root}",
-            )
+            raise other_plan(found, wanted, str(staging.destination), f"remove {staging.root}")
         else:
             staging.proceed(tree)
 
@@ -135,6 +129,7 @@ class Crew:
 _WORDS: Final = {
     "plan": "plan",
     "source": "state of the source",
+    "sample": "content of the source, of the same size and time",
     "sha256": "choice of --hash",
     "workers": "number of workers",
     "overwrite": "choice of --overwrite",
@@ -143,6 +138,24 @@ _WORDS: Final = {
 """What differs, in a sentence."""
 _SHORT: Final = frozenset({"workers", "version"})
 """What can be shown."""
+_BY_FILE: Final = frozenset({"source", "sample"})
+
+
+def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination: str, give_up: str) -> DestinationError:
+    """The error for a worker that is not one of those who write to a destination; `give_up` says how to end theirs.
+
+    It names what differs: an option, or the files that this worker reads otherwise than the one that came first.
+    """
+    differing = next((key for key in wanted if found.get(key) != wanted[key]), "schema")
+    before, now = found.get(differing), wanted.get(differing)
+    more = f": {before}, not {now}" if differing in _SHORT else ""
+    if differing in _BY_FILE and isinstance(before, dict) and isinstance(now, dict):
+        more = f": {some(sorted(path for path in before | now if before.get(path) != now.get(path)))}"
+    return DestinationError(
+        f"{destination} is being written by {found.get('workers')} workers with another "
+        f"{_WORDS.get(differing, differing)}{more}",
+        hint=f"give all workers one command over one source; to give up what they have, {give_up}",
+    )
 
 
 def _write(path: Path, content: bytes) -> None:

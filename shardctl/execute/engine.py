@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -50,6 +51,8 @@ class Outcome:
     """Digest sums of each tensor as it was read."""
     output_sums: dict[str, Sums] = field(default_factory=dict)
     """Digest sums of each tensor as it was written; the same unless it was cast."""
+    whole_sums: dict[str, Sums] = field(default_factory=dict)
+    """Digest sums of each tensor of which every element was read, though others count some of them."""
     overflowed: dict[str, int] = field(default_factory=dict)
     """Finite elements that a cast turned into infinities, by tensor."""
     kept_bytes: int = 0
@@ -183,6 +186,8 @@ class _Run:
         batch: _Batch = ([], [])
         with self._lock:
             self._elements[name] += task.box.size
+            if name in self._portions:
+                _accumulate(self.outcome.whole_sums, name, entry.read)
             if task.counted:
                 _accumulate(self.outcome.source_sums, name, entry.read)
                 _accumulate(self.outcome.output_sums, name, entry.written)
@@ -244,6 +249,8 @@ class _Run:
             seen = self._elements[copy.source.name]
             wanted = sum(portion.box.size for portion in self._portions_of(copy))
             assert seen == wanted, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
+            if wanted < prod(copy.source.shape):
+                self.outcome.whole_sums.pop(copy.source.name, None)
 
 
 class _Hands:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.digest import Sums
+from shardctl.errors import SourceError, some
 from shardctl.record import Hashed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-SCHEMA: Final = "shardctl.part/1"
+SCHEMA: Final = "shardctl.part/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Part:
     """Digest sums by tensor, as it was read: of the elements that count here."""
     output_sums: Mapping[str, Sums]
     """And as it was written."""
+    whole_sums: Mapping[str, Sums]
+    """Of the tensors of which all elements were read here, though others count some: what theirs must add up to."""
     overflowed: Mapping[str, int]
     """Finite elements that a cast made infinite, by tensor."""
     hashes: Mapping[str, Hashed]
@@ -61,6 +65,7 @@ def dump(part: Part, header: Mapping[str, Any], frame: Mapping[str, Any] | None 
     for name, read in part.source_sums.items():
         written = part.output_sums[name]
         lines.append(json.dumps(["sums", name, str(read), str(written) if written != read else None]))
+    lines += [json.dumps(["whole", name, str(sums), None]) for name, sums in part.whole_sums.items()]
     body = "".join(f"{line}\n" for line in lines).encode()
     return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
@@ -76,9 +81,12 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
     hashes: dict[str, Hashed] = {}
     read: dict[str, Sums] = {}
     written: dict[str, Sums] = {}
+    whole: dict[str, Sums] = {}
     for kind, name, first, second in rows:
         if kind == "hash":
             hashes[name] = Hashed(tuple((int(start), int(size)) for start, size in first), second)
+        elif kind == "whole":
+            whole[name] = Sums.parse(first)
         else:
             read[name] = Sums.parse(first)
             written[name] = Sums.parse(second) if second is not None else read[name]
@@ -86,6 +94,7 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
         files=head["files"],
         source_sums=read,
         output_sums=written,
+        whole_sums=whole,
         overflowed=head["overflowed"],
         hashes=hashes,
         sha256=head["sha256"],
@@ -95,3 +104,47 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
         projected_memory_bytes=head["projected_memory_bytes"],
     )
     return part, head["frame"]
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """One part of several that one worker made one after another."""
+    sums: tuple[dict[str, Sums], dict[str, Sums]] = {}, {}
+    overflowed: Counter[str] = Counter()
+    for part in parts:
+        for total, more in zip(sums, (part.source_sums, part.output_sums), strict=True):
+            for name, each in more.items():
+                total[name] = total[name] + each if name in total else each
+        overflowed.update(part.overflowed)
+    return Part(
+        files={path: size for part in parts for path, size in part.files.items()},
+        source_sums=sums[0],
+        output_sums=sums[1],
+        whole_sums={name: each for part in parts for name, each in part.whole_sums.items()},
+        overflowed=overflowed,
+        hashes={path: found for part in parts for path, found in part.hashes.items()},
+        sha256={path: found for part in parts for path, found in part.sha256.items()},
+        read_bytes=sum(part.read_bytes for part in parts),
+        written_bytes=sum(part.written_bytes for part in parts),
+        kept_bytes=sum(part.kept_bytes for part in parts),
+        projected_memory_bytes=max((part.projected_memory_bytes for part in parts), default=0),
+    )
+
+
+def require_one_source(parts: Mapping[str, Part]) -> None:
+    """Raise SourceError if writers, by name, read different elements of one tensor: their copies of the source differ.
+
+    It is found of tensors that somebody read whole beside those who count it.
+    """
+    totals: dict[str, Sums] = {}
+    for name in {name for part in parts.values() for name in part.whole_sums}:
+        counted = [part.source_sums[name] for part in parts.values() if name in part.source_sums]
+        totals[name] = sum(counted[1:], counted[0])
+    for writer, part in parts.items():
+        for name, seen in sorted(part.whole_sums.items()):
+            if seen != totals[name]:
+                zero = Sums((0,) * len(seen.words))
+                others = [w for w, other in parts.items() if w != writer and other.source_sums.get(name, zero) != zero]
+                raise SourceError(
+                    f"{name} is not the same for everybody: {writer} read other elements than {some(others)}",
+                    hint="give all workers one source; shardctl digest on each machine says which of them differs",
+                )

@@ -19,8 +19,9 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import move, versions_of
 from shardctl.verbs.reshard import result_name, worked_out
+from shardctl.verbs.sampling import sample_source
 from shardctl.version import __version__
-from shardctl.workers import Stop, heed
+from shardctl.workers import Effort, Stop, heed
 
 if TYPE_CHECKING:
     from shardctl.shares import Share
@@ -76,12 +77,13 @@ def contribute(
         header = {
             "plan": identity,
             "source": {name: [size, _anywhere(str(version))] for name, (size, version) in versions.items()},
+            "sample": sample_source(work.checkpoint.source, versions, Effort(work.budget.threads)),
             "sha256": sha256,
             "workers": worker.count,
             "overwrite": overwrite,
             "version": __version__,
         }
-        tree = result_name(identity, header["source"], sha256)
+        tree = result_name(identity, header["source"], header["sample"], sha256)
         with Staging(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
             crew = Crew(staging)
             crew.join(tree, header)

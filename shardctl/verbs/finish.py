@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardctl.errors import Mismatch, SourceError, some
 from shardctl.execute.crew import Crew
 from shardctl.execute.interrupt import stopping
+from shardctl.execute.part import require_one_source
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.record import RECORD, Record, load
@@ -44,7 +45,8 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
     Raises:
         UsageError: it is an address of a kind that is not written.
         Mismatch: workers are missing; it says which.
-        SourceError: no worker has begun; or the elements of a source that shardctl wrote are not the ones it wrote.
+        SourceError: no worker has begun; workers read different elements of one tensor; or the elements of a source
+            that shardctl wrote are not the ones it wrote.
         DestinationError: a worker is still at work, or the destination cannot be taken.
     """
     check_destination(destination)
@@ -86,6 +88,7 @@ def _published(staging: Staging, header: dict[str, Any]) -> Finished:
             f"{some(absent, 8)}",
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
+    require_one_source({f"worker {worker}": part[0] for worker, part in found.items() if part is not None})
     staging.proceed(header["tree"])
     parts = [part for part, _ in filter(None, found.values())]
     frame = from_json(next(frame for _, frame in filter(None, found.values()) if frame is not None))

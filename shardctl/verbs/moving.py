@@ -78,6 +78,7 @@ def move(
         files=sizes,
         source_sums=outcome.source_sums,
         output_sums=outcome.output_sums,
+        whole_sums=outcome.whole_sums,
         overflowed=outcome.overflowed,
         hashes=hashes,
         sha256=sha256s,

@@ -1,0 +1,94 @@
+"""Workers whose copies of the source differ, though sizes and times say that they are the same."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shardctl.errors import DestinationError, SourceError
+from shardctl.execute.worker import Worker
+from shardctl.mesh import Mesh
+from shardctl.verbs.contribute import contribute
+from shardctl.verbs.drafting import Wish
+from shardctl.verbs.finish import finish
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.sampling import WHOLE
+
+sys.path.insert(0, str(Path(__file__).parent / "cli"))
+from cli_checkpoints import llama
+
+TP2 = Wish(mesh=Mesh.of(tp=2), threads=1)
+SHARED = "model.norm.weight"
+"""Every rank has it whole."""
+
+
+@pytest.fixture
+def source(tmp_path):
+    return llama(tmp_path / "source")
+
+
+def copied(source, place, change):
+    """The same with other bytes in its weights, and the same sizes and times."""
+    shutil.copytree(source, place)
+    path = place / "model.safetensors"
+    change(path)
+    for each in source.rglob("*"):
+        stat = each.stat()
+        os.utime(place / each.relative_to(source), ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == (source / path.name).stat().st_size
+    return place
+
+
+def flipped(position):
+    def change(path):
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1
+        path.write_bytes(data)
+
+    return change
+
+
+def other_norm(path):
+    tensors = load_file(path)
+    tensors[SHARED] = tensors[SHARED] + np.ones((), tensors[SHARED].dtype)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("position", [-1, -5_000, -20_000])
+def test_a_worker_whose_copy_differs_by_a_byte_is_refused_before_it_writes(source, tmp_path, position):
+    other = copied(source, tmp_path / "other", flipped(position))
+    contribute(source, tmp_path / "out", TP2, worker=Worker(0, 2))
+    with pytest.raises(DestinationError) as refused:
+        contribute(other, tmp_path / "out", TP2, worker=Worker(1, 2))
+    assert "with another content of the source, of the same size and time: model.safetensors" in refused.value.message
+    contribute(source, tmp_path / "out", TP2, worker=Worker(1, 2))
+    assert finish(tmp_path / "out").record.digest == reshard(source, tmp_path / "one", TP2).record.digest
+
+
+def test_of_a_large_file_both_ends_are_compared(tmp_path):
+    source = llama(tmp_path / "source", vocab_size=40_000)
+    assert (source / "model.safetensors").stat().st_size > WHOLE
+    for number, position in enumerate((60_000, -60_000)):
+        other = copied(source, tmp_path / f"other{number}", flipped(position))
+        out = tmp_path / f"out{number}"
+        contribute(source, out, TP2, worker=Worker(0, 2))
+        with pytest.raises(DestinationError, match="another content"):
+            contribute(other, out, TP2, worker=Worker(1, 2))
+
+
+def test_what_several_workers_read_is_compared_to_the_last_bit(source, tmp_path, monkeypatch):
+    """Also where the sample misses it: each worker digests what it reads, and they must add up."""
+    monkeypatch.setattr("shardctl.verbs.contribute.sample_source", lambda *_: {})
+    other = copied(source, tmp_path / "other", other_norm)
+    contribute(source, tmp_path / "out", TP2, worker=Worker(0, 2))
+    contribute(other, tmp_path / "out", TP2, worker=Worker(1, 2))
+    with pytest.raises(SourceError) as refused:
+        finish(tmp_path / "out")
+    assert refused.value.message == (
+        f"{SHARED} is not the same for everybody: worker 1/2 read other elements than worker 0/2"
+    )
+    assert not (tmp_path / "out").exists()
