@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UsageError
@@ -30,6 +31,7 @@ _SEAL: Final = b',\n "seal": "'
 """What stands between the record and the SHA-256 of all of it that comes before."""
 _LARGEST: Final = 2**63 - 1
 """No file, dim or offset is beyond; what says so is damaged."""
+_DAMAGED: Final = "remove {} to read the files without it; its digests are lost then"
 _READ_BYTES: Final = 1 << 20
 
 
@@ -179,7 +181,7 @@ def _with_text_names(files: Mapping[str, int]) -> dict[str, int]:
 def load(data: bytes, path: str = RECORD) -> Record:
     """Read a record; raises SourceError if it is not one or was written by a later shardctl."""
     try:
-        raw = json.loads(data)
+        raw = parse_json(data, path, RECORD_TEXT, hint=_DAMAGED.format(path))
         if raw["schema"] != SCHEMA:
             raise SourceError(
                 f"{path} has schema {raw['schema']!r}, but this shardctl reads {SCHEMA!r}",
@@ -205,7 +207,7 @@ def load(data: bytes, path: str = RECORD) -> Record:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, UsageError) as error:
         raise SourceError(
             f"{path} is damaged: {type(error).__name__} {error}",
-            hint=f"remove {path} to read the files without it; its digests are lost then",
+            hint=_DAMAGED.format(path),
         ) from error
 
 

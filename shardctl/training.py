@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.errors import SourceError
 from shardctl.manifest import Group, Training
 from shardctl.settings import Setting, as_setting, as_steps, is_text
@@ -75,7 +76,7 @@ def dump_settings(training: Training) -> bytes:
 def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
     """What `dump_settings` wrote; raises SourceError if it did not."""
     try:
-        said = json.loads(data)
+        said = parse_json(data, SETTINGS, RECORD_TEXT)
         step = as_steps(_setting(said["step"]))
         groups = tuple(
             Group(tuple(map(_name, g["parameters"])), {_name(k): _setting(v) for k, v in g["settings"].items()})

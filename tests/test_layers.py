@@ -13,7 +13,7 @@ import shardctl
 ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     {"amounts", "box", "dtype", "errors", "settings", "value", "version", "workers"},
-    {"dialect", "manifest", "mesh", "storage", "training"},
+    {"bounded_text", "dialect", "manifest", "mesh", "storage", "training"},
     {"placement", "record", "views"},
     {"pieces"},
     {"models"},

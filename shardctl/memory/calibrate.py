@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, cast, get_args
 
+from shardctl.bounded_text import CONFIG_TEXT, parse_json
 from shardctl.errors import ShardctlError, SourceError, UsageError
 from shardctl.memory.term import Term, total
 from shardctl.memory.workload import PROFILES, Offload, Recompute, Schedule, Training
@@ -129,10 +129,7 @@ def read(text: str, work: Training, mesh: Mesh | None = None) -> tuple[Measureme
 
 def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurement:
     where = f"line {number} of the measurements"
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise SourceError(f"{where} is not JSON: {error}", hint=_HINT) from None
+    values = parse_json(text.encode(), where, CONFIG_TEXT, hint=_HINT)
     if not isinstance(values, dict):
         raise SourceError(f"{where} is not a JSON object", hint=_HINT)
     peak = values.pop("peak", None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import RULE_TEXT, parse_toml, read_file
 from shardctl.errors import UsageError, some
 from shardctl.models.binding import meaning
 from shardctl.models.family import Row
@@ -175,9 +175,10 @@ def load_rules(path: str | Path) -> RuleFile:
     ```
     """
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = read_file(Path(path), RULE_TEXT, UsageError)
+    except OSError as error:
         raise UsageError(f"cannot read the rule file {path}: {error}") from error
+    tables = parse_toml(data, f"the rule file {path}", RULE_TEXT, UsageError)
     _known(tables, ("rules", "layers", "names"), str(path))
     rules, layers = _table(tables, "rules", path), _table(tables, "layers", path)
     _known(layers, ("pattern", "last"), f"[layers] of {path}")

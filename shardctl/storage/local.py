@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
 from shardctl.storage import HIDDEN, Stat, linux
 from shardctl.storage.descriptors import Descriptors
@@ -179,9 +180,9 @@ class LocalSource:
             return None
 
     def beside(self, name: str) -> bytes | None:
-        """The content of a file beside the one that was given."""
+        """The content of a file beside the one that was given; raises SourceError if it is large."""
         file = self.root / name
-        return file.read_bytes() if self._single and file.is_file() else None
+        return read_file(file, CONFIG_TEXT) if self._single and file.is_file() else None
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Do nothing: the kernel reads ahead."""

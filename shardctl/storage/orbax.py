@@ -8,11 +8,11 @@ neither jax nor orbax.
 from __future__ import annotations
 
 import importlib
-import json
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.dtype import BY_TORCH, DType
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.storage import Stat
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 METADATA: Final = "_METADATA"
 ARRAYS: Final = "arrays/"
 """What stands before an array's name in the path of its file."""
-_LARGEST: Final = 100 << 20
 _CACHE: Final = 128 << 20
 """Bytes of decompressed chunks that are held: neighbouring reads find theirs there."""
 _LIBRARY: Final = 64 << 20
@@ -145,12 +144,12 @@ class OrbaxSource(LocalSource):
     def _tree(self) -> tuple[list[str], bool, str]:
         """The names of the arrays, whether a database holds them, and tensorstore's driver for each."""
         stat = super().files()[METADATA]
-        if stat.size > _LARGEST:
-            raise SourceError(f"{METADATA} has {stat.size:,} bytes; more than {_LARGEST:,} are not read")
+        if stat.size > RECORD_TEXT.size:
+            raise SourceError(f"{METADATA} has {stat.size:,} bytes; more than {RECORD_TEXT.size:,} are not read")
         buffer = bytearray(stat.size)
         super().read_at(METADATA, 0, memoryview(buffer))
         try:
-            said = json.loads(buffer)
+            said = parse_json(bytes(buffer), METADATA, RECORD_TEXT)
             leaves = said["tree_metadata"].values()
             names = [
                 ".".join(str(part["key"]) for part in leaf["key_metadata"])

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
@@ -19,7 +20,6 @@ from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
 from shardctl.models import quantisation_config
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
-from shardctl.storage import read
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
@@ -359,7 +359,7 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
         if side.policy == "drop":
             continue
         if side.name == CONFIG and cast:
-            content = _mended(read(checkpoint.source, CONFIG), cast.pop())
+            content = _mended(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
         elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
             carried.append(side)
@@ -383,7 +383,7 @@ def _common(have: Manifest, dtypes: Mapping[str, DType]) -> str:
 
 def _mended(config: bytes, dtype: str) -> bytes:
     """A config that says `dtype`, unless that is empty."""
-    parsed = json.loads(config)
+    parsed = parse_json(config, CONFIG, CONFIG_TEXT)
     keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
     return (
         json.dumps(parsed | (dict.fromkeys(keys, dtype) if dtype else {}), indent=2, ensure_ascii=False) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
@@ -164,7 +165,7 @@ def fitted(about: Subject, work: Training, mesh: Mesh, log: Path | Calibration) 
     if isinstance(log, Calibration):
         return log
     try:
-        text = log.read_text(encoding="utf-8")
+        text = read_file(log, CONFIG_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{log} cannot be read: {error}") from error
     heaviest, bulk = Heaviest(about.inventory), Bulk(about.inventory)

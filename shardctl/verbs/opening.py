@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from shardctl import formats, models, schemas
+from shardctl.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
 from shardctl.errors import SourceError, UnsupportedError, UsageError, some
 from shardctl.formats.format import given_file
 from shardctl.record import RECORD, Record, load
@@ -130,7 +130,7 @@ def opened(
 
 @uncollected()
 def _open(source: Source, reading: Reading, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
-    record = load(read(source, RECORD)) if RECORD in source.files() else None
+    record = load(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
     only = _only_config(source, reading)
@@ -140,7 +140,7 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
         source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
     )
     if stored.training is None:
-        stored = found_states(stored, read(source, SETTINGS) if SETTINGS in source.files() else None)
+        stored = found_states(stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)
     own = stored.own_config
     if own is not None and (config is None or (own.replaces and reading.config is None)):
@@ -228,7 +228,7 @@ def _only_config(source: Source, reading: Reading) -> Mapping[str, Any] | None:
     if path is None:
         return None
     try:
-        config = _parse(read(source, path), path)
+        config = _parse(read_text(source, path, CONFIG_TEXT), path)
     except SourceError:
         if path == CONFIG or not _is_of_a_format(source):
             raise
@@ -296,20 +296,17 @@ def _config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
     if override is not None:
         path = override / CONFIG if override.is_dir() else override
         try:
-            return _parse(path.read_bytes(), str(path))
+            return _parse(read_file(path, CONFIG_TEXT), str(path))
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if CONFIG in source.files():
-        return _parse(read(source, CONFIG), CONFIG)
+        return _parse(read_text(source, CONFIG, CONFIG_TEXT), CONFIG)
     beside = source.beside(CONFIG)  # the source may be one file of a directory
     return _parse(beside, CONFIG) if beside is not None else None
 
 
 def _parse(data: bytes, path: str) -> Mapping[str, Any]:
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON: {error}") from error
+    config = parse_json(data, path, CONFIG_TEXT)
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object")
     return config

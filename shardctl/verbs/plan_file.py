@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.formats.format import given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.record import RECORD
-from shardctl.storage import read
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import told, write_file
 from shardctl.training import with_states
@@ -42,8 +42,6 @@ EFFORT: Final = ("memory", "threads")
 _COUNTS: Final = ("max_shard_size", *EFFORT)
 _PATHS: Final = ("config", "rules")
 _NOT_KEPT: Final = ("described", "unbound")
-_LARGEST: Final = 100_000_000
-"""Bytes of a plan; one of a source with 10,000 files has about a million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +141,18 @@ def load(path: str | Path) -> PlanFile:
     """Read a plan; raises SourceError, naming the key, if it is malformed or of a later version."""
     path = Path(path)
     try:
-        if path.stat().st_size > _LARGEST:
-            raise SourceError(f"{path} is too large to be a plan")
-        document = json.loads(path.read_bytes())
+        data = read_file(path, PLAN_TEXT, UsageError)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path} is not JSON: {error}", hint="shardctl plan SRC --out FILE writes plans") from error
+    check_json(data, str(path), PLAN_TEXT, UsageError)
+    document = parse_json(data, str(path), PLAN_TEXT, hint="shardctl plan SRC --out FILE writes plans")
     return _Reader(str(path)).plan(document)
 
 
 def _is_plan(path: Path) -> bool:
     try:
         load(path)
-    except SourceError:
+    except (SourceError, UsageError):
         return False
     return True
 
@@ -172,7 +168,7 @@ def _seen(checkpoint: Checkpoint, reading: Reading) -> dict[str, Seen]:
     seen = {name: Seen(files[name].size, hashes.get(name, "")) for name in sorted(names)}
     for name in (CONFIG, RECORD):
         if name in files:
-            seen[name] = Seen(files[name].size, hashlib.sha256(read(source, name)).hexdigest())
+            seen[name] = Seen(files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest())
     beside = source.beside(CONFIG) if reading.config is None else None
     if beside is not None:
         place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG

@@ -89,7 +89,7 @@ class TestReading:
     @pytest.mark.parametrize("text", ["", "[]", '{"tree_metadata": 3}', '{"tree_metadata": {"a": {}}}', "[" * 9999])
     def test_metadata_that_is_malformed(self, place, text):
         (place / "_METADATA").write_text(text)
-        with pytest.raises(SourceError, match="_METADATA is not that of an Orbax checkpoint"):
+        with pytest.raises(SourceError, match=r"_METADATA (is not|nests)"):
             inspect(place)
 
     @pytest.mark.parametrize("name", ["../../etc", "a/b", ".."])

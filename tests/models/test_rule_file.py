@@ -134,7 +134,7 @@ def test_several_layer_patterns_follow_each_other(load):
         ('[layers]\npattern = "a.b"', "needs exactly one \\*"),
         ('[layers]\npattern = "a.**"', "needs exactly one \\*"),
         ("rules = 3", "is not a table"),
-        ("[rules", "cannot read the rule file"),
+        ("[rules", "is not TOML"),
     ],
 )
 def test_what_is_not_understood_is_an_error(load, text, message):

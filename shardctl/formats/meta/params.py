@@ -6,13 +6,12 @@ they mean for transformers is in its `models/llama/convert_llama_weights_to_hf.p
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, read_json
 from shardctl.errors import SourceError
 from shardctl.manifest import OwnConfig
-from shardctl.storage import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 PARAMS: Final = "params.json"
-_LARGEST: Final = 1 << 20
 _TOO_MANY: Final = 1 << 31
 _KNOWN: Final = frozenset(
     {
@@ -123,15 +121,9 @@ def read_params(source: Source) -> Params | None:
 
     Raises SourceError if it is malformed, or numbers are missing or not positive.
     """
-    stat = source.files().get(PARAMS)
-    if stat is None:
+    if PARAMS not in source.files():
         return None
-    if stat.size > _LARGEST:
-        raise SourceError(f"{PARAMS} has {stat.size:,} bytes; more than {_LARGEST:,} are not read")
-    try:
-        given = json.loads(read(source, PARAMS))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{PARAMS} is not JSON: {error}") from error
+    given = read_json(source, PARAMS, CONFIG_TEXT)
     if isinstance(given, dict) and isinstance(given.get("model"), dict):
         given = given["model"]  # what a run was started with, around the model's own
     if not isinstance(given, dict):

@@ -6,11 +6,11 @@ each rank. What a rank has of a tensor is said in its pickle, by placements on a
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, read_json
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.keys import sort_keys
 from shardctl.formats.format import Format, given_file
@@ -19,7 +19,6 @@ from shardctl.formats.pickled_ranks.trained import training
 from shardctl.formats.rank_files import rank_files
 from shardctl.formats.side_files import side_files
 from shardctl.manifest import File, Manifest, Opaque, OwnConfig
-from shardctl.storage import read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,10 +108,7 @@ def _side_files(source: Source, files: Sequence[RankFile]) -> list[Opaque]:
 def _own_config(source: Source) -> OwnConfig | None:
     if _CONFIG not in source.files():
         return None
-    try:
-        config = json.loads(read(source, _CONFIG))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{_CONFIG} is not JSON: {error}") from error
+    config = read_json(source, _CONFIG, CONFIG_TEXT)
     return OwnConfig(config) if isinstance(config, dict) else None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, read_json
 from shardctl.dialect import Dialect
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.choice import missing
@@ -17,7 +17,6 @@ from shardctl.formats.trtllm.config import Description, describe
 from shardctl.manifest import Manifest
 from shardctl.models.config import Config
 from shardctl.schemas import trtllm
-from shardctl.storage import read
 
 if TYPE_CHECKING:
     from shardctl.manifest import Tensor
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 CONFIG: Final = "config.json"
 _TITLE: Final = "TensorRT-LLM's rankN.safetensors"
 _FILE: Final = re.compile(r"rank(0|[1-9][0-9]{0,5})\.safetensors")
-_LARGEST: Final = 1 << 22
 _SCALES: Final = re.compile(r".+(_scaling_factors?|\.per_channel_scale|\.scale_to_int|_scale(_[a-z]+)*|\.zero)")
 """What quantised layers have besides weights."""
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
@@ -77,18 +75,12 @@ def _files(source: Source) -> dict[int, str]:
 
 
 def _config(source: Source) -> Config:
-    stat = source.files().get(CONFIG)
-    if stat is None:
+    if CONFIG not in source.files():
         raise SourceError(
             f"there is no {CONFIG} beside rank0.safetensors, which says for how many ranks the files are",
             hint="fetch it: TensorRT-LLM writes one into every checkpoint directory",
         )
-    if stat.size > _LARGEST:
-        raise SourceError(f"{CONFIG} has {stat.size:,} bytes; more than {_LARGEST:,} are not read")
-    try:
-        parsed = json.loads(read(source, CONFIG))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{CONFIG} is not JSON: {error}") from error
+    parsed = read_json(source, CONFIG, CONFIG_TEXT)
     if not isinstance(parsed, dict) or "architecture" not in parsed:
         raise SourceError(
             f"{CONFIG} names no architecture, so it is not TensorRT-LLM's",

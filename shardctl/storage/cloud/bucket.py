@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from shardctl.bounded_text import RECORD_TEXT, check_size
 from shardctl.errors import AccessError, UsageError
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, store_options
@@ -140,6 +141,7 @@ class Bucket:
         found = self.head(path)
         if found is None:
             return None
+        check_size(found.size, path, RECORD_TEXT)
         content = bytearray(found.size)
         self.fetch(path, 0, memoryview(content), found.etag)
         return bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
+from shardctl.bounded_text import CONFIG_TEXT, check_size
 from shardctl.errors import SourceError
 from shardctl.storage import Stat, require_span
 from shardctl.storage.hub.listing import take_listing
@@ -104,6 +105,7 @@ class HubSource:
         file = self._listing.files.get(path) if self._single else None
         if file is None:
             return None
+        check_size(file.size, name, CONFIG_TEXT)
         content = bytearray(file.size)
         self._read(path, 0, memoryview(content))
         return bytes(content)
