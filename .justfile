@@ -1,0 +1,22 @@
+# What to run before a commit, and what CI runs: `just check`. `just --list` names the rest.
+
+# Lint, types and every test.
+check: lint types test
+
+# Style, and the mistakes that a linter sees.
+lint:
+    ruff check .
+    ruff format --check .
+
+# Types, strictly.
+types:
+    mypy
+
+# The tests; `just test tests/cli -k plan` runs some of them, `just test -m "not slow"` all but the slow ones.
+test *options:
+    pytest -n 2 -q --durations 15 {{options}}
+
+# Rewrites the tables of the documentation that programs make.
+tables:
+    python docs/pairs.py
+    python docs/models.py
