@@ -22,6 +22,7 @@ LAYERS = (
     {"affine", "copyplan", "digest", "cast"},
     {"bands", "shares"},
     {"execute", "verify", "memory"},
+    {"options"},
     {"verbs"},
     {"api", "report"},
     {"cli"},

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from shardctl.cli import diff, digest, finish, inspect, plan, reshard, streams, verify
+from shardctl.cli.signature import spread_options
 from shardctl.version import __version__
 
 EXIT_CODES = """\
@@ -53,4 +54,4 @@ def shardctl(
 
 for verb in (inspect, plan, reshard, finish, verify, diff, digest):
     name = verb.__name__.rpartition(".")[2]
-    app.command(name, epilog=verb.EXAMPLES)(getattr(verb, name))
+    app.command(name, epilog=verb.EXAMPLES)(spread_options(getattr(verb, name)))

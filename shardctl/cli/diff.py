@@ -4,7 +4,10 @@ from typing import Annotated
 
 import typer
 
-from shardctl.cli import options, streams
+from shardctl.cli import arguments, streams
+from shardctl.cli.signature import OmittedOptions
+from shardctl.options import SourceOptions
+from shardctl.options.reshard_options import Threads
 
 EXAMPLES = """
 Examples:
@@ -14,17 +17,14 @@ Examples:
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", parser=options.place, show_default=False, help="A checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", parser=options.place, show_default=False, help="Another.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", parser=arguments.parse_place, show_default=False, help="A checkpoint.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", parser=arguments.parse_place, show_default=False, help="Another.")],
     *,
-    json: options.Json = False,
-    threads: options.Threads = None,
-    config: options.Config = None,
-    rules: options.Rules = None,
-    weights: options.Weights = None,
-    true_vocab: options.TrueVocab = None,
-    prefer_index: options.PreferIndex = False,
-    strict: options.Strict = False,
+    json: arguments.Json = False,
+    threads: Threads = None,
+    reading: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
 ) -> int:
     """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
     from shardctl.cli.progress import effort
@@ -32,9 +32,6 @@ def diff(
     from shardctl.report.difference import difference
     from shardctl.verbs.diff import diff as verb
 
-    reading = options.reading(
-        config, rules, strict=strict, weights=weights, true_vocab=true_vocab, prefer_index=prefer_index
-    )
     with effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
     streams.warn(found.warnings)

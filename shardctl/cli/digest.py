@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from shardctl.cli import options, streams
+from shardctl.cli import arguments, streams
+from shardctl.options.reshard_options import Threads
 
 EXAMPLES = """
 Examples:
@@ -14,20 +15,14 @@ Examples:
 
 
 def digest(
-    src: options.Source,
+    src: arguments.Source,
     *,
     tensors: Annotated[
         bool, typer.Option("--tensors", metavar="", help="Print the digest of every tensor as well.")
     ] = False,
-    json: options.Json = False,
-    threads: options.Threads = None,
-    config: options.Config = None,
-    rules: options.Rules = None,
-    container: options.From = None,
-    weights: options.Weights = None,
-    true_vocab: options.TrueVocab = None,
-    prefer_index: options.PreferIndex = False,
-    strict: options.Strict = False,
+    json: arguments.Json = False,
+    threads: Threads = None,
+    reading: arguments.StoredSource,
 ) -> None:
     """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
     from shardctl.cli.progress import effort
@@ -36,19 +31,7 @@ def digest(
     from shardctl.verbs.digest import digest as verb
 
     with effort("digest", threads) as work:
-        found = verb(
-            src,
-            reading=options.reading(
-                config,
-                rules,
-                container,
-                weights=weights,
-                true_vocab=true_vocab,
-                prefer_index=prefer_index,
-                strict=strict,
-            ),
-            effort=work,
-        )
+        found = verb(src, reading=reading, effort=work)
     streams.warn(found.warnings)
     if json:
         streams.document(documents.digested(found, tensors=tensors))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardctl.cli import options, streams
+from shardctl.cli import arguments, streams
 
 EXAMPLES = """
 Examples:
@@ -18,11 +18,11 @@ def finish(
     dst: Annotated[
         str,
         typer.Argument(
-            metavar="DST", parser=options.place, show_default=False, help="What the workers were told to write."
+            metavar="DST", parser=arguments.parse_place, show_default=False, help="What the workers were told to write."
         ),
     ],
     *,
-    json: options.Json = False,
+    json: arguments.Json = False,
 ) -> None:
     """Check that all workers of reshard --worker are done, write shardctl.json, and publish.
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shardctl.cli import options, streams
+from shardctl.cli import arguments, streams
 from shardctl.cli.endings import finished
 from shardctl.errors import UsageError
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options.declaration import flat_options
 
 if TYPE_CHECKING:
     from shardctl.execute.worker import Worker
-    from shardctl.verbs.drafting import Wish
-    from shardctl.verbs.opening import Reading
     from shardctl.verbs.plan_file import PlanFile
 
 EXAMPLES = """
@@ -25,19 +25,14 @@ Examples:
   shardctl reshard ./llama ./llama-tp4 --tp 4
   shardctl reshard ./llama-tp4 ./llama-bf16 --to hf --dtype bf16
 """
-_BESIDE_A_PLAN = frozenset(
-    {"src", "dst", "plan", "dry_run", "overwrite", "no_resume", "checksums", "json", "memory", "threads", "strict"}
-    | {"worker", "engine"}
-)
-"""What may be given with `--plan`: places, effort, and what shapes no byte."""
 _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
 """A verb that moves bytes, and what makes a document and a text of its result and the seconds that it took."""
 
 
 def reshard(
     context: typer.Context,
-    src: options.Source,
-    dst: options.Destination = None,
+    src: arguments.Source,
+    dst: arguments.Destination = None,
     *,
     plan: Annotated[
         Path | None,
@@ -62,29 +57,7 @@ def reshard(
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print JSON lines: progress, then the result.")
     ] = False,
-    tp: options.Tp = None,
-    pp: options.Pp = None,
-    dp: options.Dp = None,
-    fsdp: options.Fsdp = None,
-    cp: options.Cp = None,
-    ep: options.Ep = None,
-    etp: options.Etp = None,
-    mesh: options.MeshText = None,
-    stages: options.Stages = None,
-    to: options.To = None,
-    names: options.Names = "transformers",
-    experts: options.Experts = "keep",
-    max_shard_size: options.MaxShardSize = None,
-    vllm_profile: options.VllmProfile = None,
-    trtllm_embedding: options.TrtllmEmbedding = None,
-    megatron: options.Megatron = None,
-    dtype: options.Dtype = "keep",
-    keep_fp32: options.KeepFp32 = None,
-    include: options.Include = None,
-    exclude: options.Exclude = None,
-    optimizer_states: options.OptimizerStates = None,
-    memory: options.Memory = None,
-    threads: options.Threads = None,
+    conversion: ReshardOptions,
     engine: Annotated[
         Literal["local", "ray"], typer.Option(help="Threads of this machine, or tasks of a Ray cluster.")
     ] = "local",
@@ -96,51 +69,13 @@ def reshard(
             help="Write the part of one of N machines, I from 0; then shardctl finish DST.",
         ),
     ] = None,
-    config: options.Config = None,
-    rules: options.Rules = None,
-    rules_from: options.RulesFrom = None,
-    container: options.From = None,
-    weights: options.Weights = None,
-    true_vocab: options.TrueVocab = None,
-    kv_heads: options.KvHeads = "error",
-    prefer_index: options.PreferIndex = False,
-    strict: options.Strict = False,
+    reading: SourceOptions,
 ) -> None:
     """Move the bytes into a new directory, in another layout; resumes where an earlier run stopped."""
-    wish = options.wish(
-        to=to,
-        mesh=options.mesh(mesh, tp=tp, pp=pp, dp=dp, fsdp=fsdp, cp=cp, ep=ep, etp=etp),
-        stages=stages,
-        names=names,
-        experts=experts,
-        max_shard_size=max_shard_size,
-        vllm_profile=vllm_profile,
-        trtllm_embedding=trtllm_embedding,
-        megatron=megatron,
-        dtype=dtype,
-        keep_fp32=keep_fp32,
-        include=include,
-        exclude=exclude,
-        optimizer_states=optimizer_states,
-        memory=memory,
-        threads=threads,
-    )
-    reading = options.reading(
-        config,
-        rules,
-        container,
-        weights=weights,
-        true_vocab=true_vocab,
-        prefer_index=prefer_index,
-        strict=strict,
-        kv_heads=kv_heads,
-        rules_from=rules_from,
-    )
     file = _followed(context, plan) if plan is not None else None
     if file is not None:
-        planned = file.wish
-        wish = replace(planned, memory=memory or planned.memory, threads=threads or planned.threads)
-        reading = replace(file.reading, strict=strict or file.reading.strict)
+        conversion = file.with_effort(conversion, _given(context))
+        reading = replace(file.reading, strict=reading.strict or file.reading.strict)
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
@@ -150,7 +85,7 @@ def reshard(
             "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
         )
     if dry_run:
-        _rehearse(src, dst, wish, reading, file, overwrite=overwrite, json=json)
+        _rehearse(src, dst, conversion, reading, file, overwrite=overwrite, json=json)
         return
     if engine == "ray":
         verb, document, view = _on_ray()
@@ -163,7 +98,7 @@ def reshard(
         done = verb(
             src,
             dst,
-            wish,
+            conversion,
             reading=reading,
             overwrite=overwrite,
             resume=not no_resume,
@@ -192,24 +127,39 @@ def _followed(context: typer.Context, path: Path) -> "PlanFile":
     """The plan to follow; raises UsageError for any other option that would shape the result."""
     from shardctl.verbs.plan_file import load
 
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in _BESIDE_A_PLAN and source is not None and source.name == "COMMANDLINE":
+    declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
+    shaping = {each.name: each.flag for each, option in declared if option.shapes_result}
+    for name in _given(context):
+        if name in shaping:
             raise UsageError(
-                f"--plan and {parameter.opts[0]} are both given",
+                f"--plan and {shaping[name]} are both given",
                 hint="the plan says what is made: leave the option out, or make another plan",
             )
     return load(path)
 
 
+def _given(context: typer.Context) -> tuple[str, ...]:
+    """The parameters that the command line has, by the names of the options' fields."""
+    names = (parameter.name or "" for parameter in context.command.params)
+    sources = ((name, context.get_parameter_source(name)) for name in names)
+    return tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
+
+
 def _rehearse(
-    src: str, dst: str, wish: "Wish", reading: "Reading", plan: "PlanFile | None", *, overwrite: bool, json: bool
+    src: str,
+    dst: str,
+    conversion: ReshardOptions,
+    reading: SourceOptions,
+    plan: "PlanFile | None",
+    *,
+    overwrite: bool,
+    json: bool,
 ) -> None:
     from shardctl.report import plan_document
     from shardctl.report.planning import planning
     from shardctl.verbs.rehearse import rehearse
 
-    planned = rehearse(src, dst, wish, reading=reading, overwrite=overwrite, plan=plan)
+    planned = rehearse(src, dst, conversion, reading=reading, overwrite=overwrite, plan=plan)
     streams.warn(planned.warnings)
     if json:
         streams.record(plan_document.rehearsed(planned, dst))

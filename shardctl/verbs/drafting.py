@@ -19,6 +19,7 @@ from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
 from shardctl.models import quantisation_config
+from shardctl.options import ReshardOptions
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from shardctl.models import Model
     from shardctl.models.fusion import Fusion
     from shardctl.verbs.opening import Checkpoint
-    from shardctl.verbs.optimizer import States
 
 
 _COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
@@ -53,37 +53,7 @@ _PREFIXES: Final = {ranks.NAME: ranks.prefix, dcp.NAME: dcp_files.prefix, meta.N
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What to make of a checkpoint; every field is an option of the command line."""
-
-    to: str | None = None
-    """The layout; by default `ranks` for a mesh and `hf` for one device."""
-    mesh: Mesh | None = None
-    stages: str | None = None
-    """Layers per stage, such as ``20,20,22,18``; by default balanced by bytes."""
-    names: str = "transformers"
-    """`keep` writes the source's own names into rank files."""
-    experts: str = "keep"
-    """The form of experts: `fused` as transformers 5 holds them, `split` each with names of its own, or as they are."""
-    max_shard_size: int | None = None
-    """Bytes of tensors per file."""
-    dtype: str = "keep"
-    keep_fp32: str | None = None
-    """Tensors whose name matches this regular expression are not cast."""
-    include: str | None = None
-    exclude: str | None = None
-    vllm_profile: str | None = None
-    """Which version of vLLM the files are for."""
-    trtllm_embedding: str | None = None
-    """How TensorRT-LLM's ranks share the embedding; by default each has the whole of it."""
-    megatron: str | None = None
-    """Which of Megatron-LM's layers the files are for, and how it runs them, as `layouts.megatron.Wanted` reads it."""
-    optimizer_states: States = None
-    """Whether the optimizer's states travel along; by default they do into layouts that trainers read."""
-    memory: int = 1 << 30
-    """Bytes of anonymous host memory."""
-    threads: int | None = None
+Wish = ReshardOptions
 
 
 def understood(reading: Reading | None, wish: Wish) -> Reading:
@@ -185,7 +155,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
         placed=placed,
         budget=budget(
             plan,
-            wish.memory,
+            wish.host_memory,
             wish.threads or usual_threads(far=checkpoint.source.folder is None),
             beside=checkpoint.source.held_bytes,
         ),

@@ -23,6 +23,7 @@ from shardctl.memory.optimizers import optimizer
 from shardctl.memory.search import Bulk
 from shardctl.memory.serving import largest_batch, longest_context
 from shardctl.memory.workload import Serving, Training
+from shardctl.verbs.purpose import plan_workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from shardctl.memory.holding import Holding
     from shardctl.memory.term import Sum, Term, Tier
     from shardctl.mesh import Mesh
-    from shardctl.verbs.purpose import Purpose
+    from shardctl.options import PlanOptions
     from shardctl.verbs.subject import Subject
 
 
@@ -75,7 +76,7 @@ BUSY: Final = 0.9
 """The part of the time that a device computes while states are moved, for which links are to suffice."""
 
 
-def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpose | None) -> Forecast:
+def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None) -> Forecast:
     """What every rank of `mesh` needs; without a purpose, the weights alone.
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
@@ -84,13 +85,13 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: Purpos
     holdings = hold(about.inventory, mesh, stages)
     if purpose is None:
         return Forecast(forecast(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype)
-    work, unmodelled = purpose.workload(about, mesh), about.unmodelled
+    work, unmodelled = plan_workload(purpose, about, mesh), about.unmodelled
     try:
         estimate = needs(about, holdings, mesh, stages, work)
     except UnsupportedError as error:
         unmodelled = error.message
         estimate = needs(about, holdings, mesh, stages, work, passes=False)
-    seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.narrower or "")
+    seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.quantised_type or "")
     seen = replace(seen, dequantised=about.dequantised)
     if about.anatomy is not None:
         seen = replace(seen, positions=about.anatomy.positions)

@@ -77,7 +77,7 @@ def with_sending(work: Draft) -> Draft:
     """The same with room for sending in its budget; raises MemoryBudgetError if there is none."""
     largest = max((file.size for file in work.plan.want.files.values()), default=0)
     beside = work.checkpoint.source.held_bytes + sending_bytes(largest)
-    return replace(work, budget=budget(work.plan, work.wish.memory, work.budget.threads, beside=beside))
+    return replace(work, budget=budget(work.plan, work.wish.host_memory, work.budget.threads, beside=beside))
 
 
 def check_bucket(work: Draft, destination: str, *, overwrite: bool) -> Path:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from shardctl.digest import tensor_digest
 from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import HOLDING
+from shardctl.options import VerifyOptions
 from shardctl.record import RECORD
 from shardctl.verbs.level import Level, LoadedRank
 from shardctl.verbs.load import experts
@@ -31,26 +32,7 @@ _BATCH: Final = 256 << 20
 """Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """How the levels that use devices are run; every field is an option of the command line."""
-
-    device: str = "auto"
-    """`cpu`, `cuda`, one device such as `cuda:1`, or `auto`: CUDA where there is some."""
-    memory: int | None = None
-    """Bytes that a rank may take of its device."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the forward pass computes in."""
-    prompt: str = ""
-    """A text that the source and the shards are both to continue."""
-    tokens: int = 16
-    """How many tokens of it."""
-    processes: int | None = None
-    """How many processes the ranks may be run in, one each; None decides by itself."""
-    virtual: bool = False
-    """Whether all ranks are run in one process."""
-    second_opinion: bool = False
-    """Whether transformers' own tensor parallelism is asked as well."""
+Trial = VerifyOptions
 
 
 def load_level(
@@ -71,12 +53,12 @@ def load_level(
 
     level, began = Level("load", strict=strict), time.monotonic()
     try:
-        places = devices(trial.device)
+        places = devices(trial.device or "auto")
         began = time.monotonic()  # importing torch is no part of it
-        most = _BATCH if trial.device == "auto" and places == ["cpu"] else None
+        most = _BATCH if trial.device in {None, "auto"} and places == ["cpu"] else None
         if most is not None:
             level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
-        _load(level, checkpoint, other, digests, places, trial.memory, effort, most=most)
+        _load(level, checkpoint, other, digests, places, trial.device_memory, effort, most=most)
     except UnsupportedError as error:
         level.skip(_why(error))
     level.seconds = time.monotonic() - began
@@ -287,13 +269,13 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
     )
-    device = devices(trial.device)[0]
+    device = devices(trial.device or "auto")[0]
     nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
     processes = trial.processes if trial.processes is not None else usual_processes(device, nbytes)
     options = ForwardOptions(
         dtype=trial.dtype,
         device=device,
-        prompt=trial.prompt,
+        prompt=trial.prompt or "",
         tokens=trial.tokens,
         second_opinion=trial.second_opinion,
         processes=0 if trial.virtual else processes,

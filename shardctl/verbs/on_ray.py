@@ -78,7 +78,7 @@ def reshard_on_ray(
 ) -> Finished:
     """Convert on the cluster of `RAY_ADDRESS`, or on this machine's processors; every node sees the destination.
 
-    The same bytes as `reshard`, and the same promises. Each task keeps to `wish.memory` by itself.
+    The same bytes as `reshard`, and the same promises. Each task keeps to `wish.host_memory` by itself.
     Raises UsageError if Ray is not installed, TransientError if tasks died again and again.
     """
     if is_bucket(destination):

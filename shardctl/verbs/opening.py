@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import formats, models, schemas
 from shardctl.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
 from shardctl.errors import SourceError, UnsupportedError, UsageError, some
 from shardctl.formats.format import given_file
+from shardctl.options import SourceOptions
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
 from shardctl.storage.places import open_source
@@ -30,32 +31,7 @@ _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a source is to be understood; every field is an option of the command line."""
-
-    config: Path | None = None
-    """The model's `config.json`, or a directory that holds it, when the checkpoint has none."""
-    rules: Path | None = None
-    """A rule file (`--rules`)."""
-    rules_from: Literal["transformers"] | None = None
-    """Where rules come from for an architecture that is not known (`--rules-from`)."""
-    container: str | None = None
-    """Overrides detection (`--from`)."""
-    kv_heads: models.KvHeads = "error"
-    """`replicate` keeps each key/value head on several ranks when tp exceeds their number."""
-    true_vocab: int | None = None
-    """Tokens of the vocabulary, where the files only say how many rows it was padded to (`--true-vocab`)."""
-    weights: Literal["module", "master"] | None = None
-    """Which copy of the weights is read where a trainer saved two; by default the optimizer's in fp32."""
-    prefer_index: bool = False
-    """Whether the index decides where two files hold a tensor with different values (`--prefer-index`)."""
-    strict: bool = False
-    """Makes every warning an error."""
-    unbound: bool = False
-    """Whether arrays of another library's making will do as they are; no option, the verb says so."""
-    described: bool = False
-    """Whether a config without weights will do, for verbs that need no bytes; no option, the verb says so."""
+Reading = SourceOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.drafting import Wish, divide, draft, filtered, layout_of, understood
 from shardctl.verbs.forecasting import Forecast, foresee
 from shardctl.verbs.opening import Reading, opened
-from shardctl.verbs.purpose import Purpose
+from shardctl.verbs.purpose import Purpose, decide_use
 from shardctl.verbs.searching import Explored, explore
 from shardctl.verbs.subject import Subject, coded, subject
 
@@ -134,6 +134,8 @@ def plan(
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
     purpose = purpose or Purpose()
+    if purpose.cast_type is not None:
+        wish = replace(wish, dtype=purpose.cast_type)
     if purpose.search and wish.mesh is None and wish.stages is not None:
         raise UsageError(
             "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
@@ -157,9 +159,9 @@ def plan(
 
 def _otherwise(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject | None:
     """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
-    trained = purpose.decided(wish.mesh or Mesh.of()) == "train"
-    if checkpoint.hypothetical or purpose.narrower is not None or (trained and coded(checkpoint)):
-        return subject(checkpoint, wish, trained=trained).if_quantised(purpose.narrower)
+    trained = decide_use(purpose, wish.mesh or Mesh.of()) == "train"
+    if checkpoint.hypothetical or purpose.quantised_type is not None or (trained and coded(checkpoint)):
+        return subject(checkpoint, wish, trained=trained).if_quantised(purpose.quantised_type)
     return None
 
 
@@ -178,7 +180,7 @@ def _drafted(checkpoint: Checkpoint, wish: Wish) -> tuple[Draft, str]:
     try:
         return draft(checkpoint, wish), ""
     except MemoryBudgetError as error:
-        return draft(checkpoint, replace(wish, memory=error.needed)), error.message
+        return draft(checkpoint, replace(wish, host_memory=error.needed)), error.message
 
 
 def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None, *, impossible: str = "") -> Planned:

@@ -12,15 +12,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
 from shardctl.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.formats.format import given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
+from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
 from shardctl.record import RECORD
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import told, write_file
@@ -31,17 +33,12 @@ from shardctl.verbs.opening import Reading
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from shardctl.verbs.drafting import Draft
     from shardctl.verbs.opening import Checkpoint
 
 SCHEMA: Final = "shardctl.plan-file/1"
-EFFORT: Final = ("memory", "threads")
-"""The fields of a wish that shape no byte of the result, and may be others when the plan is done."""
-_COUNTS: Final = ("max_shard_size", *EFFORT)
-_PATHS: Final = ("config", "rules")
-_NOT_KEPT: Final = ("described", "unbound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class PlanFile:
         Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
         done or would be done otherwise by this version of shardctl.
         """
-        if replace(wish, **{name: getattr(self.wish, name) for name in EFFORT}) != self.wish:
+        if _with_effort(wish, self.wish, effort_options(Wish)) != self.wish:
             raise UsageError(f"another conversion than that of {self.path} is asked for")
         self._check_source(checkpoint)
         try:
@@ -95,6 +92,10 @@ class PlanFile:
                 hint="make the plan again",
             )
         return work
+
+    def with_effort(self, other: Wish, given: Collection[str]) -> Wish:
+        """The plan's conversion, with those options of `other` that were given and shape no byte."""
+        return _with_effort(self.wish, other, [name for name in effort_options(Wish) if name in given])
 
     def _check_source(self, checkpoint: Checkpoint) -> None:
         changes = list(_changes(self.files, _seen(checkpoint, self.reading)))
@@ -209,16 +210,19 @@ def _changes(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> Iterator[st
             yield f"{name} is new"
 
 
+def _with_effort(wish: Wish, other: Wish, names: Iterable[str]) -> Wish:
+    """A conversion with some fields of another."""
+    return replace(wish, **{name: getattr(other, name) for name in names})
+
+
 def _options(of: Wish | Reading) -> dict[str, Any]:
-    """Every field as JSON, whatever fields there are."""
+    """Every option as JSON, whatever options there are."""
     found: dict[str, Any] = {}
-    for field in fields(of):
-        value = getattr(of, field.name)
-        if field.name in _NOT_KEPT:
-            continue
+    for declared in declared_options(type(of)):
+        value = getattr(of, declared.name)
         if isinstance(value, Mesh):
             value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
-        found[field.name] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
+        found[declared.key] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
     return found
 
 
@@ -233,16 +237,13 @@ class _Reader:
         top = self.members(document, "", ("schema", "version", "source", "wish", "reading", "plan"))
         source = self.members(top["source"], "source", ("path", "format", "files"))
         files = self.members(source["files"], "source.files", None)
-        wish = self.members(top["wish"], "wish", tuple(field.name for field in fields(Wish)))
-        names = tuple(field.name for field in fields(Reading) if field.name not in _NOT_KEPT)
-        reading = self.members(top["reading"], "reading", names)
         return PlanFile(
             path=self.path,
             version=self.text(top["version"], "version"),
             source=self.path_text(source["path"], "source.path"),
             files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
-            wish=Wish(**{name: self.wished(name, value) for name, value in wish.items()}),
-            reading=Reading(**{name: self.read(name, value) for name, value in reading.items()}),
+            wish=self.options(top["wish"], "wish", Wish),
+            reading=self.options(top["reading"], "reading", Reading),
             identity=self.text(top["plan"], "plan"),
         )
 
@@ -277,27 +278,25 @@ class _Reader:
         file = self.members(value, key, ("size", "sha256"))
         return Seen(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
 
-    def wished(self, name: str, value: object) -> Any:  # noqa: ANN401 - the type of any field
-        """One field of a wish."""
-        key = f"wish.{name}"
-        if name == "mesh" and value is not None:
-            return self.mesh(value, key)
-        if name in _COUNTS and value is not None:
-            return self.count(value, key)
-        return value if value is None and name not in ("names", "experts", "dtype", "memory") else self.text(value, key)
+    def options(self, value: object, key: str, kind: type[Chosen]) -> Chosen:
+        """A dataclass of options."""
+        options = declared_options(kind)
+        found = self.members(value, key, tuple(each.key for each in options))
+        return make_options(
+            kind, {each.name: self.option(found[each.key], f"{key}.{each.key}", each.annotation) for each in options}
+        )
 
-    def read(self, name: str, value: object) -> Any:  # noqa: ANN401 - the type of any field
-        """One field of a reading."""
-        key = f"reading.{name}"
-        if name in {"strict", "prefer_index"}:
-            if not isinstance(value, bool):
-                raise self.wrong(key, "true or false")
-            return value
-        if value is None and name != "kv_heads":
+    def option(self, value: object, key: str, annotation: object) -> object:
+        """The value of one option, of the type that it is declared to have."""
+        types = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
+        if value is None and NoneType in types:
             return None
-        if name == "true_vocab":
-            return self.count(value, key)
-        return Path(self.path_text(value, key)) if name in _PATHS else self.text(value, key)
+        kind = next((each for each in types if each is not NoneType), annotation)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise self.wrong(key, f"one of {', '.join(map(str, get_args(kind)))}")
+            return value
+        return _READERS[kind](self, value, key)
 
     def mesh(self, value: object, key: str) -> Mesh:
         """A mesh."""
@@ -331,9 +330,29 @@ class _Reader:
             raise self.wrong(key, "a whole number")
         return value
 
+    def path_of(self, value: object, key: str) -> Path:
+        """A path."""
+        return Path(self.path_text(value, key))
+
+    def switch(self, value: object, key: str) -> bool:
+        """A truth value."""
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
     def wrong(self, key: str, expected: str) -> SourceError:
         """What to say of a value that is not what its key should have."""
         return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
+
+
+_READERS: Final[dict[object, Callable[[_Reader, object, str], object]]] = {
+    bool: _Reader.switch,
+    int: _Reader.count,
+    str: _Reader.text,
+    Path: _Reader.path_of,
+    Mesh: _Reader.mesh,
+}
+"""By the type of an option, what reads it."""
 
 
 def _dotted(key: str, name: str) -> str:

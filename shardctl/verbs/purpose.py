@@ -1,159 +1,131 @@
-"""What the devices of a plan are for: the options, and the workload that they come to for a model."""
+"""What the devices of a plan are for: the workload that the options of `plan` come to for a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardctl.errors import UsageError
 from shardctl.memory.inventory import FLOATING
 from shardctl.memory.workload import Serving, Training
+from shardctl.options import PlanOptions
+from shardctl.options.declaration import HelpPanel, find_flag, given_options
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from shardctl.memory.calibrate import Calibration
-    from shardctl.memory.devices import Device
-    from shardctl.memory.workload import Offload, Profile, Recompute, Schedule
     from shardctl.mesh import Mesh
     from shardctl.verbs.subject import Subject
 
 Use = Literal["serve", "train"]
-_OPTIONS: Final = {"virtual_stages": "vp", "sequence_parallel": "no-sequence-parallel", "flash": "attention"}
-"""The options of the command line that are not called as the fields are."""
+Value = TypeVar("Value")
+Purpose = PlanOptions
+
+_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
+"""Safetensors' names of the types of caches and gradients."""
 USUAL_CONTEXT: Final = 8192
 """Tokens per sequence if nobody says, unless the model was made for fewer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Purpose:
-    """What the devices are for; every field is an option of the command line, and None is its default."""
+def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
+    """What the devices are for: as said, else training where something is asked that only training has."""
+    if options.use is not None:
+        return options.use
+    return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
 
-    use: Use | None = None
-    """By default `train` where something is asked that only training has, such as an optimizer or fsdp ranks."""
-    device: Device | None = None
-    """What each rank runs on; without one, needs are stated and nothing is said to fit."""
-    devices: int | None = None
-    """How many there are to search over; by default the ranks of the mesh."""
-    search: bool = False
-    """Whether all meshes of them are compared."""
-    narrower: str | None = None
-    """The type that weights would have if someone quantised them: `fp8`, `int8` or `int4`."""
-    seq_len: int | None = None
-    """Tokens per sequence."""
-    batch: int | None = None
-    """Sequences: in serving those held at once, in training those of one forward pass of a data-parallel rank."""
-    kv_dtype: str | None = None
-    """Of the key/value cache; safetensors' name."""
-    encoder_len: int | None = None
-    """Tokens per sequence that the encoder reads, in serving; by default `seq_len`."""
-    batched_tokens: int | None = None
-    """The most tokens of one forward pass, in serving."""
-    max_seqs: int | None = None
-    """The most sequences at once, for which the sampler makes room, in serving."""
-    microbatches: int | None = None
-    profile: Profile | None = None
-    optimizer: str | None = None
-    zero: int | None = None
-    recompute: Recompute | None = None
-    schedule: Schedule | None = None
-    virtual_stages: int | None = None
-    offload: Offload | None = None
-    offload_parameters: bool | None = None
-    sequence_parallel: bool | None = None
-    flash: bool | None = None
-    gradient_dtype: str | None = None
-    """Of gradients that are kept; safetensors' name."""
-    calibration: Path | Calibration | None = None
-    """A log of measured peaks, which the estimate of training is fitted to, or what it was fitted to already."""
 
-    def decided(self, mesh: Mesh) -> Use:
-        """What they are for: as said, else training where something is asked that only training has."""
-        if self.use is not None:
-            return self.use
-        return "train" if mesh.degree("fsdp") > 1 or self.calibration or self._of_training() else "serve"
+def plan_workload(options: PlanOptions, about: Subject, mesh: Mesh) -> Serving | Training | None:
+    """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
-    def _of_training(self) -> dict[str, Any]:
-        """The options that only training has, as far as they were given; by the names of `Training`."""
-        given = {
-            "microbatches": self.microbatches,
-            "profile": self.profile,
-            "optimizer": self.optimizer,
-            "zero": self.zero,
-            "recompute": self.recompute,
-            "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages,
-            "offload": self.offload,
-            "offload_parameters": self.offload_parameters,
-            "gradient_dtype": self.gradient_dtype,
-            "sequence_parallel": self.sequence_parallel,
-            "flash": self.flash,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+    Raises UsageError for options that contradict each other.
+    """
+    use = decide_use(options, mesh)
+    _check_about_use(options, use)
+    if use == "serve" and not options.search and options.devices not in {None, mesh.world}:
+        raise UsageError(
+            f"--gpus {options.devices} is about --search, and the mesh is of {mesh.world:,}",
+            hint=f"add --search, or say what they do, such as --tp {options.devices}",
+        )
+    if about.anatomy is None and use == "serve":
+        return None
+    if about.anatomy is None and not about.dequantised:
+        _check_no_codes(about)
+    limit = about.anatomy.positions if about.anatomy is not None else None
+    tokens = options.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
+    if use == "serve":
+        return _serving(options, about, tokens)
+    return _training(options, about, tokens)
 
-    def _of_serving(self) -> dict[str, object]:
-        """The options that only serving has, as far as they were given."""
-        names = ("kv_dtype", "encoder_len", "batched_tokens", "max_seqs")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def _serving(self, about: Subject, tokens: int) -> Serving:
-        """The work of a model that is described; raises UsageError for what it has not."""
-        assert about.anatomy is not None  # noqa: S101 - there is no serving of others
-        if self.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
-            raise UsageError("--encoder-len needs a model with an encoder and a decoder", hint="leave it out")
-        if self.encoder_len is not None and about.anatomy.source_positions:
-            raise UsageError(
-                f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
-                hint="leave --encoder-len out",
-            )
-        unkept = next((name for name in ("kv_dtype", "max_seqs") if getattr(self, name) is not None), "")
-        if unkept and not about.anatomy.generates:
-            raise UsageError(f"--{unkept.replace('_', '-')} needs a model that generates", hint="leave it out")
-        if self.max_seqs is not None and (self.batch or 1) > self.max_seqs:
-            raise UsageError(f"--batch {self.batch} is more than --max-seqs {self.max_seqs}", hint="raise --max-seqs")
-        work = Serving(tokens, self.batch or 1, self.kv_dtype, source=self.encoder_len, rows=self.max_seqs)
-        return work if self.batched_tokens is None else replace(work, batched_tokens=self.batched_tokens)
+def _check_about_use(options: PlanOptions, use: Use) -> None:
+    """Refuse options of serving in a plan of training, and the other way round."""
+    foreign = given_options(options, HelpPanel.TRAINING if use == "serve" else HelpPanel.SERVING)
+    if foreign:
+        flag = find_flag(PlanOptions, foreign[0])
+        here, there = ("serving", "training") if use == "serve" else ("training", "serving")
+        other = "train" if use == "serve" else "serve"
+        raise UsageError(f"{flag} is about {there}, and this is about {here}", hint=f"add --for {other}")
+    if use == "train" and options.quantised_type is not None:
+        raise UsageError(
+            f"--dtype {options.quantised_type} is about serving, and this is about training",
+            hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
+        )
 
-    def workload(self, about: Subject, mesh: Mesh) -> Serving | Training | None:
-        """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
-        Raises UsageError for options that contradict each other.
-        """
-        use, training = self.decided(mesh), self._of_training()
-        if use == "serve" and (training or self.calibration):
-            name = next(iter(training), "calibrate")
-            option = _OPTIONS.get(name, name.replace("_", "-"))
-            raise UsageError(f"--{option} is about training, and this is about serving", hint="add --for train")
-        if use == "train" and self._of_serving():
-            option = next(iter(self._of_serving())).replace("_", "-")
-            raise UsageError(f"--{option} is about serving, and this is about training", hint="add --for serve")
-        if use == "train" and self.narrower is not None:
-            raise UsageError(
-                f"--dtype {self.narrower} is about serving, and this is about training",
-                hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
-            )
-        if use == "serve" and not self.search and self.devices not in {None, mesh.world}:
-            raise UsageError(
-                f"--gpus {self.devices} is about --search, and the mesh is of {mesh.world:,}",
-                hint=f"add --search, or say what they do, such as --tp {self.devices}",
-            )
-        if about.anatomy is None and use == "serve":
-            return None
-        if about.anatomy is None and not about.dequantised:
-            _check_no_codes(about)
-        limit = about.anatomy.positions if about.anatomy is not None else None
-        tokens = self.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
-        if use == "serve":
-            return self._serving(about, tokens)
-        computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
-        if (self.virtual_stages or 1) > 1:
-            training.setdefault("schedule", "interleaved")
-        if (self.virtual_stages or 1) > 1 and training["schedule"] != "interleaved":
-            raise UsageError(
-                f"--vp {self.virtual_stages} is about interleaved pipelines, and this is about {self.schedule}",
-                hint="give --schedule interleaved, or leave --schedule out",
-            )
-        return replace(Training(sequence=tokens, micro_batch=self.batch or 1, dtype=computes), **training)
+def _serving(options: PlanOptions, about: Subject, tokens: int) -> Serving:
+    """The work of serving a model that is described; raises UsageError for what it has not."""
+    assert about.anatomy is not None  # noqa: S101 - there is no serving of others
+    if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
+        raise UsageError("--encoder-len needs a model with an encoder and a decoder", hint="leave it out")
+    if options.encoder_len is not None and about.anatomy.source_positions:
+        raise UsageError(
+            f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
+            hint="leave --encoder-len out",
+        )
+    unkept = next((name for name in ("kv_dtype", "max_seqs") if getattr(options, name) is not None), "")
+    if unkept and not about.anatomy.generates:
+        raise UsageError(f"{find_flag(PlanOptions, unkept)} needs a model that generates", hint="leave it out")
+    if options.max_seqs is not None and (options.batch or 1) > options.max_seqs:
+        raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}", hint="raise --max-seqs")
+    work = Serving(
+        tokens,
+        options.batch or 1,
+        _DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
+        source=options.encoder_len,
+        rows=options.max_seqs,
+    )
+    return replace(work, batched_tokens=_either(options.batched_tokens, work.batched_tokens))
+
+
+def _training(options: PlanOptions, about: Subject, tokens: int) -> Training:
+    """The work of training; what was not asked for is as `Training` has it."""
+    computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
+    usual = Training(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
+    stages = _either(options.virtual_stages, usual.virtual_stages)
+    schedule = _either(options.schedule, "interleaved" if stages > 1 else usual.schedule)
+    if stages > 1 and schedule != "interleaved":
+        raise UsageError(
+            f"--vp {stages} is about interleaved pipelines, and this is about {schedule}",
+            hint="give --schedule interleaved, or leave --schedule out",
+        )
+    return replace(
+        usual,
+        microbatches=options.microbatches,
+        profile=_either(options.profile, usual.profile),
+        optimizer=_either(options.optimizer, usual.optimizer),
+        zero=_either(options.zero, usual.zero),
+        recompute=_either(options.recompute, usual.recompute),
+        schedule=schedule,
+        virtual_stages=stages,
+        offload=_either(options.offload, usual.offload),
+        offload_parameters=options.offload_parameters,
+        gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
+        sequence_parallel=not options.no_sequence_parallel,
+        flash=options.attention != "eager",
+    )
+
+
+def _either(value: Value | None, usual: Value) -> Value:
+    """What was asked for, else what is usual."""
+    return usual if value is None else value
 
 
 def _check_no_codes(about: Subject) -> None:

@@ -30,13 +30,14 @@ from shardctl.memory.term import total
 from shardctl.memory.workload import Serving, Training
 from shardctl.mesh import EXPERT_FSDP, Mesh
 from shardctl.verbs.forecasting import calibrated, fitted, needs
+from shardctl.verbs.purpose import plan_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardctl.memory.calibrate import Calibration
     from shardctl.memory.estimate import RankEstimate
-    from shardctl.verbs.purpose import Purpose
+    from shardctl.options import PlanOptions
     from shardctl.verbs.subject import Subject
 
 _USUAL: Final = "h100-80g"
@@ -59,7 +60,7 @@ class Explored:
     calibration: Calibration | None = None
     """What measured peaks made of the estimates."""
 
-    def compared(self, purpose: Purpose, mesh: Mesh) -> Purpose:
+    def compared(self, purpose: PlanOptions, mesh: Mesh) -> PlanOptions:
         """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
             return purpose
@@ -186,12 +187,12 @@ class Explorer:
         return price(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
 
 
-def explore(about: Subject, purpose: Purpose, mesh: Mesh | None) -> Explored:
+def explore(about: Subject, purpose: PlanOptions, mesh: Mesh | None) -> Explored:
     """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
 
     Raises UsageError for a purpose that contradicts itself.
     """
-    work = purpose.workload(about, mesh or Mesh.of())
+    work = plan_workload(purpose, about, mesh or Mesh.of())
     if about.anatomy is None:  # compared by weights
         work = None
     explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))

@@ -56,19 +56,18 @@ def verify(
 
     `against` compares every element, and every copy of it, with another checkpoint, in whatever layouts the two are.
     `require` is a level that must not be skipped, as one is that lacks what it needs; it is run if `level` is lower.
-    `trial` says how the levels `load` and `forward` are run.
+    `trial` says how the levels `load` and `forward` are run, and may ask for one of them.
     """
     for asked in filter(None, (level, require)):
         if asked not in LEVELS:
             raise UsageError(f"unknown level {asked!r}", hint=f"the levels are {', '.join(LEVELS)}")
     order = list(LEVELS)
-    highest = max(level, require or level, key=order.index)
+    trial = trial or Trial()
+    highest = max(level, require or level, trial.asked_level(), key=order.index)
     names = [n for n in LEVELS[highest] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
-    run = _Run(
-        names, against, trial or Trial(), replace(reading or Reading(), kv_heads="replicate"), effort or Effort()
-    )
+    run = _Run(names, against, trial, replace(reading or Reading(), kv_heads="replicate"), effort or Effort())
     levels, digest = run.of(path)
     return Verified(str(path), str(against or ""), digest, tuple(levels), LEVELS[require] if require else ())
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from cli_checkpoints import llama
 
-from shardctl.cli.sizes import parse_size
+from shardctl.options.sizes import parse_size
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

@@ -84,7 +84,7 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
 def test_a_plan_says_all_that_shapes_the_result(plan):
     document = json.loads(plan.read_text())
     assert document["schema"] == "shardctl.plan-file/1"
-    assert document["wish"].keys() == {field.name for field in fields(Wish)}
+    assert document["wish"].keys() == {field.name for field in fields(Wish)} - {"host_memory"} | {"memory"}
     assert document["reading"].keys() == {field.name for field in fields(Reading)} - {"described", "unbound"}
     assert document["wish"]["to"] == "ranks"
     assert document["wish"]["mesh"] == {"axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2}, "ep": 1, "etp": 2}
@@ -263,6 +263,12 @@ class TestMalformedPlans:
         assert said.code == 4
         assert f"{plan} has {'.'.join(keys)}, which this shardctl does not know" in said.err
 
+    def test_a_value_that_only_the_layouts_know(self, say, plan, tmp_path):
+        self.edited(plan, ["wish", "to"], "some")
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert said.code == 4
+        assert "plan.json cannot be done: unknown layout 'some'" in said.err
+
     def test_a_mesh_that_is_none(self, plan):
         self.edited(plan, ["wish", "mesh", "ep"], 7)
         with pytest.raises(SourceError, match=r"wish\.mesh that is no mesh: ep=7"):
@@ -272,7 +278,7 @@ class TestMalformedPlans:
         self.edited(plan, ["wish", "experts"], "some")
         said = say("reshard", "--plan", plan, tmp_path / "out")
         assert said.code == 4
-        assert "plan.json cannot be done: unknown --experts 'some'" in said.err
+        assert "plan.json has wish.experts that is not one of keep, fused, split" in said.err
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": "shardctl.plan/1"}', "\xff"])
     def test_what_is_no_plan(self, say, tmp_path, content):

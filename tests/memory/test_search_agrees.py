@@ -18,13 +18,13 @@ from shardctl.verbs.purpose import Purpose
 CONFIGS = Path(__file__).parents[2] / "fixtures"
 SMALL, LARGE = CONFIGS / "configs", CONFIGS / "configs_public"
 ASKED = (
-    (SMALL / "mixtral.json", Purpose("train", seq_len=64)),
-    (SMALL / "mixtral.json", Purpose("train", seq_len=64, profile="megatron", zero=1, recompute="selective")),
-    (SMALL / "deepseek_v3.json", Purpose("train", seq_len=64, profile="deepspeed", zero=2, optimizer="adamw-8bit")),
-    (SMALL / "t5.json", Purpose("train", seq_len=64, schedule="gpipe", batch=3)),
-    (SMALL / "llama.json", Purpose("train", seq_len=64, virtual_stages=1, optimizer="adafactor", profile="hf")),
-    (LARGE / "t5-base.json", Purpose("train", seq_len=512, virtual_stages=2)),
-    (SMALL / "qwen3_moe.json", Purpose("serve", batch=3)),
+    (SMALL / "mixtral.json", Purpose(use="train", seq_len=64)),
+    (SMALL / "mixtral.json", Purpose(use="train", seq_len=64, profile="megatron", zero=1, recompute="selective")),
+    (SMALL / "deepseek_v3.json", Purpose(use="train", seq_len=64, profile="deepspeed", zero=2, optimizer="adamw-8bit")),
+    (SMALL / "t5.json", Purpose(use="train", seq_len=64, schedule="gpipe", batch=3)),
+    (SMALL / "llama.json", Purpose(use="train", seq_len=64, virtual_stages=1, optimizer="adafactor", profile="hf")),
+    (LARGE / "t5-base.json", Purpose(use="train", seq_len=512, virtual_stages=2)),
+    (SMALL / "qwen3_moe.json", Purpose(use="serve", batch=3)),
 )
 
 
@@ -49,7 +49,7 @@ def test_every_mesh_is_as_its_own_plan(path, purpose):
 
 def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
-    purpose = Purpose("train", device("l40s"), 4, search=True, seq_len=1024, schedule="gpipe")
+    purpose = Purpose(use="train", device=device("l40s"), devices=4, search=True, seq_len=1024, schedule="gpipe")
     searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=purpose)
     best = searched.explored.found.ranked[0]
     assert (str(best.mesh), searched.forecast.work.microbatches) == ("pp2 x tp2", 4)
@@ -60,7 +60,7 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
     log = tmp_path / "peaks"
     runs = [{"mesh": "fsdp=4", "recompute": "none", "sequence": n, "peak": (38000 + n) * 10**6} for n in (512, 4096)]
     log.write_text("\n".join(map(json.dumps, runs)))
-    asked = Purpose("train", device("h100"), 4, search=True, seq_len=8192, calibration=log)
+    asked = Purpose(use="train", device=device("h100"), devices=4, search=True, seq_len=8192, calibration=log)
     searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=asked)
     plain = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=replace(asked, calibration=None))
     assert needed(searched.forecast.estimate) == needed(searched.explored.found.ranked[0].estimate)
@@ -77,12 +77,12 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
 
 def test_stages_are_those_of_a_mesh():
     with pytest.raises(UsageError, match="--stages is about one mesh"):
-        plan(SMALL / "llama.json", Wish(stages="1,1"), purpose=Purpose("train", search=True, devices=2))
+        plan(SMALL / "llama.json", Wish(stages="1,1"), purpose=Purpose(use="train", search=True, devices=2))
     assert plan(SMALL / "llama.json", Wish(mesh=Mesh.of(pp=2), stages="1,1"), purpose=Purpose(search=True)).fits
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
-    purpose = Purpose("train", device("h100"), 3, search=True, seq_len=8192)
+    purpose = Purpose(use="train", device=device("h100"), devices=3, search=True, seq_len=8192)
     searched = plan(LARGE / "llama-3.1-8b.json", Wish(), purpose=purpose)
     assert not searched.fits
     assert searched.explored.found.ranked == ()

@@ -75,7 +75,9 @@ def test_to_hugging_face(name, tmp_path):
 def test_tied_names_are_one_tensor(tmp_path):
     reshard(FIXTURES / "tied", tmp_path / "out", reading=Reading(config=FIXTURES / "tied.json"))
     same(load_file(tmp_path / "out" / "model.safetensors"), whole("tied")["weights"])
-    copied = verify(tmp_path / "out", level="full", against=FIXTURES / "tied", reading=Reading(FIXTURES / "tied.json"))
+    copied = verify(
+        tmp_path / "out", level="full", against=FIXTURES / "tied", reading=Reading(config=FIXTURES / "tied.json")
+    )
     assert copied.ok, copied.findings
 
 

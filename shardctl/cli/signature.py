@@ -1,0 +1,135 @@
+"""Makes the signature of a command from the dataclasses of options that its function takes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, is_dataclass
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from shardctl.options.declaration import (
+    CommandOption,
+    DeclaredOption,
+    HelpPanel,
+    OptionGroup,
+    declared_options,
+    flat_options,
+    make_options,
+    read_option,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+
+class OmittedOptions(frozenset[str]):
+    """Beside a dataclass in an annotation: the fields that are no options of this verb, and keep their defaults.
+
+    >>> OmittedOptions({"kv_heads"})
+    OmittedOptions({'kv_heads'})
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A parameter of the function that is a dataclass of options."""
+
+    kind: type[object]
+    omitted: frozenset[str]
+
+    def options(self) -> Iterator[tuple[DeclaredOption, CommandOption]]:
+        return (each for each in flat_options(self.kind) if each[0].name not in self.omitted)
+
+
+def spread_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The function as typer takes it: instead of each dataclass of options, a parameter for every option.
+
+    Options are shown in the order of `HelpPanel`, within a panel in the order of declaration. Where two dataclasses
+    declare an option of the same name, the later declaration stands, in the place of the earlier, whose field keeps its
+    default.
+    """
+    groups: dict[str, _Group] = {}
+    owners: dict[str, str] = {}
+    found: dict[str, tuple[HelpPanel, Parameter]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        option = read_option(parameter.annotation)
+        if isinstance(option, CommandOption):
+            kind = get_args(parameter.annotation)[0]
+            declared = DeclaredOption(parameter.name, kind, parameter.default, option)
+            found[parameter.name] = option.panel, _as_parameter(declared, option)
+            continue
+        group = _read_group(parameter.annotation)
+        if group is None:
+            found[parameter.name] = _panel(parameter), parameter
+            continue
+        groups[parameter.name] = group
+        for declared, option in group.options():
+            owners[declared.name] = parameter.name
+            found[declared.name] = option.panel, _as_parameter(declared, option)
+
+    def command(**given: object) -> int | None:
+        values = {name: value for name, value in given.items() if name not in owners}
+        for each, group in groups.items():
+            own = {name: value for name, value in given.items() if owners.get(name) == each}
+            values[each] = _collect(group.kind, own)
+        return function(**values)
+
+    panels = list(HelpPanel)
+    ordered = sorted(found.values(), key=lambda one: (one[1].kind, panels.index(one[0])))
+    command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+    command.__annotations__ = {}
+    command.__signature__ = inspect.Signature([parameter for _, parameter in ordered])  # type: ignore[attr-defined]
+    return command
+
+
+def _read_group(annotation: object) -> _Group | None:
+    kind, omitted = annotation, frozenset[str]()
+    if get_origin(annotation) is Annotated:
+        kind, *metadata = get_args(annotation)
+        omitted = next((each for each in metadata if isinstance(each, OmittedOptions)), omitted)
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return None
+    unknown = omitted - {declared.name for declared, _ in flat_options(kind)}
+    assert not unknown, f"{kind.__name__} has no options {sorted(unknown)}"  # noqa: S101
+    return _Group(kind, omitted)
+
+
+def _panel(parameter: Parameter) -> HelpPanel:
+    """The panel of a parameter that is declared for typer itself."""
+    named = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
+    return HelpPanel(next(filter(None, named), HelpPanel.GENERAL))
+
+
+def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
+    annotation: Any = declared.annotation if option.accepts is None else option.accepts
+    usual = declared.default
+    if option.parser is not None:  # which typer would give the default to as well
+        annotation, usual = str | None, None
+    default = typer.Option(
+        usual,
+        declared.flag,
+        metavar="" if annotation is bool else option.metavar,
+        min=option.least,
+        max=option.most,
+        parser=option.parser,
+        rich_help_panel=option.panel,
+        help=option.help,
+    )
+    return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _collect(kind: type[object], given: Mapping[str, object]) -> object:
+    """The dataclass of the options that were given; what is None has the default of the field."""
+    values = dict[str, object]()
+    for each in declared_options(kind):
+        if isinstance(each.option, OptionGroup):
+            names = {flag.name for flag, _ in flat_options(each.option.flags)}
+            flags = make_options(each.option.flags, {name: given[name] for name in names & given.keys()})
+            values[each.name] = flags.make_value()
+        elif given.get(each.name) is not None:
+            values[each.name] = given[each.name]
+    return make_options(kind, values)

@@ -1,0 +1,8 @@
+"""The options of every verb, each declared once: its type, default, flag, help text and place in the help."""
+
+from shardctl.options.plan_options import PlanOptions
+from shardctl.options.reshard_options import ReshardOptions
+from shardctl.options.source_options import SourceOptions
+from shardctl.options.verify_options import VerifyOptions
+
+__all__ = ["PlanOptions", "ReshardOptions", "SourceOptions", "VerifyOptions"]

@@ -1,0 +1,41 @@
+"""The flags that make a mesh: a degree for each axis, or all of it in one text."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from shardctl.errors import UsageError
+from shardctl.mesh import AXES, EXPERT_AXES, Mesh
+from shardctl.options.declaration import CommandOption, HelpPanel
+
+
+def _degree(text: str) -> CommandOption:
+    return CommandOption(HelpPanel.MESH, text, metavar="N", least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshFlags:
+    """The degrees of axes that were given, or the text."""
+
+    tp: Annotated[int | None, _degree("Tensor parallel ranks.")] = None
+    pp: Annotated[int | None, _degree("Pipeline stages.")] = None
+    dp: Annotated[int | None, _degree("Data parallel replicas.")] = None
+    fsdp: Annotated[int | None, _degree("Ranks that share each tensor's first dim.")] = None
+    cp: Annotated[int | None, _degree("Context parallel ranks.")] = None
+    ep: Annotated[int | None, _degree("Expert parallel ranks, of those of a stage.")] = None
+    etp: Annotated[int | None, _degree("Tensor parallel ranks within an expert.")] = None
+    mesh: Annotated[
+        str | None,
+        CommandOption(HelpPanel.MESH, "All of it: pp=2,fsdp=2,tp=4, outermost first.", metavar="AXES"),
+    ] = None
+
+    def make_value(self) -> Mesh | None:
+        """The mesh that was asked for, if one was; raises UsageError for a text beside degrees."""
+        degrees: dict[str, int | None] = {axis: getattr(self, axis) for axis in (*AXES, *EXPERT_AXES)}
+        given = {axis: degree for axis, degree in degrees.items() if degree is not None}
+        if self.mesh is None:
+            return Mesh.of(**given) if given else None
+        if given:
+            raise UsageError(
+                f"--mesh and --{next(iter(given))} are both given", hint="write every axis in --mesh, or leave it out"
+            )
+        return Mesh.parse(self.mesh)
