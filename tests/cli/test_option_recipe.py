@@ -16,7 +16,7 @@ from cli_checkpoints import environment
 import shardctl
 
 FIELD = """
-    prefer_index: Annotated[bool, CommandOption(HelpPanel.SOURCE, "Trust the index where headers disagree.")] = False
+    skip_empty: Annotated[bool, CommandOption(HelpPanel.SOURCE, "Leave out tensors without elements.")] = False
 """
 """The example of docs/extending.md."""
 COUNT = """
@@ -31,7 +31,7 @@ import sys
 
 opened = opening._open
 def open_and_say(source, reading, *rest):
-    print("reading", reading.prefer_index)
+    print("reading", reading.skip_empty)
     return opened(source, reading, *rest)
 opening._open = open_and_say
 sys.exit(run(sys.argv[1:]))
@@ -71,22 +71,22 @@ def test_the_recipe_is_the_one_of_the_page():
 def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
     said = ask(copied, verb, "--help").stdout
     panel = said.partition("How the source is understood")[2]
-    assert "--prefer-index" in panel
-    assert "Trust the index" in panel
+    assert "--skip-empty" in panel
+    assert "Leave out tensors" in panel
     assert ("--files" in said) is (verb in {"plan", "reshard"})
 
 
 def test_the_verb_has_it_with_its_type(copied, source):
-    assert "reading True" in ask(copied, "inspect", source, "--prefer-index").stdout
+    assert "reading True" in ask(copied, "inspect", source, "--skip-empty").stdout
     assert "reading False" in ask(copied, "inspect", source).stdout
 
 
 def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):
     plan = tmp_path / "plan.json"
-    planned = ask(copied, "plan", source, "--tp", 2, "--prefer-index", "--files", 3, "--out", plan)
+    planned = ask(copied, "plan", source, "--tp", 2, "--skip-empty", "--files", 3, "--out", plan)
     assert planned.returncode == 0, planned.stderr
     document = json.loads(plan.read_text())
-    assert document["reading"]["prefer_index"] is True
+    assert document["reading"]["skip_empty"] is True
     assert document["wish"]["most_files"] == 3
     done = ask(copied, "reshard", "--plan", plan, tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -104,7 +104,7 @@ def test_a_plan_file_of_another_type_is_refused_by_key(copied, source, tmp_path)
     assert "wish.most_files that is not a whole number" in done.stderr
 
 
-@pytest.mark.parametrize("option", [["--prefer-index"], ["--files", 3]])
+@pytest.mark.parametrize("option", [["--skip-empty"], ["--files", 3]])
 def test_it_is_refused_beside_a_plan(copied, source, tmp_path, option):
     plan = tmp_path / "plan.json"
     assert ask(copied, "plan", source, "--tp", 2, "--out", plan).returncode == 0
