@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -110,20 +111,43 @@ def read_index(source: Source, path: str) -> Index:
         raise SourceError(f"{path} is malformed: {error}") from error
     if parsed.weight_map is None:
         raise SourceError(f"{path} has no `weight_map`, so it does not say which file holds which tensor")
-    for file in dict.fromkeys(parsed.weight_map.values()):
-        check_shard(source, path, file)
-    return Index(path, parsed.weight_map, parsed.total_size, tuple(parsed.warnings))
+    paths = {file: shard_path(source, path, file) for file in dict.fromkeys(parsed.weight_map.values())}
+    weight_map = parsed.weight_map
+    if any(file != inside for file, inside in paths.items()):
+        weight_map = {name: paths[file] for name, file in weight_map.items()}
+    return Index(path, weight_map, parsed.total_size, tuple(parsed.warnings))
 
 
-def check_shard(source: Source, index: str, file: str) -> None:
-    """Refuse a shard that is not the bare name of a regular, complete file of the index's own directory."""
-    if len(file) > _LONGEST_NAME or file in {"", ".", ".."} or any(c in file for c in "/\\\0") or _DRIVE.match(file):
+def shard_path(source: Source, index: str, file: str) -> str:
+    """The path of a shard that the index calls `file`, such as ``./x`` for ``x``: a regular, complete file inside.
+
+    Raises:
+        SourceError: there is no such file.
+        HostileError: it is outside of the index's directory.
+    """
+    check_shard_name(index, file)
+    inside = posixpath.normpath(file)
+    _check_shard(source, index, inside)
+    return inside
+
+
+def check_shard_name(index: str, file: str) -> None:
+    """Raise HostileError for a name that leaves the index's directory, or would on another system."""
+    parts = file.split("/")
+    foreign = "\\" in file or "://" in file or any(map(_DRIVE.match, parts))
+    leaves = ".." in parts or file.startswith("/") or foreign
+    if leaves or "\0" in file or parts[-1] in {"", "."} or any(len(part) > _LONGEST_NAME for part in parts):
         raise HostileError(
-            f"{index} names the file {file[:_LONGEST_NAME]!r}, which is not the bare name of a file beside it",
-            hint="an index that leaves its directory is not what any library writes; do not trust this checkpoint",
+            f"{index} names the file {file[:_LONGEST_NAME]!r}, which "
+            + ("may lie outside of its directory" if leaves else "cannot be the name of a file"),
+            hint="no library writes such an index; do not trust this checkpoint",
         )
+
+
+def _check_shard(source: Source, index: str, file: str) -> None:
     refuse_unfinished(source, file)
     if file not in source.files():
+        check_link(source, file)
         if isinstance(source, LocalSource) and os.path.lexists(source.root / file):
             raise SourceError(f"{file}, which {index} names, is neither a regular file nor a link to one")
         raise SourceError(f"{file} is missing, though {index} names it", hint="fetch the missing file")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from shardctl.storage import Source
@@ -31,7 +33,7 @@ def check_link(source: Source, path: str) -> None:
     if not isinstance(source, LocalSource):
         return
     link = source.root / path
-    if not link.is_symlink():
+    if not (link.is_symlink() or any(folder.is_symlink() for folder in _folders(source.root, path))):
         return
     target = link.resolve()
     if target.is_relative_to(source.root.resolve()) or _is_blob(target):
@@ -40,6 +42,11 @@ def check_link(source: Source, path: str) -> None:
         f"{path} is a link that leaves the checkpoint's directory, to {target}",
         hint="put the file itself there, or give the directory that holds the files",
     )
+
+
+def _folders(root: Path, path: str) -> Iterator[Path]:
+    """The folders between the root and a file."""
+    return (root / folder for folder in PurePosixPath(path).parents if folder.name)
 
 
 def _is_blob(target: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import some
 from shardctl.formats.impostors import ADAPTERS
 from shardctl.formats.links import check_link
 from shardctl.manifest import Opaque
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 _REMADE: Final = frozenset({"shardctl.json", "SHA256SUMS"})
 """Files of the root that describe the files beside them, so that the ones of the source would be wrong."""
-_INDEX: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index\.json")
-"""Indexes of weights; also remade."""
+_INDEX: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index(\.[^.]+)?\.json")
+"""Indexes of weights, also those of variants (`model.safetensors.index.fp16.json`); also remade."""
+_NAMED: Final = 8
+"""Files that one warning names."""
 _HIDDEN: Final = frozenset({".git", ".cache", ".shardctl", "__pycache__"})
 """Folders that programs keep for themselves."""
 _EXPORTS: Final = re.compile(
@@ -72,8 +75,7 @@ def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], t
 def _unused(paths: list[str]) -> str:
     if len(paths) == 1:
         return f"{paths[0]} holds weights that are not part of this checkpoint; it is left behind"
-    others = f"{len(paths) - 1} others" if len(paths) > 2 else paths[1]  # noqa: PLR2004 - two are both named
-    return f"{paths[0]} and {others} hold weights that are not part of this checkpoint; they are left behind"
+    return f"{some(paths, _NAMED)} hold weights that are not part of this checkpoint; they are left behind"
 
 
 def _is_remade(path: str) -> bool:

@@ -89,7 +89,7 @@ def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
     read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
         read_files[path] = found = read_weights(source, path)
-        warnings += found.state.warnings
+        warnings += (*found.saved.warnings, *found.state.warnings)
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
     weight_map = chosen.index.weight_map if chosen.index is not None else {}

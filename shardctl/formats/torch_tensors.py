@@ -112,6 +112,8 @@ class Saved:
     """What was saved (see `pickle_tree`)."""
     extents: Mapping[str, tuple[int, int]]
     """Absolute byte offset in the file and bytes of each storage, by key."""
+    warnings: tuple[str, ...] = ()
+    """What else is in the file, which torch does not read either."""
 
     def region(self, view: View, name: str) -> Region:
         """Where a view's elements are in the file.

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.errors import HostileError, SourceError, UnsupportedError, some
 from shardctl.formats.pickle_machine import load
 from shardctl.formats.torch_tensors import Saved
 from shardctl.formats.zip_records import read_archive, read_record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.formats.pickle_tree import Pickle
+    from shardctl.formats.zip_records import Record
     from shardctl.storage import Source
 
 LARGEST_PICKLE: Final = 128 << 20
 """Bytes of a pickle that are still read; 100,000 tensors take about 14 MB."""
 _DATA: Final = "data/"
 _SHORT: Final = 64
+_OWN: Final = frozenset({"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment"})
+_OWN_FOLDER: Final = ".data/"
+"""Records of the container itself (`inline_container.cc`)."""
+_KEY: Final = 2
+"""Where in a persistent id the key of a storage is."""
 
 
 def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = None) -> Saved:
@@ -50,10 +59,21 @@ def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = No
             raise SourceError(f"{path} has the byte order {found!r}, which is neither little nor big")
     if pickle.size > LARGEST_PICKLE:
         raise HostileError(f"{path} has a pickle of {pickle.size:,} bytes; more than {LARGEST_PICKLE:,} are not read")
-    tree = load(read_record(source, path, pickle), f"{path} (data.pkl)").value
+    saved = load(read_record(source, path, pickle), f"{path} (data.pkl)")
     extents = {
         name.removeprefix(_DATA): (record.offset, record.size)
         for name, record in records.items()
         if name.startswith(_DATA)
     }
-    return Saved(path, tree, extents)
+    return Saved(path, saved.value, extents, tuple(_left_behind(path, records, saved)))
+
+
+def _left_behind(path: str, records: Mapping[str, Record], saved: Pickle) -> Iterator[str]:
+    """What is in the archive and means nothing to torch."""
+    more = records["data.pkl"].size - saved.end
+    if more:
+        yield f"{path}: {more:,} bytes behind the end of the pickle in data.pkl are left behind, as torch leaves them"
+    used = {f"{_DATA}{node.id[2]}" for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _KEY}
+    unused = [name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER)]
+    if unused:
+        yield f"{path}: records that nothing in the pickle refers to are left behind: {some(map(ascii, unused))}"

@@ -107,17 +107,45 @@ def test_an_index_that_is_not_text_is_refused(folder):
 @pytest.mark.parametrize(
     "name",
     [
-        "", ".", "..", "../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "./model.safetensors",
-        "..\\secret.safetensors", "\\\\host\\share", "C:secret.safetensors", "c:\\x", "a\0b", "n" * 300,
+        "..", "../secret.safetensors", "/etc/passwd", "sub/../../secret.safetensors", "sub/../model.safetensors",
+        "..\\secret.safetensors", "\\\\host\\share", "C:secret.safetensors", "c:\\x", "sub/c:x",
         "https://example.com/x.safetensors",
     ],
 )  # fmt: skip
-def test_a_shard_is_a_bare_name(folder, name):
+def test_a_shard_that_leaves_the_directory_is_hostile(folder, name):
     (folder.parent / "secret.safetensors").write_bytes(b"secret")
     (folder / "sub").mkdir()
     (folder / "sub" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(HostileError, match="not the bare name of a file beside it"):
+    with pytest.raises(HostileError, match="may lie outside of its directory"):
         index_of(folder, {"weight_map": {"a": name}})
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b", "n" * 300, "sub/", "sub/."])
+def test_a_name_that_no_file_has_is_hostile(folder, name):
+    with pytest.raises(HostileError, match="cannot be the name of a file"):
+        index_of(folder, {"weight_map": {"a": name}})
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        ("./model.safetensors", "model.safetensors"),
+        ("sub/model.safetensors", "sub/model.safetensors"),
+        (".//sub/./model.safetensors", "sub/model.safetensors"),
+    ],
+)
+def test_a_shard_inside_of_the_directory_is_found(folder, name, inside):
+    (folder / inside).parent.mkdir(exist_ok=True)
+    (folder / inside).write_bytes(b"")
+    assert index_of(folder, {"weight_map": {"a": name, "b": SHARDS[0]}}).weight_map == {"a": inside, "b": SHARDS[0]}
+
+
+def test_a_folder_that_is_a_link_out_of_the_directory_is_hostile(folder):
+    (folder.parent / "elsewhere").mkdir()
+    (folder.parent / "elsewhere" / "x.safetensors").write_bytes(b"secret")
+    (folder / "sub").symlink_to(folder.parent / "elsewhere")
+    with pytest.raises(HostileError, match="is a link that leaves the checkpoint's directory"):
+        index_of(folder, {"weight_map": {"a": "sub/x.safetensors"}})
 
 
 def test_a_missing_shard_is_named(folder):
@@ -149,7 +177,7 @@ def test_what_is_no_regular_file_is_refused_without_opening_it(folder):
         index_of(folder, {"weight_map": {"a": SHARDS[0]}})
     (folder / SHARDS[0]).unlink()
     (folder / SHARDS[0]).symlink_to("/dev/zero")
-    with pytest.raises(SourceError, match="neither a regular file nor a link to one"):
+    with pytest.raises(HostileError, match="is a link that leaves the checkpoint's directory"):
         index_of(folder, {"weight_map": {"a": SHARDS[0]}})
 
 

@@ -313,7 +313,9 @@ def test_variants_are_listed(tmp_path):
     manifest = scan(tmp_path)
     assert_holds(tmp_path, manifest, some_tensors())
     (warning,) = manifest.warnings
-    assert warning.startswith("model.bf16-00001-of-00002.safetensors and 3 others hold weights that are not part")
+    assert warning.startswith(
+        "model.bf16-00001-of-00002.safetensors, model.bf16-00002-of-00002.safetensors, model.fp16"
+    )
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])

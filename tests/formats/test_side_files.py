@@ -78,10 +78,10 @@ def test_weights_are_no_side_files(tmp_path):
 
 def test_unused_weights_share_a_warning(tmp_path):
     assert listed(tmp_path, "a.bin", "b.bin")[1] == (
-        "a.bin and b.bin hold weights that are not part of this checkpoint; they are left behind",
+        "a.bin, b.bin hold weights that are not part of this checkpoint; they are left behind",
     )
     assert listed(tmp_path, "c.bin")[1] == (
-        "a.bin and 2 others hold weights that are not part of this checkpoint; they are left behind",
+        "a.bin, b.bin, c.bin hold weights that are not part of this checkpoint; they are left behind",
     )
 
 

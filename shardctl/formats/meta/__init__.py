@@ -53,7 +53,7 @@ def scan(source: Source) -> Manifest:
         check_link(source, path)
         found = read_weights(source, path)
         parts.append(Part(path, found.saved, found.state.views))
-        warnings += found.state.warnings
+        warnings += (*found.saved.warnings, *found.state.warnings)
     joined = join_parts(parts, params)
     config = params.config(joined.shapes) if params is not None else None
     side, left = side_files(source, {part.path for part in parts})

@@ -62,6 +62,7 @@ class Collector:
         """
         path = file.path
         saved = open_saved(self.source, path)
+        self.warnings += saved.warnings
         views: list[View] = []
         leaves = list(_leaves(saved.tree, path))
         flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)
