@@ -19,7 +19,6 @@ from shardctl.memory.holding import Holding
 from shardctl.memory.workload import Training
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import anatomy
-from shardctl.models.style import style
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "memory"))
 from fake_peak import Peak, peak_of_causal_lm
@@ -65,7 +64,7 @@ def estimated(config, batch: int, sequence: int, recompute: str) -> tuple[int, s
     layers = len(found.layers)
     holding = Holding(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
     work = Training(sequence, batch, profile="hf", recompute=recompute)
-    terms = activations(found, holding, ONE, work, stages=(layers,), style=style(values))
+    terms = activations(found, holding, ONE, work, stages=(layers,))
     return sum(t.nbytes for t in terms), terms[-1].name.removeprefix("alive in the backward pass of ")
 
 

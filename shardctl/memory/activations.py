@@ -12,7 +12,6 @@ from shardctl.memory.saved import GROUPS
 from shardctl.memory.schedule import in_flight, losses
 from shardctl.memory.sizes import Share, head_sizes, layer_sizes
 from shardctl.memory.term import Term
-from shardctl.models.style import Style
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from shardctl.memory.workload import Training
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import Anatomy, Layer
+    from shardctl.models.layer_traits import NormKind
 
 _NAMES: Final[Mapping[Group, str]] = {
     "norms": "kept by norms",
@@ -38,6 +38,13 @@ balance, and do so within some tens of percent."""
 
 _WIDE: Final = 4
 """Bytes of an element of what flows between layers that add in fp32."""
+_HEAD_NORMS: Final[Mapping[NormKind, Flag]] = {
+    "rms": "rms heads",
+    "rms32": "rms32 heads",
+    "layer": "layer heads",
+    "layer32": "layer32 heads",
+    "bare32": "bare32 heads",
+}
 _NORMS: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
@@ -49,24 +56,16 @@ def activations(
     work: Training,
     *,
     stages: Sequence[int],
-    style: Style | None = None,
 ) -> tuple[Term, ...]:
     """What the ranks of `holding` keep for the backward pass, and what is alive besides when they need most.
 
     Terms of the category ``activations`` are what microbatches in flight keep; the one of ``workspace`` is what comes
     on top in the worst moment of the backward pass, which its name says. Together they are the peak, in bytes, without
-    parameters, their gradients and what is gathered of them. `stages` are the layers of each pipeline stage; `style`
-    is by default the model's, and for an anatomy without one that of Llama for layers with a gate, else of GPT-3.
+    parameters, their gradients and what is gathered of them. `stages` are the layers of each pipeline stage.
 
     Raises UnsupportedError for layers whose activations are not known.
     """
-    sums = _Rank(anatomy, holding, mesh, work, stages, style or anatomy.style or _usual(anatomy))
-    return tuple(sums.terms())
-
-
-def _usual(anatomy: Anatomy) -> Style:
-    gated = all(layer.gated for layer in anatomy.layers)
-    return Style() if gated else Style(norm="layer", dropout=True, attention_dropout=True)
+    return tuple(_Rank(anatomy, holding, mesh, work, stages).terms())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +143,11 @@ class _Alike:
 class _Rank:
     """Works it out for one rank."""
 
-    def __init__(
-        self, anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, stages: Sequence[int], style: Style
-    ) -> None:
+    def __init__(self, anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, stages: Sequence[int]) -> None:
         self.work = work
         recurrent = any(layer.state is not None for layer in anatomy.layers)
         self.runtime: Runtime = runtime(work.profile, recurrent=recurrent)
-        self.style = style
+        self.style = anatomy.style
         self.width = BY_NAME[work.dtype].bits // 8
         self.share = Share.of(mesh, work)
         self.first = holding.stage == 0
@@ -276,8 +273,6 @@ class _Rank:
             flags.add("drop")
         if self.style.attention_dropout:
             flags.add("drop scores")
-        if self.style.norms > _NORMS and self.style.norm != "layer":
-            flags.add("norm behind")
         if self.style.capped_scores:
             flags.add("cap scores")
         if self.style.capped_logits:
@@ -293,10 +288,15 @@ class _Rank:
         flags.add("gated" if layer.gated else "plain")
         if layer.feeds:
             flags.add("then mlp")
+        cross = layer.attention is not None and layer.attention.cross
+        if layer.norms - cross > _NORMS and self.style.norm != "layer":
+            flags.add("norm behind")
         if layer.attention is not None:
             flags.add("latent" if layer.attention.kind == "latent" else "full")
             if layer.attention.gated:
                 flags.add("gated attention")
+        if layer.head_norm is not None:
+            flags.add(_HEAD_NORMS[layer.head_norm])
         if layer.state is not None and layer.state.scan is not None:
             flags.add(layer.state.scan.kind)
         if layer.experts is not None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardctl.memory.workload import Training
     from shardctl.mesh import Mesh
     from shardctl.models.anatomy import Attention, Experts, Layer
-    from shardctl.models.style import Style
+    from shardctl.models.layer_traits import LayerStyle
 
 Size = Literal[
     "tokens",
@@ -106,7 +106,7 @@ class Share:
         return self.batch * self.queries
 
 
-def layer_sizes(layer: Layer, style: Style, share: Share) -> Mapping[Size, float]:
+def layer_sizes(layer: Layer, style: LayerStyle, share: Share) -> Mapping[Size, float]:
     """The elements of each size in one layer, besides those of a recurrent state; those not named have none.
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
@@ -114,17 +114,17 @@ def layer_sizes(layer: Layer, style: Style, share: Share) -> Mapping[Size, float
     n, hidden = share.tokens, layer.hidden
     cross = layer.attention is not None and layer.attention.cross
     both = layer.mixes and layer.feeds
-    norms = style.norms + cross if both else max(1, style.norms // 2)
     sizes: dict[Size, float] = {
         "tokens": n,
         "hidden": n * hidden,
-        "norms": n * hidden * norms,
-        "norm_rows": n * norms,
-        "inputs": n * hidden * (1 if style.parallel or not both else 2 + cross),
+        "norms": n * hidden * layer.norms,
+        "norm_rows": n * layer.norms,
+        # One norm is before both, which then run side by side.
+        "inputs": n * hidden * (2 + cross if both and layer.norms > 1 else 1),
         "drops": n * hidden * (bool(both) + 1 + cross),
     }
     if layer.attention is not None:
-        _attention(sizes, layer.attention, style, share)
+        _attention(sizes, layer.attention, style, share, normed=layer.head_norm is not None)
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
     sizes["intermediate"] = n * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps
@@ -147,7 +147,9 @@ def head_sizes(hidden: int, vocabulary: int, share: Share) -> Mapping[Size, floa
     }
 
 
-def _attention(sizes: dict[Size, float], attention: Attention, style: Style, share: Share) -> None:
+def _attention(
+    sizes: dict[Size, float], attention: Attention, style: LayerStyle, share: Share, *, normed: bool
+) -> None:
     """Self attention, and that to the encoder with it: as many tokens are taken to be there as in the decoder."""
     n = share.tokens * (1 + attention.cross)
     heads = -(-attention.heads // share.tp)
@@ -163,13 +165,12 @@ def _attention(sizes: dict[Size, float], attention: Attention, style: Style, sha
     sizes["scores"] = n * heads * share.keys
     if style.position_biases:
         sizes["biases"] = heads * share.queries * share.keys
-    if style.head_norms:
+    if normed:
         sizes["head_norms"] = sizes["queries"] + sizes["keys"]
         sizes["head_norm_rows"] = n * (heads + kv_heads)
     if attention.kind == "latent":
-        sizes["latent_norms"] = n * (style.query_latent + (style.key_latent or attention.latent))
-        rotary = attention.latent - style.key_latent if style.key_latent else 0
-        sizes["latent_products"] = n * heads * (wide - rotary + value)
+        sizes["latent_norms"] = n * (attention.query_rank + attention.key_rank)
+        sizes["latent_products"] = n * heads * (wide - (attention.latent - attention.key_rank) + value)
 
 
 def _experts(sizes: dict[Size, float], experts: Experts, hidden: int, share: Share) -> None:

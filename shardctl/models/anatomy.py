@@ -10,49 +10,19 @@ from shardctl.models.config import Config
 from shardctl.models.describe import find
 from shardctl.models.dims import Dims
 from shardctl.models.family import INDEX
-from shardctl.models.style import Style, style
+from shardctl.models.layer_traits import read_style
 from shardctl.models.table import MOST_TENSORS
-from shardctl.models.windows import windows
+from shardctl.models.windows import list_windows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models.family import Facts, Family, Row
+    from shardctl.models.layer_traits import LayerStyle, LayerTraits, NormKind
 
 _CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
 """What tables call a decoder's attention to the encoder."""
-_CHOSEN: Final[Mapping[str, int]] = {
-    "deepseek_v3": 8,
-    "glm4_moe": 8,
-    "gpt_oss": 4,
-    "granitemoe": 2,
-    "granitemoeshared": 2,
-    "jamba": 2,
-    "llama4_text": 1,
-    "mixtral": 2,
-    "olmoe": 8,
-    "phimoe": 2,
-    "qwen2_moe": 4,
-    "qwen3_moe": 8,
-    "qwen3_next": 10,
-}
-"""By `model_type`: the experts of a token where a config is silent (transformers 5's config classes)."""
-_TEXTS: Final[Mapping[str, str]] = {
-    "gemma3": "gemma3_text",
-    "llava": "llama",
-    "llava_next": "llama",
-    "mistral3": "mistral",
-    "paligemma": "gemma",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_vl": "qwen2_vl_text",
-}
-"""By `model_type` of what sees: that of its text model where a config is silent."""
-_NARROW_WEIGHTS: Final = frozenset(
-    ("granitemoe", "granitemoeshared", "jamba", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
-)
-"""By `model_type`: those whose routers cast the weights of the experts chosen to the type of the activations."""
-_WIDE: Final = frozenset(("falcon_mamba", "mamba", "mamba2"))
-"""By `model_type`: those that add in fp32 unless a config says otherwise."""
+_WEIGHTS_ONLY: Final = "its weights are counted exactly; cache, activations and traffic cannot be estimated"
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
 
 
@@ -73,6 +43,10 @@ class Attention:
     """Tokens that a query sees, where it sees not all (sliding and chunked attention)."""
     latent: int = 0
     """Elements that latent attention caches of each token for all heads together: `kv_lora_rank + qk_rope_head_dim`."""
+    query_rank: int = 0
+    """Elements of its compressed queries; 0 where they are not compressed."""
+    key_rank: int = 0
+    """Elements of its compressed keys and values, without the rotary part."""
     cross: bool = False
     """Whether the layer attends to the encoder, too, with heads of the same numbers and a cache of its own."""
     gated: bool = False
@@ -155,6 +129,10 @@ class Layer:
     gated: bool
     """Whether the MLP, or each expert, has a gate projection beside the up projection."""
     experts: Experts | None
+    norms: int
+    """Norms of whole tokens, with that of cross attention."""
+    head_norm: NormKind | None = None
+    """The kind of the norms of queries and keys, where there are any."""
     encoder: bool = False
     """Whether it is an encoder's, which caches nothing and sees tokens both ways."""
     wide: bool = False
@@ -186,12 +164,12 @@ class Anatomy:
     """Whether the head is the embedding."""
     generates: bool
     """Whether the class has a language-modelling head and a cache to generate with."""
+    style: LayerStyle
+    """What all layers compute besides their matrices."""
     positions: int | None
     """The most tokens that the model was made for, where the config says so."""
     source_positions: int | None = None
     """The same of the encoder, where the config says so and it differs (Whisper)."""
-    style: Style | None = None
-    """What layers compute besides their matrices."""
 
 
 def anatomy(config: Mapping[str, object]) -> Anatomy:
@@ -207,16 +185,16 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
         what = whole.architecture() or whole.text("model_type", "")
         raise UnsupportedError(
             f"the layers of {what or 'this model'} are not known",
-            hint="its weights are counted exactly; cache, activations and traffic cannot be estimated",
+            hint=_WEIGHTS_ONLY,
         )
     family, architecture = found
     parts = frozenset(part.removesuffix("?") for part in family.classes[architecture].parts.split())
-    texts = whole.part("text_config") if family.name in _TEXTS and "text_config" in whole.values else whole
-    kind = texts.text("model_type", "") if texts is not whole else ""
+    traits, texts = family.text(whole) if family.text is not None else (family.traits, whole)
+    if traits is None:
+        raise UnsupportedError(f"what the layers of {family.name} compute is not known", hint=_WEIGHTS_ONLY)
     facts = family.facts(whole)
-    reader = _Reader(family, facts, parts, texts, kind or _TEXTS.get(family.name, family.name))
+    reader = _Reader(family, traits, facts, parts, texts)
     layers = reader.layers()
-    generates = "lm" in parts
     positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
     learned = next((facts.size(name) for name in ("positions", "patches") if name in facts.dims), None)
     source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
@@ -225,10 +203,10 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
         vocabulary=next((facts.size(name) for name in ("vocab", "text_vocab") if name in facts.dims), 0),
         layers=layers,
         tied=bool(facts.flags.get("tied", False)) and any(row.tie for row in family.rows),
-        generates=generates,
+        generates="lm" in parts,
+        style=read_style(traits, reader.norm, Config({**config, **texts.values})),
         positions=positions or learned,
         source_positions=source,
-        style=style(config),
     )
 
 
@@ -237,16 +215,18 @@ class _Reader:
     """Reads one class of a family."""
 
     family: Family
+    traits: LayerTraits
+    """Of the text model, where there are two."""
     facts: Facts
     parts: frozenset[str]
     """The conditions of the table that hold for the class."""
     config: Config
     """Of the text model, where there are two."""
-    kind: str
-    """Its `model_type`."""
     rows: Mapping[str, list[Row]] = field(init=False)
     """What the class has of each index's pipeline layers."""
     known: dict[tuple[object, ...], Layer | None] = field(default_factory=dict)
+    norm: NormKind = field(init=False)
+    """The kind of the norms of whole tokens, when layers have been read."""
 
     def __post_init__(self) -> None:
         rows: dict[str, list[Row]] = {}
@@ -256,7 +236,7 @@ class _Reader:
         self.facts = self.facts.also(flags={**dict.fromkeys(every, False), **dict.fromkeys(self.parts, True)})
         if "mxfp4" in self.facts.flags:
             self.facts = self.facts.also(flags={"mxfp4": False})
-        for row in self.family.rows:
+        for row in (*self.family.rows, *self.family.weightless):
             first = next(iter(INDEX.findall(row.name)), "")
             if not first or row.optional or row.buffer or self.facts.indices[first].layer is None:
                 continue
@@ -279,7 +259,7 @@ class _Reader:
 
     def windows(self, index: str, count: int) -> tuple[int | None, ...]:
         """The window of each layer of an index; only decoders of texts have any."""
-        return windows(self.kind, self.config, count) if index == "layer" else (None,) * count
+        return list_windows(self.traits.window, self.config, count) if index == "layer" else (None,) * count
 
     def layer(self, index: str, number: int, window: int | None) -> Layer | None:
         """A layer, or None if the class has none of its tensors; alike ones are made once."""
@@ -299,19 +279,23 @@ class _Reader:
         """The layer that has `rows`."""
         named = Dims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
-        state = _state(named, self.scan(named))
+        state = _state(named, _find_scan(named))
         if attention is None and state is None:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
         if named.has("effn"):
             config = self.config.called({"num_experts_per_tok": "experts_per_token"})
             shared = named.size("sffn") if named.has("sffn") else 0
-            chosen = config.size("num_experts_per_tok", _CHOSEN.get(self.kind))
+            chosen = config.size("num_experts_per_tok", self.traits.experts_per_token)
             gated = any("shared_expert_gate" in row.name for row in rows)
-            wide = self.kind not in _NARROW_WEIGHTS
+            wide = not self.traits.narrow_experts
             experts = Experts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide)
         mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
         widest = mlp or ("effn" if experts else "")
+        norms = [row for row in rows if _is_norm(row)]
+        whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]
+        self.norm = self.norm_kind(whole, rows)
+        within = [row for row in norms if row not in whole] if attention and attention.kind != "latent" else []
         return Layer(
             hidden=named.size("hidden"),
             attention=attention,
@@ -319,35 +303,35 @@ class _Reader:
             mlp=named.size(mlp) if mlp else 0,
             gated=bool(widest) and named.matrices(widest) == _WITH_GATE,
             experts=experts,
+            norms=len(whole),
+            head_norm=self.norm_kind(within, rows) if within else None,
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
-            wide=self.kind in _WIDE and self.config.switch("residual_in_fp32", default=True),
+            wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
         )
 
-    def scan(self, named: Dims) -> Scan | None:
-        """How a recurrent layer that is known computes its states."""
-        if self.kind in {"mamba", "falcon_mamba", "jamba"} and named.has("inner"):
-            normed = self.kind == "jamba"
-            return Scan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
-        if self.kind == "mamba2" and named.has("groups"):
-            chunk = self.config.size("chunk_size", 256)
-            return Scan("chunked", named.size("inner"), heads=named.size("heads"), chunk=chunk)
-        if self.kind == "qwen3_next" and named.has("keys"):
-            keys = named.size("keys") // named.unit("keys")
-            return Scan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
-        return None
+    def norm_kind(self, norms: list[Row], rows: list[Row]) -> NormKind:
+        """The kind of some norms of a layer, which its rows say if there are biases."""
+        names = {row.name for row in rows}
+        if any(row.name.removesuffix("weight") + "bias" in names for row in norms):
+            return "layer"
+        kind = self.traits.norm
+        if kind is None:
+            raise UnsupportedError(
+                f"of which kind the norms of {self.family.name} are is not known", hint=_WEIGHTS_ONLY
+            )
+        return "bare32" if kind != "layer" and all(row in self.family.weightless for row in norms) else kind
 
     def attention(self, named: Dims, rows: list[Row], window: int | None) -> Attention | None:
         """The attention, if any of `rows` is a projection to queries."""
         if named.has("qs"):
             head, value = named.unit("qs"), named.unit("vs")
             heads = named.size("qs") // head
-            return Attention("latent", heads, heads, head, value, None, named.size("kv_rank") + named.size("rope"))
+            ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
+            return Attention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
         if not named.has("q"):
             return None
         head = named.size("head") if named.known("head") else named.unit("q")
-        if self.family.name == "falcon":  # whose queries are cut by groups of heads
-            head = self.config.called({"hidden_size": "n_embed"}).divided("hidden_size", "num_attention_heads")
         width = named.size("q")
         keys = width
         if named.has("kv"):
@@ -362,6 +346,25 @@ class _Reader:
 
 _WITH_GATE: Final = 3
 """Matrices of an MLP with a gate: the gate's, the one up and the one down."""
+
+
+def _is_norm(row: Row) -> bool:
+    """Whether a row of a layer is the weight of a norm: of one dim, or called so where each head has its own."""
+    words = len(row.dims.split())
+    return row.name.endswith(".weight") and (words == 1 or "norm" in row.name.rpartition(".")[0].rpartition(".")[2])
+
+
+def _find_scan(named: Dims) -> Scan | None:
+    """Find how a recurrent layer computes its states: what its rows have besides decides."""
+    if named.has("rank"):
+        normed = any(_is_norm(row) and row.dims == named.known("rank") for row in named.rows)
+        return Scan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
+    if named.has("groups"):
+        return Scan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
+    if named.has("keys"):
+        keys = named.size("keys") // named.unit("keys")
+        return Scan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
+    return None
 
 
 def _state(named: Dims, scan: Scan | None) -> State | None:

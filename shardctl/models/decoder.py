@@ -165,3 +165,14 @@ def decoder_facts(
             "question": False,
         },
     )
+
+
+def assume_sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
+    """What a config class assumes of its sizes, by their keys."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardctl.models.config import Config
+    from shardctl.models.layer_traits import LayerTraits
     from shardctl.placement import Where
 
 INDEX: Final = pattern(r"\{(\w+)\}")
@@ -168,3 +169,11 @@ class Family:
     """Older names of classes, which configs on the Hub still have."""
     fused: tuple[Fused, ...] = ()
     """Where the names of transformers' state dict are not those of the table, which are those of the Hub."""
+    traits: LayerTraits | None = None
+    """What its layers compute that rows do not show. `reshard` needs none of it; without, `plan` knows weights only."""
+    weightless: tuple[Row, ...] = ()
+    """Norms without weights: no tensors, but counted as rows are."""
+    text: Callable[[Config], tuple[LayerTraits | None, Config]] | None = None
+    """Of a model with a text model inside: the traits and the config of that."""
+    assumed: Mapping[str, object] = field(default_factory=dict)
+    """Sizes that the config class assumes where a config that lies in another's is silent."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import SourceError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardctl.models.config import Config
 
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
@@ -18,8 +16,12 @@ _WHOLE: Final = ("full_attention", "attention", "linear_attention", "mamba")
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """What a config class assumes where a config is silent."""
+class WindowRule:
+    """Which layers of a family have a window, and what its config class assumes where a config is silent.
+
+    >>> WindowRule(4096, "all but every nth", period=6).size
+    4096
+    """
 
     size: int | None
     """Tokens; None for no window."""
@@ -37,45 +39,19 @@ class Window:
     """What the config calls the period, if it can say so."""
 
 
-_QWEN: Final = Window(4096, "last", start=28, switched=True)
-_QWEN_VL: Final = Window(4096, "last", start=80, switched=True)
-_WINDOWS: Final[Mapping[str, Window]] = {
-    "cohere2": Window(4096, "all but every nth", period=4, period_key="sliding_window_pattern"),
-    "gemma2": Window(4096, "even"),
-    "gemma3_text": Window(4096, "all but every nth", period=6, period_key="sliding_window_pattern"),
-    "gpt_oss": Window(128, "even"),
-    "llama4_text": Window(8192, "rotary", period=4, key="attention_chunk_size", period_key="no_rope_layer_interval"),
-    "ministral": Window(4096),
-    "ministral3": Window(None),
-    "mistral": Window(4096),
-    "mixtral": Window(None),
-    "olmo3": Window(4096, "all but every nth", period=4),
-    "phi3": Window(None),
-    "phimoe": Window(None),
-    "qwen2": _QWEN,
-    "qwen2_5_vl_text": _QWEN_VL,
-    "qwen2_moe": Window(4096, "first even", start=28, switched=True),
-    "qwen2_vl_text": _QWEN_VL,
-    "qwen3": _QWEN,
-    "qwen3_moe": Window(4096, switched=True),
-    "starcoder2": Window(None),
-}
-"""By `model_type`: the defaults and the `__post_init__` of transformers 5's config classes. Others have no window."""
-
-
-def windows(kind: str, config: Config, layers: int) -> tuple[int | None, ...]:
-    """The tokens that a query of each layer sees, None for all; `kind` is the `model_type` of `config`.
+def list_windows(rule: WindowRule | None, config: Config, layers: int) -> tuple[int | None, ...]:
+    """List the tokens that a query of each layer sees, None for all, by the rule of the model's family.
 
     Raises UnsupportedError for a kind of attention that is not known, SourceError if `layer_types` does not speak of
     all layers.
     """
-    rule, kinds = _WINDOWS.get(kind), config.values.get("layer_types")
+    kinds = config.values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise SourceError(f"config.json has layer_types = {kinds!r} where a list of {layers} kinds is expected")
     if isinstance(kinds, list):
         odd = [one for one in kinds if one not in _WHOLE and (rule is None or one not in _WINDOWED)]
         if odd:
-            raise UnsupportedError(f"config.json has layers of type {odd[0]!r}, which is not known of {kind or 'it'}")
+            raise UnsupportedError(f"config.json has layers of type {odd[0]!r}, which is not known of its family")
     size = _size(rule, config) if rule is not None else None
     if rule is None or size is None:
         return (None,) * layers
@@ -83,7 +59,7 @@ def windows(kind: str, config: Config, layers: int) -> tuple[int | None, ...]:
     return tuple(size if one else None for one in chosen)
 
 
-def _size(rule: Window, config: Config) -> int | None:
+def _size(rule: WindowRule, config: Config) -> int | None:
     """The window; a config that says null has none."""
     if rule.switched and not config.switch("use_sliding_window", default=False):
         return None
@@ -92,7 +68,7 @@ def _size(rule: Window, config: Config) -> int | None:
     return None if rule.key in config.values and config.values[rule.key] is None else config.size(rule.key, rule.size)
 
 
-def _chosen(rule: Window, config: Config, layers: int) -> list[bool]:
+def _chosen(rule: WindowRule, config: Config, layers: int) -> list[bool]:
     """Whether each layer has the window."""
     match rule.layers:
         case "all":
@@ -108,17 +84,20 @@ def _chosen(rule: Window, config: Config, layers: int) -> list[bool]:
             end = config.count("max_window_layers", rule.start)
             return [n % 2 == 0 and n < end for n in range(layers)]
         case "rotary":
-            return _rotary(rule, config, layers)
+            return mark_rotary_layers(rule, config, layers)
 
 
-def _periodic(rule: Window, config: Config, layers: int) -> list[bool]:
+def _periodic(rule: WindowRule, config: Config, layers: int) -> list[bool]:
     """All but the last of each period."""
     period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
     return [(n + 1) % period != 0 for n in range(layers)]
 
 
-def _rotary(rule: Window, config: Config, layers: int) -> list[bool]:
-    """Llama 4's: the layers with rotary positions, which `no_rope_layers` marks with a one."""
+def mark_rotary_layers(rule: WindowRule, config: Config, layers: int) -> list[bool]:
+    """Say of each layer whether it has rotary positions: `no_rope_layers` marks those with a one (Llama 4).
+
+    Raises SourceError for marks that are none, or not of all layers.
+    """
     marks = config.values.get("no_rope_layers") or []
     if not isinstance(marks, list) or (marks and len(marks) != layers):
         raise SourceError(f"config.json has no_rope_layers = {marks!r} where a list of {layers} marks is expected")

@@ -14,7 +14,7 @@ from shardctl.memory.holding import Holding
 from shardctl.memory.workload import PROFILES, Training
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import Anatomy, Attention, Experts, Layer, anatomy
-from shardctl.models.style import Style, style
+from shardctl.models.layer_traits import LayerStyle
 
 # Korthikanti et al. 2022, Table 3: heads, hidden, layers, tp, pp, micro batch, and Megatron's sequence and vocabulary.
 PUBLISHED = {
@@ -29,21 +29,21 @@ ONE = Mesh.of()
 
 def gpt(heads: int, hidden: int, layers: int, *, vocabulary: int = V) -> Anatomy:
     attention = Attention("full", heads, heads, hidden // heads, hidden // heads)
-    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=4 * hidden, gated=False, experts=None)
-    return Anatomy(
-        hidden=hidden, vocabulary=vocabulary, layers=(layer,) * layers, tied=True, generates=True, positions=S
-    )
+    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=4 * hidden, gated=False, experts=None, norms=2)
+    style = LayerStyle("layer", dropout=True, attention_dropout=True)
+    return Anatomy(hidden, vocabulary, (layer,) * layers, tied=True, generates=True, style=style, positions=S)
 
 
 def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: object) -> Anatomy:
     attention = Attention("full", 8, 2, hidden // 8, hidden // 8)
-    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=mlp, gated=True, experts=None)
+    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=mlp, gated=True, experts=None, norms=2)
     return Anatomy(
         hidden=hidden,
         vocabulary=64,
         layers=(replace(layer, **changes),) * layers,
         tied=False,
         generates=True,
+        style=LayerStyle("rms"),
         positions=None,
     )
 
@@ -54,10 +54,10 @@ def holding(mesh: Mesh, stage: int, stages: tuple[int, ...]) -> Holding:
     return Holding(rank, mesh.label(rank), mesh.coordinate(rank), 1, stage, range(start, start + stages[stage]), ())
 
 
-def terms(model, mesh=ONE, work=None, *, stage=0, stages=None, **options):
+def terms(model, mesh=ONE, work=None, *, stage=0, stages=None):
     stages = stages or (len(model.layers),)
     work = work or Training(S, profile="megatron")
-    return activations(model, holding(mesh, stage, stages), mesh, work, stages=stages, **options)
+    return activations(model, holding(mesh, stage, stages), mesh, work, stages=stages)
 
 
 def kept(found) -> int:
@@ -186,9 +186,9 @@ def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("flash", [True, False])
 def test_a_term_is_what_its_formula_makes_of_its_inputs(profile, recompute, flash):
-    model = llama(experts=Experts(8, 2, 512, 256))
+    model = replace(llama(experts=Experts(8, 2, 512, 256)), style=LayerStyle("rms", dropout=True))
     work = Training(1024, 3, microbatches=4, profile=profile, recompute=recompute, flash=flash)
-    found = terms(model, Mesh.of(tp=2, pp=2), work, stage=1, stages=(1, 1), style=Style(dropout=True))
+    found = terms(model, Mesh.of(tp=2, pp=2), work, stage=1, stages=(1, 1))
     assert {t.category for t in found} == {"activations", "workspace"}
     assert len({t.name for t in found}) == len(found)
     for term in found:
@@ -252,21 +252,6 @@ def test_fp32_takes_twice_what_is_kept_in_bf16_but_not_what_is_fp32_anyway():
     assert narrow < wide < 2 * narrow
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"model_type": "llama"}, Style()),
-        ({"model_type": "gemma"}, Style(norm="rms32")),
-        ({"model_type": "gpt2", "resid_pdrop": 0.0, "attn_pdrop": 0}, Style(norm="layer", steps=3)),
-        ({"model_type": "bert"}, Style(norm="layer", dropout=True, attention_dropout=True)),
-        ({"model_type": "qwen3", "attention_dropout": 0.0}, Style(head_norms=True)),
-        ({"model_type": "gptj"}, Style(norm="layer", norms=1, parallel=True)),
-    ],
-)
-def test_a_config_says_what_layers_do_besides(config, expected):
-    assert style(config) == expected
-
-
 # The oracle: torch counts what it keeps of transformers' modules, without computing anything.
 
 TINY = {
@@ -311,7 +296,7 @@ def estimate(config, work: Training) -> int:
 
     values = config.to_dict()
     values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    return sum(t.nbytes for t in terms(anatomy(values), work=work, style=style(values)))
+    return sum(t.nbytes for t in terms(anatomy(values), work=work))
 
 
 def configured(kind: str, **values: object):

@@ -21,7 +21,6 @@ from shardctl.memory.term import total
 from shardctl.memory.workload import Training
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import State, anatomy
-from shardctl.models.style import style
 
 PEAKS = json.loads(Path(__file__).with_name("recurrent_peaks.json").read_text())
 MEGATRON = json.loads(Path(__file__).with_name("megatron_mamba_peaks.json").read_text())
@@ -34,7 +33,7 @@ def terms(name: str, work: Training, mesh: Mesh = ONE, made_of=None):
     made_of = made_of or anatomy(CONFIGS[name])
     layers = len(made_of.layers)
     holding = Holding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
-    return activations(made_of, holding, mesh, work, stages=(layers,), style=style(CONFIGS[name]))
+    return activations(made_of, holding, mesh, work, stages=(layers,))
 
 
 def kept(name: str, work: Training, **options: object) -> dict[str, int]:
@@ -154,7 +153,7 @@ def megatron(one, **options: object):
     layers = len(made_of.layers)
     holding = Holding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
     work = Training(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
-    return activations(made_of, holding, mesh, work, stages=(layers, 1), style=style(one["config"]))
+    return activations(made_of, holding, mesh, work, stages=(layers, 1))
 
 
 @pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"tp{one['tp']}, {one['config']['hidden_size']}")

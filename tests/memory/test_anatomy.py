@@ -171,7 +171,7 @@ def test_heads_are_tied_that_transformers_ties(name):
 
 def test_hybrids_by_layer():
     """Of DeepSeek-V3 one dense layer, of Qwen3-Next two kinds of attention, of Jamba Mamba and attention in turn."""
-    latent = Attention("latent", 4, 4, 12, 8, latent=16)
+    latent = Attention("latent", 4, 4, 12, 8, latent=16, query_rank=12, key_rank=12)
     assert [(one.attention, one.mlp, one.experts) for one in anatomy(fixture("deepseek_v3")).layers] == [
         (latent, 48, None),
         (latent, 0, Experts(4, 2, 16, shared=32)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -136,6 +137,7 @@ def _whisper(config: Config) -> Facts:
     )
 
 
+_TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.1))
 BART: Final = Family(
     name="bart",
     rows=_BART,
@@ -147,6 +149,7 @@ BART: Final = Family(
         "BartForQuestionAnswering": ModelClass("model", "question"),
     },
     prefixes=("model",),
+    traits=_TRAITS,
 )
 MBART: Final = Family(
     name="mbart",
@@ -159,6 +162,7 @@ MBART: Final = Family(
         "MBartForQuestionAnswering": ModelClass("model", "question"),
     },
     prefixes=("model",),
+    traits=_TRAITS,
 )
 WHISPER: Final = Family(
     name="whisper",
@@ -166,4 +170,5 @@ WHISPER: Final = Family(
     facts=_whisper,
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
+    traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0)),
 )

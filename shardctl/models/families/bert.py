@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -83,6 +84,11 @@ def encoder_facts(config: Config) -> Facts:
     )
 
 
+ENCODER_TRAITS: Final = LayerTraits(
+    activation=("hidden_act", "gelu"),
+    dropout=("hidden_dropout_prob", 0.1),
+    attention_dropout=("attention_probs_dropout_prob", 0.1),
+)
 BERT: Final = Family(
     name="bert",
     rows=_BERT,
@@ -100,4 +106,5 @@ BERT: Final = Family(
     },
     prefixes=("bert",),
     legacy={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    traits=ENCODER_TRAITS,
 )

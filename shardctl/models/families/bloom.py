@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import decoder_classes, heads
 from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -61,4 +62,5 @@ BLOOM: Final = Family(
     facts=_facts,
     classes=decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
+    traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0)),
 )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.nesting import both, inner, nested
 
 if TYPE_CHECKING:
@@ -181,12 +182,24 @@ def _siglip(config: Config) -> Facts:
     return _two_towers(_siglip_text(config.part("text_config")), siglip_eyes(config.part("vision_config")))
 
 
+def _read_clip_text(config: Config) -> tuple[LayerTraits, Config]:
+    return _CLIP_TRAITS, config.part("text_config")
+
+
+def _read_siglip_text(config: Config) -> tuple[LayerTraits, Config]:
+    return _SIGLIP_TRAITS, config.part("text_config")
+
+
+_CLIP_TRAITS: Final = LayerTraits(activation=("hidden_act", "quick_gelu"))
+_SIGLIP_TRAITS: Final = LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh"))
 CLIP: Final = Family(
     name="clip",
     rows=_CLIP,
     facts=_clip,
     classes={"CLIPModel": ModelClass()},
     prefixes=("clip",),
+    traits=_CLIP_TRAITS,
+    text=_read_clip_text,
 )
 CLIP_TEXT: Final = Family(
     name="clip_text_model",
@@ -197,6 +210,7 @@ CLIP_TEXT: Final = Family(
         "CLIPTextModelWithProjection": ModelClass("text_model", "projected"),
     },
     prefixes=("text_model",),
+    traits=_CLIP_TRAITS,
 )
 CLIP_VISION: Final = Family(
     name="clip_vision_model",
@@ -207,6 +221,7 @@ CLIP_VISION: Final = Family(
         "CLIPVisionModelWithProjection": ModelClass("vision_model", "projected"),
     },
     prefixes=("vision_model",),
+    traits=_CLIP_TRAITS,
 )
 SIGLIP: Final = Family(
     name="siglip",
@@ -214,4 +229,6 @@ SIGLIP: Final = Family(
     facts=_siglip,
     classes={"SiglipModel": ModelClass()},
     prefixes=("siglip",),
+    traits=_SIGLIP_TRAITS,
+    text=_read_siglip_text,
 )

@@ -15,6 +15,8 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Dim, Family, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -46,12 +48,14 @@ def _facts(config: Config) -> Facts:
     )
 
 
+_WINDOW: Final = WindowRule(4096, "all but every nth", period=4, period_key="sliding_window_pattern")
 COHERE: Final = Family(
     name="cohere",
     rows=_COHERE,
     facts=_facts,
     classes=decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32"),
 )
 COHERE2: Final = Family(
     name="cohere2",
@@ -59,4 +63,5 @@ COHERE2: Final = Family(
     facts=_facts,
     classes=decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW),
 )

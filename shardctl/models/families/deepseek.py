@@ -32,6 +32,7 @@ from shardctl.models.experts import (
     with_experts,
 )
 from shardctl.models.family import Dim, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -151,6 +152,7 @@ DEEPSEEK_V2: Final = Family(
     },
     prefixes=("model",),
     fused=fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )
 DEEPSEEK_V3: Final = Family(
     name="deepseek_v3",
@@ -164,6 +166,7 @@ DEEPSEEK_V3: Final = Family(
     },
     prefixes=("model",),
     fused=fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
 )
 GLM4_MOE: Final = Family(
     name="glm4_moe",
@@ -172,4 +175,5 @@ GLM4_MOE: Final = Family(
     classes={"Glm4MoeForCausalLM": ModelClass("model", "lm"), "Glm4MoeModel": ModelClass()},
     prefixes=("model",),
     fused=fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
 )

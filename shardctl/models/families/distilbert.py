@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -82,4 +83,7 @@ DISTILBERT: Final = Family(
         "DistilBertForQuestionAnswering": ModelClass("distilbert", "question"),
     },
     prefixes=("distilbert",),
+    traits=LayerTraits(
+        activation=("activation", "gelu"), dropout=("dropout", 0.1), attention_dropout=("attention_dropout", 0.1)
+    ),
 )

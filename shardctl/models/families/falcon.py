@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import decoder_classes, heads
 from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -62,6 +63,7 @@ def _facts(config: Config) -> Facts:
             "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
             "hidden": Dim(hidden),
             "q": q,
+            "head": Dim(head),
             "qkv": qkv,
             "ffn": Dim(config.size("ffn_hidden_size", 4 * hidden), axis="tp"),
             "labels": Dim(config.labels(), loose=True),
@@ -82,4 +84,5 @@ FALCON: Final = Family(
     facts=_facts,
     classes=decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
+    traits=LayerTraits(activation=("activation", "gelu"), dropout=("hidden_dropout", 0.0)),
 )

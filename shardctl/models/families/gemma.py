@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
 from shardctl.models.family import Family, ModelClass
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -47,6 +49,8 @@ GEMMA: Final = Family(
     facts=_gemma,
     classes=decoder_classes("Gemma", question=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh"), norm="rms32"),
+    assumed=assume_sizes(256000, 3072, 24576, 28, 16),
 )
 GEMMA2: Final = Family(
     name="gemma2",
@@ -54,6 +58,14 @@ GEMMA2: Final = Family(
     facts=_gemma2,
     classes=decoder_classes("Gemma2", question=None),
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norm="rms32",
+        window=WindowRule(4096, "even"),
+        score_cap=("attn_logit_softcapping", 50.0),
+        logit_cap=("final_logit_softcapping", 30.0),
+    ),
+    assumed=assume_sizes(256000, 2304, 9216, 26, 8),
 )
 GEMMA3_TEXT: Final = Family(
     name="gemma3_text",
@@ -65,4 +77,12 @@ GEMMA3_TEXT: Final = Family(
         "Gemma3TextForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norm="rms32",
+        window=WindowRule(4096, "all but every nth", period=6, period_key="sliding_window_pattern"),
+        score_cap=("attn_logit_softcapping", 0.0),
+        logit_cap=("final_logit_softcapping", 0.0),
+    ),
+    assumed=assume_sizes(262208, 2304, 9216, 26, 8),
 )

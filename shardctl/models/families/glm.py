@@ -16,6 +16,7 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Family, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -48,6 +49,7 @@ GLM: Final = Family(
     facts=_facts,
     classes=decoder_classes("Glm", question=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )
 GLM4: Final = Family(
     name="glm4",
@@ -55,4 +57,5 @@ GLM4: Final = Family(
     facts=_facts,
     classes=decoder_classes("Glm4", question=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import heads
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -96,4 +97,9 @@ GPT2: Final = Family(
         "GPT2ForQuestionAnswering": ModelClass("transformer", "question"),
     },
     prefixes=("transformer",),
+    traits=LayerTraits(
+        activation=("activation_function", "gelu_new"),
+        dropout=("resid_pdrop", 0.1),
+        attention_dropout=("attn_pdrop", 0.1),
+    ),
 )

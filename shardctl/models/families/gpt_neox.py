@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import decoder_classes, heads
 from shardctl.models.family import Dim, Facts, Family, Fused, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -71,4 +72,5 @@ GPT_NEOX: Final = Family(
     prefixes=("gpt_neox",),
     legacy={"embed_out": "lm_head"},
     fused=(Fused("lm_head.weight", ("embed_out.weight",)),),
+    traits=LayerTraits(activation=("hidden_act", "gelu"), dropout=("hidden_dropout", 0.0)),
 )

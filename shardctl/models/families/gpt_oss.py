@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
 from shardctl.models.experts import expert_count, with_experts
 from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -65,4 +67,7 @@ GPT_OSS: Final = Family(
         "GptOssForTokenClassification": ModelClass("model", "score score_bias"),
     },
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(128, "even"), experts_per_token=4
+    ),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.families.gpt2 import NAMES
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -64,4 +65,9 @@ GPTJ: Final = Family(
         "GPTJForQuestionAnswering": ModelClass("transformer", "question"),
     },
     prefixes=("transformer",),
+    traits=LayerTraits(
+        activation=("activation_function", "gelu_new"),
+        dropout=("resid_pdrop", 0.0),
+        attention_dropout=("attn_pdrop", 0.0),
+    ),
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import DECODER, decoder_classes, decoder_facts
 from shardctl.models.family import Family
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -23,4 +24,5 @@ GRANITE: Final = Family(
     facts=_facts,
     classes=decoder_classes("Granite", question=None, sentences=False, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
 from shardctl.models.experts import expert_count, with_experts
 from shardctl.models.family import Family, Fused, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -43,6 +44,7 @@ def _facts(config: Config) -> Facts:
     )
 
 
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True)
 GRANITE_MOE: Final = Family(
     name="granitemoe",
     rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *LAST_NORM, *HEADS),
@@ -50,6 +52,7 @@ GRANITE_MOE: Final = Family(
     classes={"GraniteMoeForCausalLM": ModelClass("model", "lm"), "GraniteMoeModel": ModelClass()},
     prefixes=("model",),
     fused=_FUSED,
+    traits=_TRAITS,
 )
 GRANITE_MOE_SHARED: Final = Family(
     name="granitemoeshared",
@@ -58,4 +61,5 @@ GRANITE_MOE_SHARED: Final = Family(
     classes={"GraniteMoeSharedForCausalLM": ModelClass("model", "lm"), "GraniteMoeSharedModel": ModelClass()},
     prefixes=("model",),
     fused=_FUSED,
+    traits=_TRAITS,
 )

@@ -11,6 +11,7 @@ from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, decoder_classes, de
 from shardctl.models.experts import experts, fused_experts, with_experts
 from shardctl.models.families.mamba import mixer, time_step_rank
 from shardctl.models.family import Dim, Facts, Family, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -72,4 +73,5 @@ JAMBA: Final = Family(
     classes=decoder_classes("Jamba", question=None, tokens=None),
     prefixes=("model",),
     fused=fused_experts("feed_forward"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
 from shardctl.models.family import Family
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -24,4 +25,6 @@ LLAMA: Final = Family(
     classes=decoder_classes("Llama", question="transformer"),
     prefixes=("model", "transformer"),
     renamed={"LLaMAForCausalLM": "LlamaForCausalLM"},
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(32000, 4096, 11008, 32, 32),
 )

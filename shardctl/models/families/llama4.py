@@ -11,6 +11,8 @@ from shardctl.errors import SourceError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
 from shardctl.models.experts import expert_count, shared_experts, with_experts
 from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule, mark_rotary_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,13 +36,19 @@ _LLAMA4: Final = (
     *HEADS,
 )
 
+_CHUNKS: Final = WindowRule(8192, "rotary", period=4, key="attention_chunk_size", period_key="no_rope_layer_interval")
+"""Layers with rotary positions attend within chunks, and norm queries and keys."""
+
 
 def _facts(config: Config) -> Facts:
     bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
     facts = decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
     count = expert_count(config, "num_local_experts")
+    marks = mark_rotary_layers(_CHUNKS, config, config.size("num_hidden_layers"))
+    rotary = frozenset(n for n, marked in enumerate(marks) if marked)
     return with_experts(facts, count, ffn, moe=_layers(config), shared=ffn).also(
-        dims={"dffn": Dim(config.size("intermediate_size_mlp", 16384), axis="tp")}
+        dims={"dffn": Dim(config.size("intermediate_size_mlp", 16384), axis="tp")},
+        flags={"qk_norm": config.switch("use_qk_norm", default=True), "rotary": rotary},
     )
 
 
@@ -61,4 +69,6 @@ LLAMA4_TEXT: Final = Family(
     facts=_facts,
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_CHUNKS, experts_per_token=1),
+    weightless=(Row(f"{LAYER}.self_attn.qk_norm.weight", "head", when="qk_norm rotary"),),
 )

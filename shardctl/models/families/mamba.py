@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -102,17 +103,20 @@ def _mamba2(config: Config) -> Facts:
         dims={
             "inner": Dim(heads * head, head, "tp", noun="state space heads"),
             "heads": Dim(heads, axis="tp", noun="state space heads"),
+            "chunk": Dim(config.size("chunk_size", 256)),
             "groups": Dim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
         }
     )
 
 
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", fp32_sums=("residual_in_fp32", True))
 MAMBA: Final = Family(
     name="mamba",
     rows=_MAMBA,
     facts=_mamba,
     classes={"MambaForCausalLM": ModelClass("backbone", "lm"), "MambaModel": ModelClass()},
     prefixes=("backbone",),
+    traits=_TRAITS,
 )
 FALCON_MAMBA: Final = Family(
     name="falcon_mamba",
@@ -120,6 +124,7 @@ FALCON_MAMBA: Final = Family(
     facts=_mamba,
     classes={"FalconMambaForCausalLM": ModelClass("backbone", "lm"), "FalconMambaModel": ModelClass()},
     prefixes=("backbone",),
+    traits=_TRAITS,
 )
 MAMBA2: Final = Family(
     name="mamba2",
@@ -127,4 +132,5 @@ MAMBA2: Final = Family(
     facts=_mamba2,
     classes={"Mamba2ForCausalLM": ModelClass("backbone", "lm"), "Mamba2Model": ModelClass()},
     prefixes=("backbone",),
+    traits=_TRAITS,
 )

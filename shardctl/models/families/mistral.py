@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
 from shardctl.models.family import Family
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -26,12 +28,15 @@ def _ministral3(config: Config) -> Facts:
     return decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
 
 
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
 MISTRAL: Final = Family(
     name="mistral",
     rows=DECODER,
     facts=_facts,
     classes=decoder_classes("Mistral"),
     prefixes=("model",),
+    traits=_TRAITS,
+    assumed=assume_sizes(32000, 4096, 14336, 32, 32),
 )
 MINISTRAL: Final = Family(
     name="ministral",
@@ -39,6 +44,7 @@ MINISTRAL: Final = Family(
     facts=_facts,
     classes=decoder_classes("Ministral", question="transformer"),
     prefixes=("model", "transformer"),
+    traits=_TRAITS,
 )
 MINISTRAL3: Final = Family(
     name="ministral3",
@@ -46,4 +52,6 @@ MINISTRAL3: Final = Family(
     facts=_ministral3,
     classes=decoder_classes("Ministral3"),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None)),
+    assumed=assume_sizes(131072, 4096, 14336, 34, 32),
 )

@@ -22,6 +22,8 @@ from shardctl.models.decoder import (
 )
 from shardctl.models.experts import expert_count, experts, fused_experts, with_experts
 from shardctl.models.family import Family, Fused, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -56,6 +58,7 @@ MIXTRAL: Final = Family(
     classes=decoder_classes("Mixtral"),
     prefixes=("model",),
     fused=(Fused(f"{LAYER}.mlp.gate.weight", (_ROUTER,)), *_FUSED),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
 )
 PHIMOE: Final = Family(
     name="phimoe",
@@ -77,4 +80,5 @@ PHIMOE: Final = Family(
     prefixes=("model",),
     renamed={"PhiMoEForCausalLM": "PhimoeForCausalLM"},
     fused=(Fused(f"{LAYER}.mlp.router.weight", (_ROUTER,)), *_FUSED),
+    traits=LayerTraits(activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2),
 )

@@ -15,6 +15,8 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Dim, Family, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -49,6 +51,11 @@ OLMO: Final = Family(
     facts=_facts,
     classes=decoder_classes("Olmo", question=None, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="bare32"),
+    weightless=(
+        Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+        Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
+    ),
 )
 OLMO2: Final = Family(
     name="olmo2",
@@ -56,6 +63,7 @@ OLMO2: Final = Family(
     facts=_facts,
     classes=decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32"),
 )
 OLMO3: Final = Family(
     name="olmo3",
@@ -63,4 +71,7 @@ OLMO3: Final = Family(
     facts=_facts,
     classes=decoder_classes("Olmo3", question=None, tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(4096, "all but every nth", period=4)
+    ),
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.models.decoder import decoder_classes
 from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -77,4 +78,9 @@ OPT: Final = Family(
     facts=_facts,
     classes=decoder_classes("OPT", tokens=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("activation_function", "relu"), norm="layer", dropout=("dropout", 0.1)),
+    weightless=(
+        Row(f"{_LAYER}.self_attn_layer_norm.weight", "hidden", when="!affine"),
+        Row(f"{_LAYER}.final_layer_norm.weight", "hidden", when="!affine"),
+    ),
 )

@@ -18,6 +18,8 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Family, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -71,6 +73,7 @@ PHI: Final = Family(
     facts=_phi,
     classes=decoder_classes("Phi", question=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "gelu_new"), dropout=("resid_pdrop", 0.0)),
 )
 PHI3: Final = Family(
     name="phi3",
@@ -78,4 +81,7 @@ PHI3: Final = Family(
     facts=decoder_facts,
     classes=decoder_classes("Phi3", question=None),
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", dropout=("resid_pdrop", 0.0), window=WindowRule(None)
+    ),
 )

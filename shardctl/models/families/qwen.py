@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
 from shardctl.models.family import Family
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -24,12 +26,16 @@ def _qwen3(config: Config) -> Facts:
     return decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
+_WINDOW: Final = WindowRule(4096, "last", start=28, switched=True)
+_QWEN2_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW)
 QWEN2: Final = Family(
     name="qwen2",
     rows=DECODER,
     facts=_qwen2,
     classes=decoder_classes("Qwen2", question="transformer"),
     prefixes=("model", "transformer"),
+    traits=_QWEN2_TRAITS,
+    assumed=assume_sizes(151936, 4096, 22016, 32, 32),
 )
 QWEN3: Final = Family(
     name="qwen3",
@@ -37,4 +43,6 @@ QWEN3: Final = Family(
     facts=_qwen3,
     classes=decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
+    assumed=assume_sizes(151936, 4096, 22016, 32, 32),
 )

@@ -14,6 +14,7 @@ from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, d
 from shardctl.models.experts import fused_experts, only, predicting
 from shardctl.models.families.qwen_moe import QWEN_MOE, qwen_experts
 from shardctl.models.family import Dim, Family, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -102,4 +103,5 @@ QWEN3_NEXT: Final = Family(
     classes=decoder_classes("Qwen3Next", question="transformer"),
     prefixes=("model", "transformer"),
     fused=fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
 )

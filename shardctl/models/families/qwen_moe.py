@@ -28,6 +28,8 @@ from shardctl.models.experts import (
     with_experts,
 )
 from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -73,6 +75,7 @@ def _olmoe(config: Config) -> Facts:
     return facts.also(dims={"q_norm": Dim(facts.size("q")), "kv_norm": Dim(facts.size("kv"))})
 
 
+_WINDOW: Final = WindowRule(4096, "first even", start=28, switched=True)
 QWEN2_MOE: Final = Family(
     name="qwen2_moe",
     rows=(*EMBEDDING, *QKVO, *QWEN_MOE, *NORMS, *LAST_NORM, *HEADS),
@@ -80,6 +83,9 @@ QWEN2_MOE: Final = Family(
     classes=decoder_classes("Qwen2Moe"),
     prefixes=("model",),
     fused=fused_experts(),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", window=_WINDOW, experts_per_token=4, narrow_experts=True
+    ),
 )
 QWEN3_MOE: Final = Family(
     name="qwen3_moe",
@@ -98,6 +104,13 @@ QWEN3_MOE: Final = Family(
     classes=decoder_classes("Qwen3Moe", question="transformer"),
     prefixes=("model", "transformer"),
     fused=fused_experts(),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"),
+        norm="rms",
+        window=WindowRule(4096, switched=True),
+        experts_per_token=8,
+        narrow_experts=True,
+    ),
 )
 OLMOE: Final = Family(
     name="olmoe",
@@ -106,4 +119,5 @@ OLMOE: Final = Family(
     classes={"OlmoeForCausalLM": ModelClass("model", "lm"), "OlmoeModel": ModelClass()},
     prefixes=("model",),
     fused=fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.families.bert import ENCODER, encoder_facts
+from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, encoder_facts
 from shardctl.models.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ ROBERTA: Final = Family(
     facts=encoder_facts,
     classes=_classes("Roberta"),
     prefixes=("roberta",),
+    traits=ENCODER_TRAITS,
 )
 XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
@@ -61,4 +62,5 @@ XLM_ROBERTA: Final = Family(
     facts=encoder_facts,
     classes=_classes("XLMRoberta"),
     prefixes=("roberta",),
+    traits=ENCODER_TRAITS,
 )

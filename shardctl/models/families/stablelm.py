@@ -16,6 +16,7 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Family, Index, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -56,4 +57,5 @@ STABLELM: Final = Family(
     facts=_facts,
     classes=decoder_classes("StableLm", question=None),
     prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer", dropout=("hidden_dropout", 0.0)),
 )

@@ -15,6 +15,8 @@ from shardctl.models.decoder import (
     decoder_facts,
 )
 from shardctl.models.family import Family, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -47,4 +49,7 @@ STARCODER2: Final = Family(
     facts=_facts,
     classes=decoder_classes("Starcoder2", question=None),
     prefixes=("model",),
+    traits=LayerTraits(
+        activation=("hidden_act", "gelu_pytorch_tanh"), dropout=("residual_dropout", 0.0), window=WindowRule(None)
+    ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -118,4 +119,11 @@ T5: Final = Family(
     },
     prefixes=("transformer",),
     renamed={"T5WithLMHeadModel": "T5ForConditionalGeneration"},
+    traits=LayerTraits(
+        activation=("feed_forward_proj", "relu"),
+        norm="rms",
+        dropout=("dropout_rate", 0.1),
+        attention_dropout=("dropout_rate", 0.1),
+        position_biases=True,
+    ),
 )

@@ -7,10 +7,12 @@ on every tp rank of the first stage: they are small beside the text, and a pictu
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.models.decoder import DECODER
+from shardctl.models.decoder import DECODER, assume_sizes
 from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, clip_eyes, siglip_eyes
 from shardctl.models.families.eyes import PIXTRAL_EYES, QWEN_EYES, pixtral_eyes, qwen2_eyes, qwen25_eyes
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
@@ -18,7 +20,9 @@ from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.mistral import MINISTRAL3, MISTRAL
 from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.family import Dim, Facts, Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.nesting import both, inner, nested
+from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,30 +30,31 @@ if TYPE_CHECKING:
     from shardctl.models.config import Config
 
 
-def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> dict[str, object]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-
-
-_QWEN_TEXT: Final = {**_sizes(152064, 8192, 29568, 80, 64), "num_key_value_heads": 8}
-_TEXTS: Final[Mapping[str, tuple[Family, Mapping[str, object]]]] = {
-    "llama": (LLAMA, _sizes(32000, 4096, 11008, 32, 32)),
-    "mistral": (MISTRAL, _sizes(32000, 4096, 14336, 32, 32)),
-    "ministral3": (MINISTRAL3, _sizes(131072, 4096, 14336, 34, 32)),
-    "gemma": (GEMMA, _sizes(256000, 3072, 24576, 28, 16)),
-    "gemma2": (GEMMA2, _sizes(256000, 2304, 9216, 26, 8)),
-    "gemma3_text": (GEMMA3_TEXT, _sizes(262208, 2304, 9216, 26, 8)),
-    "qwen2": (QWEN2, _sizes(151936, 4096, 22016, 32, 32)),
-    "qwen3": (QWEN3, _sizes(151936, 4096, 22016, 32, 32)),
-    "qwen2_vl_text": (QWEN2, _QWEN_TEXT),
-    "qwen2_5_vl_text": (QWEN2, _QWEN_TEXT),
+_QWEN2_VL_TEXT: Final = replace(
+    QWEN2,
+    name="qwen2_vl_text",
+    assumed={**assume_sizes(152064, 8192, 29568, 80, 64), "num_key_value_heads": 8},
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096, "last", start=80, switched=True)
+    ),
+)
+_QWEN2_5_VL_TEXT: Final = replace(_QWEN2_VL_TEXT, name="qwen2_5_vl_text")
+_TEXTS: Final[Mapping[str, Family]] = {
+    family.name: family
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MINISTRAL3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3_TEXT,
+        QWEN2,
+        QWEN3,
+        _QWEN2_VL_TEXT,
+        _QWEN2_5_VL_TEXT,
+    )
 }
-"""The text models by `model_type`: whose facts they have, and what their config class assumes where they are silent."""
+"""The text models, by `model_type`."""
 _EYES: Final[Mapping[str, Callable[[Config], Facts]]] = {
     "clip_vision_model": clip_eyes,
     "siglip_vision_model": siglip_eyes,
@@ -113,24 +118,37 @@ _GEMMA3: Final = (
 _QWEN_VL: Final = (*_seen(QWEN_EYES, "visual"), *_TEXT)
 
 
-def _facts(config: Config, text: str, vision: str, *, bias: bool = True, either: bool = False) -> Facts:
-    """The facts of both models; `text` and `vision` are their `model_type` where a config is silent.
+def _find_text(config: Config, usual: str) -> tuple[Family | None, Config]:
+    """The family and the config of the text model; `usual` is its `model_type` where a config is silent.
 
-    Qwen2-VL's first configs have the text model's keys among their own. The outer config says whether the head is
-    tied, else the inner one or what its class assumes; with `either`, one of the two is enough. (`Mistral3Config`
-    itself assumes a tie, but the Hub's older configs are silent and their checkpoints have a head.)
+    Qwen2-VL's first configs have its keys among their own.
     """
     words = config.part("text_config") if "text_config" in config.values else config
+    return _TEXTS.get(words.text("model_type", usual) if words is not config else usual), words
+
+
+def _read_text(config: Config, usual: str) -> tuple[LayerTraits | None, Config]:
+    family, words = _find_text(config, usual)
+    return family.traits if family is not None else None, words
+
+
+def _facts(config: Config, text: str, vision: str, *, bias: bool, either: bool) -> Facts:
+    """The facts of both models; `text` and `vision` are their `model_type` where a config is silent.
+
+    The outer config says whether the head is tied, else the inner one or what its class assumes; with `either`, one of
+    the two is enough. (`Mistral3Config` itself assumes a tie, but the Hub's older configs are silent and their
+    checkpoints have a head.)
+    """
+    family, words = _find_text(config, text)
     eyes = config.part("vision_config")
-    kind = words.text("model_type", text) if words is not config else text
     sight = eyes.text("model_type", vision)
-    if kind not in _TEXTS or sight not in _EYES:
+    if family is None or sight not in _EYES:
+        kind = words.text("model_type", text)
         raise UnsupportedError(
             f"config.json has a text model of type {kind} and a vision model of type {sight}, which is not known yet",
             hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
         )
-    family, defaults = _TEXTS[kind]
-    language = family.facts(words.over(defaults))
+    language = family.facts(words.over(family.assumed))
     seen = _EYES[sight](eyes)
     facts = both(language, inner(seen, "vision_", whole=True))
     chosen = config.values.get("vision_feature_layer")
@@ -151,44 +169,28 @@ def _facts(config: Config, text: str, vision: str, *, bias: bool = True, either:
     )
 
 
-def _llava(config: Config) -> Facts:
-    return _facts(config, "llama", "clip_vision_model", either=True)
-
-
-def _llava_next(config: Config) -> Facts:
-    return _facts(config, "llama", "clip_vision_model")
-
-
-def _mistral3(config: Config) -> Facts:
-    return _facts(config, "mistral", "pixtral", bias=False)
-
-
-def _paligemma(config: Config) -> Facts:
-    return _facts(config, "gemma", "siglip_vision_model")
-
-
-def _gemma3(config: Config) -> Facts:
-    return _facts(config, "gemma3_text", "siglip_vision_model")
-
-
-def _qwen2_vl(config: Config) -> Facts:
-    return _facts(config, "qwen2_vl_text", "qwen2_vl_vision", either=True)
-
-
-def _qwen2_5_vl(config: Config) -> Facts:
-    return _facts(config, "qwen2_5_vl_text", "qwen2_5_vl_vision", either=True)
-
-
 def _family(
     name: str,
     stem: str,
     rows: tuple[Row, ...],
-    facts: Callable[[Config], Facts],
+    text: str,
+    vision: str,
+    *,
     legacy: Mapping[str, str] = _SPELLINGS,
+    bias: bool = True,
+    either: bool = False,
     **more: ModelClass,
 ) -> Family:
     classes = {f"{stem}ForConditionalGeneration": ModelClass("model", "lm"), f"{stem}Model": ModelClass(), **more}
-    return Family(name=name, rows=rows, facts=facts, classes=classes, prefixes=("model",), legacy=legacy)
+    return Family(
+        name=name,
+        rows=rows,
+        facts=partial(_facts, text=text, vision=vision, bias=bias, either=either),
+        classes=classes,
+        prefixes=("model",),
+        legacy=legacy,
+        text=partial(_read_text, usual=text),
+    )
 
 
 _QWEN_SPELLINGS: Final = {
@@ -196,16 +198,21 @@ _QWEN_SPELLINGS: Final = {
     "^embed_tokens": "language_model.embed_tokens",
     "^norm": "language_model.norm",
 }
-LLAVA: Final = _family("llava", "Llava", _LLAVA, _llava)
-LLAVA_NEXT: Final = _family("llava_next", "LlavaNext", _LLAVA_NEXT, _llava_next)
-MISTRAL3: Final = _family("mistral3", "Mistral3", _MISTRAL3, _mistral3)
-PALIGEMMA: Final = _family("paligemma", "PaliGemma", _PALIGEMMA, _paligemma)
+LLAVA: Final = _family("llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True)
+LLAVA_NEXT: Final = _family("llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model")
+MISTRAL3: Final = _family("mistral3", "Mistral3", _MISTRAL3, "mistral", "pixtral", bias=False)
+PALIGEMMA: Final = _family("paligemma", "PaliGemma", _PALIGEMMA, "gemma", "siglip_vision_model")
 GEMMA3: Final = _family(
     "gemma3",
     "Gemma3",
     _GEMMA3,
-    _gemma3,
+    "gemma3_text",
+    "siglip_vision_model",
     Gemma3ForSequenceClassification=ModelClass("model", "score"),
 )
-QWEN2_VL: Final = _family("qwen2_vl", "Qwen2VL", _QWEN_VL, _qwen2_vl, _QWEN_SPELLINGS)
-QWEN2_5_VL: Final = _family("qwen2_5_vl", "Qwen2_5_VL", _QWEN_VL, _qwen2_5_vl, _QWEN_SPELLINGS)
+QWEN2_VL: Final = _family(
+    "qwen2_vl", "Qwen2VL", _QWEN_VL, "qwen2_vl_text", "qwen2_vl_vision", legacy=_QWEN_SPELLINGS, either=True
+)
+QWEN2_5_VL: Final = _family(
+    "qwen2_5_vl", "Qwen2_5_VL", _QWEN_VL, "qwen2_5_vl_text", "qwen2_5_vl_vision", legacy=_QWEN_SPELLINGS, either=True
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
     from shardctl.models.config import Config
@@ -87,4 +88,9 @@ VIT: Final = Family(
         "intermediate.dense": "mlp.fc1",
         "output.dense": "mlp.fc2",
     },
+    traits=LayerTraits(
+        activation=("hidden_act", "gelu"),
+        dropout=("hidden_dropout_prob", 0.0),
+        attention_dropout=("attention_probs_dropout_prob", 0.0),
+    ),
 )

@@ -1,0 +1,108 @@
+"""What a family says of its layers that its rows do not show: activation function, dropout, windows, kinds of norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models.config import Config
+    from shardctl.models.windows import WindowRule
+
+NormKind = Literal["rms", "rms32", "layer", "layer32", "bare32"]
+"""RMS norm; RMS norm that multiplies its weight in fp32 (Gemma); `nn.LayerNorm`; LayerNorm that is written out in fp32
+(Cohere); a norm without a weight that computes in fp32 (OLMo 1, Llama 4's of queries and keys)."""
+ACTIVATION_STEPS: Final[Mapping[str, int]] = {"gelu_new": 3, "gelu_fast": 3, "quick_gelu": 2, "gated-gelu": 3}
+"""By the activation's name: how many intermediate results transformers keeps of it, where it is not one kernel
+(`activations.py`)."""
+_NEVER: Final = ("", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTraits:
+    """What the layers of a family compute besides their rows.
+
+    A pair is a key of the config and what the config class assumes where a config is silent; an empty key is in none.
+    """
+
+    activation: tuple[str, str]
+    """The activation function of the MLP, by the name that transformers has for it (`activations.py`)."""
+    norm: NormKind | None = None
+    """The kind of those norms that have no bias; those with one are `nn.LayerNorm`, and need not be spoken of."""
+    dropout: tuple[str, float] = _NEVER
+    """The share of the outputs of attention and MLP that is dropped in training."""
+    attention_dropout: tuple[str, float] = ("attention_dropout", 0.0)
+    """The share of attention's scores that is dropped in training."""
+    window: WindowRule | None = None
+    """Which layers attend to a window of tokens only; None for a family without windows."""
+    experts_per_token: int | None = None
+    """The experts that each token goes to where a config is silent; None if a config must say it."""
+    narrow_experts: bool = False
+    """Whether the weights of the experts chosen are cast to the type of the activations; else they stay fp32."""
+    score_cap: tuple[str, float] = _NEVER
+    """The bound of attention's scores, by a hyperbolic tangent; none where it is 0 or null."""
+    logit_cap: tuple[str, float] = _NEVER
+    """The bound of the logits."""
+    position_biases: bool = False
+    """Whether scores get learned biases, which fused attention must be given as a tensor (T5)."""
+    fp32_sums: tuple[str, bool] = ("", False)
+    """Whether what layers add to is fp32 whatever computes (Mamba)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStyle:
+    """What all layers of one model compute besides their matrices."""
+
+    norm: NormKind
+    """The kind of the norms of whole tokens."""
+    dropout: bool = False
+    """Whether the outputs of attention and MLP are partly dropped in training."""
+    attention_dropout: bool = False
+    """Whether attention's scores are partly dropped in training."""
+    activation: str = ""
+    """The activation function's name; empty for one that is one kernel."""
+    capped_scores: bool = False
+    """Whether attention's scores are bounded by a hyperbolic tangent."""
+    capped_logits: bool = False
+    """Whether the logits are."""
+    position_biases: bool = False
+    """Whether scores get learned biases."""
+
+    @property
+    def steps(self) -> int:
+        """Results that transformers keeps within the activation function, besides its input and output."""
+        return ACTIVATION_STEPS.get(self.activation, 0)
+
+
+def read_style(traits: LayerTraits, norm: NormKind, config: Config) -> LayerStyle:
+    """The style of a model with norms of the kind `norm`; raises SourceError for a value that is not what it should be.
+
+    >>> from shardctl.models.config import Config
+    >>> traits = LayerTraits(activation=("hidden_act", "silu"), dropout=("resid_pdrop", 0.1))
+    >>> read_style(traits, "rms", Config({"hidden_act": "gelu_new"}))
+    LayerStyle(norm='rms', dropout=True, attention_dropout=False, activation='gelu_new', ...)
+    """
+    key, usual = traits.activation
+    return LayerStyle(
+        norm=norm,
+        dropout=_is_positive(config, *traits.dropout),
+        attention_dropout=_is_positive(config, *traits.attention_dropout),
+        activation=config.text(key, usual),
+        capped_scores=_is_positive(config, *traits.score_cap),
+        capped_logits=_is_positive(config, *traits.logit_cap),
+        position_biases=traits.position_biases,
+    )
+
+
+def _is_positive(config: Config, key: str, usual: float) -> bool:
+    """Whether the number of a key is above zero; null is zero, and `usual` is that of a config without the key."""
+    number = config.values.get(key, usual)
+    if number is None:
+        return False
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise SourceError(f"config.json has {key} = {number!r} where a number is expected")
+    return number > 0

@@ -1,0 +1,208 @@
+"""What families say of their layers is what transformers builds and what its config classes assume."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from model_oracle import CONFIGS, FIXTURES, fixture, on_meta
+from transformers.activations import ACT2FN
+
+from shardctl.errors import UnsupportedError
+from shardctl.models import FAMILIES, Config, describe, families
+from shardctl.models.anatomy import anatomy
+from shardctl.models.layer_traits import LayerTraits
+
+PUBLIC = sorted(path.stem for path in CONFIGS.with_name("configs_public").glob("*.json"))
+KEPT = {
+    (): "layer",
+    ("bfloat16", "float32"): "rms",
+    ("float32", "float32"): "rms32",
+    ("float32", "float32", "float32"): "layer32",
+    ("float32",): "bare32",
+}
+"""The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
+HEAD_NORM = re.compile(r"(^|\.)(q|k|qk)_(layer)?norm(\.|$)")
+WITHIN_MIXERS = re.compile(r"(^|\.)(mixer|mamba|linear_attn)\.|_a_layernorm$")
+"""Norms inside recurrent layers, and of what latent attention compresses."""
+
+
+def kept_by(norm):
+    """The kind of a norm module: it runs, and autograd says what it keeps."""
+    weight = next(norm.parameters(), None)
+    shape = weight.shape if weight is not None else getattr(norm, "normalized_shape", (8,))
+    x = torch.ones((2, *shape), device="meta", dtype=torch.bfloat16)
+    x.requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm(x)
+    own = {parameter.untyped_storage()._cdata for parameter in (*norm.parameters(), x)}
+    return KEPT[tuple(sorted(str(t.dtype)[6:] for at, t in kept.items() if at not in own and t.numel() >= x.numel()))]
+
+
+def modules_of_layers(config):
+    """The modules of each pipeline layer by their names within it, in the order of the layers."""
+    model, real = describe(config), on_meta(config).to(torch.bfloat16)
+    paths = {}
+    for tensor in model.own():
+        where, number = tensor.spec.where[0]
+        if where == "layer" and not tensor.row.on:
+            depth = tensor.row.name.split("}")[0].lstrip(".").count(".") + 1
+            base = model.prefix.count(".") + 1 if model.prefix and tensor.row.name.startswith(".") else 0
+            paths.setdefault(number, ".".join(tensor.name.split(".")[: base + depth]))
+    return [dict(real.get_submodule(paths[number]).named_modules()) for number in sorted(paths)]
+
+
+def shrunk(config):
+    """The config with few layers, for building it takes as long as it has layers."""
+    return {k: min(v, 4) if k in {"num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"} else v
+            for k, v in config.items()}  # fmt: skip
+
+
+def texts(**changes):
+    return {"text_config": {"num_hidden_layers": 2, **changes}}
+
+
+CASES = [
+    *((name, {}) for name in FIXTURES),
+    ("phi", {"qk_layernorm": True}),
+    ("phi", {"qk_layernorm": False, "hidden_act": "gelu"}),
+    ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    ("stablelm", {"qk_layernorm": False}),
+    ("cohere", {"use_qk_norm": True}),
+    ("cohere", {"use_qk_norm": False}),
+    ("glm4_moe", {"use_qk_norm": True}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+    ("llama4_text", {"use_qk_norm": False}),
+    ("llama4_text", {"no_rope_layers": [0, 1]}),
+    ("llama4_text", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "layer_types": None, "moe_layers": None}),
+    ("falcon", {"num_ln_in_parallel_attn": 1}),
+    ("falcon", {"new_decoder_architecture": False, "num_kv_heads": None}),
+    ("falcon", {"new_decoder_architecture": False, "num_kv_heads": None, "parallel_attn": False}),
+    ("falcon-rw", {"parallel_attn": True, "activation": "relu"}),
+    ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
+    ("gpt_neox", {"use_parallel_residual": True, "hidden_act": "gelu_new"}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_fast"}),
+    ("olmo2", {"attention_bias": True}),
+    ("starcoder2", {"use_bias": False}),
+    ("gpt2", {"activation_function": "relu"}),
+    ("t5", {"feed_forward_proj": "gated-gelu"}),
+    ("llava", texts(model_type="gemma")),
+    ("llava", texts(model_type="qwen2")),
+    ("llava", texts(model_type="mistral")),
+    ("paligemma", texts(model_type="gemma2")),
+    ("siglip", {"text_config": {"num_hidden_layers": 1}, "vision_config": {"num_hidden_layers": 1}}),
+]
+
+
+def silent(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def check_norms_and_activations(config):
+    found = anatomy(config)
+    built = modules_of_layers(config)
+    assert len(built) == len(found.layers)
+    for layer, modules in zip(found.layers, built, strict=True):
+        norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and not [*m.children()]}
+        heads = {n for n in norms if HEAD_NORM.search(n)}
+        whole = {n for n in norms if n not in heads and not WITHIN_MIXERS.search(n)}
+        assert layer.norms == len(whole), whole
+        assert {kept_by(norms[n]) for n in whole} == {found.style.norm}
+        assert {kept_by(norms[n]) for n in heads} == ({layer.head_norm} - {None}), heads
+        kinds = {
+            type(m)
+            for m in modules.values()
+            if type(m).__module__ in {"transformers.activations", "torch.nn.modules.activation"}
+        }
+        name = {"gated-gelu": "gelu_new"}.get(found.style.activation, found.style.activation)
+        assert kinds <= {type(ACT2FN[name])} if name in ACT2FN else not kinds
+    biased = any("relative_attention_bias" in name for modules in built for name in modules)
+    assert found.style.position_biases == biased
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "as it is"
+)
+def test_norms_and_activations_are_those_that_transformers_builds(name, changes):
+    check_norms_and_activations(fixture(name, **changes))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_norms_and_activations_of_published_models_are_those_that_transformers_builds(name):
+    check_norms_and_activations(shrunk(json.loads((CONFIGS.with_name("configs_public") / f"{name}.json").read_text())))
+
+
+def text_part(family):
+    """The traits of a family's text model and the config that its class assumes."""
+    classes = next(iter(family.classes))
+    config = getattr(transformers, classes).config_class()
+    traits, _ = family.text(Config(fixture(family.name))) if family.text else (family.traits, None)
+    return traits, config.text_config if family.text else config
+
+
+ELSEWHERE = re.compile(r"layerdrop|classif|qa_dropout|summary|embd_pdrop|embedding_dropout|activation_dropout")
+"""Dropout of heads and embeddings, and of whole layers; that within an MLP is 0 wherever a config is silent."""
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_silent_config_means_what_its_class_assumes(family):
+    traits, assumed = text_part(family)
+    pairs = (traits.activation, traits.dropout, traits.attention_dropout, traits.score_cap, traits.logit_cap)
+    for key, usual in (*pairs, traits.fp32_sums):
+        if key:
+            assert (getattr(assumed, key, usual) or type(usual)()) == usual, key
+    spoken = {traits.dropout[0], traits.attention_dropout[0]}
+    dropouts = {key for key in assumed.to_dict() if "drop" in key and not ELSEWHERE.search(key)}
+    assert dropouts <= spoken
+    assert getattr(assumed, "num_experts_per_tok", None) == traits.experts_per_token
+    caps = {"attn_logit_softcapping", "final_logit_softcapping"} & set(assumed.to_dict())
+    assert caps == {traits.score_cap[0], traits.logit_cap[0]} - {""}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gpt2", "activation_function"),
+        ("gptj", "activation_function"),
+        ("phi", "hidden_act"),
+        ("t5", "feed_forward_proj"),
+    ],
+)
+def test_a_silent_config_has_the_activation_that_transformers_builds(name, key):
+    check_norms_and_activations(silent(fixture(name), key))
+
+
+def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch):
+    llama = next(family for family in FAMILIES if family.name == "llama")
+    for traits in (None, LayerTraits(activation=("hidden_act", "silu"))):
+        mute = replace(llama, traits=traits)
+        others = tuple(family for family in FAMILIES if family is not llama)
+        monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (*others, mute))
+        with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
+            anatomy(fixture("llama"))
+        assert describe(fixture("llama")).parameters
+
+
+ELSEWHERE_SAID = {"meta_names.py": {"llama", "mistral"}, "windows.py": {"mamba"}}
+"""Meta's checkpoints are of two families; "mamba" is a kind of layer, too."""
+
+
+def test_no_model_type_is_named_outside_the_files_of_families():
+    """A second list by `model_type` is a wrong answer that waits."""
+    root = Path(families.__file__).parents[1]
+    names = {family.name for family in FAMILIES}
+    for path in (*root.glob("*.py"), *root.with_name("memory").glob("*.py")):
+        said = names & set(re.findall(r'"([\w-]+)"', path.read_text()))
+        assert said == ELSEWHERE_SAID.get(path.name, set()), path
