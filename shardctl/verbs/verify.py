@@ -21,7 +21,7 @@ from shardctl.verbs.on_devices import Trial, forward_level, load_level
 from shardctl.verbs.opening import Checkpoint, Reading, opened
 from shardctl.verbs.record_crcs import check_crcs, crc_tracker
 from shardctl.verify import alignment, content, structure
-from shardctl.verify.checksums import check_sums
+from shardctl.verify.checksums import check_downloads, check_sums
 from shardctl.verify.finding import Finding
 from shardctl.workers import Effort
 
@@ -178,6 +178,7 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     level.add(_copies(checkpoint, effort))
     level.add(check_crcs(checkpoint, tracker, effort, unread=True))
     level.add(check_sums(checkpoint.source, effort.stop))
+    level.add(check_downloads(checkpoint.source, effort.stop))
     level.tensors, level.nbytes = len(tensors), sum(t.nbytes for t in tensors)
     level.seconds = time.monotonic() - began
     if not checkpoint.record:
