@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex, disjoint, subtract_known
 from shardctl.errors import CoverageError, SourceError, UnsupportedError
-from shardctl.manifest import Fill, narrow
+from shardctl.manifest import Fill, first_byte, narrow
 from shardctl.value import value
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def join(have: Manifest, want: Manifest) -> CopyPlan:
         if stored is None:
             raise CoverageError(f"{name} is wanted but the source does not hold it")
         copies.append(_join_tensor(stored, wanted, known))
-    copies.sort(key=_first_byte)
+    copies.sort(key=lambda copy: first_byte(copy.source))
     return CopyPlan(have, want, tuple(copies))
 
 
@@ -154,10 +154,3 @@ def _files(tensor: Tensor) -> str:
     if not names:
         return "no file at all"
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} files)"
-
-
-def _first_byte(copy: TensorCopy) -> tuple[str, int]:
-    for chunk in copy.source.chunks:
-        if not isinstance(chunk.where, Fill):
-            return chunk.where.file, chunk.where.offset
-    return "", 0

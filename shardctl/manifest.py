@@ -95,6 +95,14 @@ class Tensor:
         return tuple(dict.fromkeys(c.where.file for c in self.chunks if isinstance(c.where, Region)))
 
 
+def first_byte(tensor: Tensor) -> tuple[str, int]:
+    """Where the first stored chunk begins: file and offset; sorted by it, tensors are read in the order of files."""
+    for chunk in tensor.chunks:
+        if not isinstance(chunk.where, Fill):
+            return chunk.where.file, chunk.where.offset
+    return "", 0
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     """A file of a checkpoint."""

@@ -32,7 +32,7 @@ def digest(
 
     with effort("digest", threads) as work:
         found = verb(src, reading=reading, effort=work)
-    streams.warn(found.warnings)
+    streams.warn((*found.warnings, *found.unverified))
     if json:
         streams.document(documents.digested(found, tensors=tensors))
     else:

@@ -75,7 +75,11 @@ def reshard(
     file = _followed(context, plan) if plan is not None else None
     if file is not None:
         conversion = file.with_effort(conversion, _given(context))
-        reading = replace(file.reading, strict=reading.strict or file.reading.strict)
+        reading = replace(
+            file.reading,
+            strict=reading.strict or file.reading.strict,
+            allow_unverified=reading.allow_unverified or file.reading.allow_unverified,
+        )
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")

@@ -17,6 +17,7 @@ from shardctl.cast import cast
 from shardctl.digest import Sums, partial
 from shardctl.execute.journal import Entry
 from shardctl.execute.progress import Silent
+from shardctl.execute.provenance import Provenance
 from shardctl.manifest import Fill
 from shardctl.shares import Portion
 from shardctl.storage.crc_tracker import CrcReader
@@ -59,6 +60,8 @@ class Outcome:
     """Output bytes that an earlier run had written and that were found intact."""
     written_bytes: int = 0
     """Output bytes written by this run."""
+    read_whole: frozenset[str] = frozenset()
+    """Files of the source that must have the hash that is promised of them for the result to be right."""
 
 
 def execute(
@@ -72,14 +75,17 @@ def execute(
     journal: Journal | None = None,
     progress: Progress | None = None,
     stop: Stop | None = None,
+    allow_unverified: bool = False,
 ) -> Outcome:
     """Copy; on return every file of the plan is complete and synced.
 
     `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
-    counts (`Share`). `tracker` is told of all that is read of the source, also by an earlier run.
+    counts (`Share`). `tracker` is told of all that is read of the source, also by an earlier run. With
+    `allow_unverified` bands of an earlier run are kept though nothing proves what it read.
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
     """
-    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {}, tracker)
+    provenance = Provenance(source, journal, allow_unverified=allow_unverified)
+    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {}, tracker, provenance)
     run.prepare()
     stop = Stop() if stop is None else stop
     try:
@@ -117,8 +123,9 @@ class _Run:
         budget: Budget,
         portions: Mapping[str, tuple[Portion, ...]],
         tracker: CrcTracker | None,
+        provenance: Provenance,
     ) -> None:
-        self._plan, self._source, self._target = plan, source, target
+        self._plan, self._source, self._target, self._provenance = plan, source, target, provenance
         self._journal, self._progress, self._budget = journal, progress, budget
         self._portions = portions
         self._tracker = tracker
@@ -128,6 +135,8 @@ class _Run:
         self._unsynced: set[str] = set()
         self._unjournalled: list[tuple[Key, Entry]] = []
         self._unsynced_bytes = 0
+        self._settling = 0
+        """Threads that have taken rows which are not in the journal yet."""
         self._sync_failed = False
         self._elements: Counter[str] = Counter()
         self.outcome = Outcome()
@@ -143,6 +152,8 @@ class _Run:
         for path, missing in self._missing.items():
             if not missing:
                 self._complete(path)
+        copies = ((copy, ChunkIndex(copy.reads)) for copy in self._plan.copies)
+        self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
     def tasks(self) -> Iterator[_Task]:
         """Every band of every tensor, in the order of the source's bytes."""
@@ -167,7 +178,8 @@ class _Run:
 
         def handle(task: _Task) -> None:
             entry = self._journal.find(task.key) if self._journal else None
-            if entry and hands.intact(task, self._target, entry.written):
+            believed = entry is not None and self._provenance.believes(task.reads, task.box)
+            if entry and believed and hands.intact(task, self._target, entry.written):
                 if tracker is not None:
                     tracker.add_pieces(entry.crcs)
                 self._record(task, entry, hands.output_bytes(task), kept=True)
@@ -188,6 +200,7 @@ class _Run:
             self._elements[name] += task.box.size
             if name in self._portions:
                 _accumulate(self.outcome.whole_sums, name, entry.read)
+            self._provenance.take(task.reads, task.box, kept=kept)
             if task.counted:
                 _accumulate(self.outcome.source_sums, name, entry.read)
                 _accumulate(self.outcome.output_sums, name, entry.written)
@@ -214,13 +227,22 @@ class _Run:
     def _take(self) -> _Batch:
         rows, paths = self._unjournalled, sorted(self._unsynced)
         self._unjournalled, self._unsynced, self._unsynced_bytes = [], set(), 0
+        self._settling += bool(rows)
+        self._provenance.close()
         return rows, paths
 
     def _settle(self, rows: list[tuple[Key, Entry]], paths: list[str]) -> None:
         for path in paths:
             self._sync(path)
-        if rows and self._journal:
+        if not rows:
+            return
+        if self._journal:
             self._journal.append(rows)
+        with self._lock:
+            self._settling -= 1
+            proved = self._provenance.settled() if not self._settling else []
+        if proved and self._journal:
+            self._journal.append_proofs(proved)
 
     def _complete(self, path: str) -> None:
         self._sync(path)
@@ -251,6 +273,7 @@ class _Run:
             assert seen == wanted, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
             if wanted < prod(copy.source.shape):
                 self.outcome.whole_sums.pop(copy.source.name, None)
+        self.outcome.read_whole = frozenset(self._provenance.moved)
 
 
 class _Hands:

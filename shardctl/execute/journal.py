@@ -60,6 +60,8 @@ class Journal:
         self._broken = False
         self._header = {"schema": self.SCHEMA, **header}
         self._keys = self._places = np.empty(0, np.int64)
+        self.proved: frozenset[str] = frozenset()
+        """Files of the source that an earlier run saw the whole of, as their place promises them."""
         with told(path, "opening"):
             if self.header(path) == self._header:
                 self._load()
@@ -97,15 +99,18 @@ class Journal:
 
     def _load(self) -> None:
         keys, places = array("q"), array("q")
-        place = 0
+        place, proved = 0, set[str]()
         with self._path.open("rb") as lines:
             for line in lines:
-                if row := _parse(line):
+                if (path := _parse_proof(line)) is not None:
+                    proved.add(path)
+                elif row := _parse(line):
                     keys.append(_packed(row[0]))
                     places.append(place)
                 place += len(line)
         order = np.argsort(np.array(keys), kind="stable")
         self._keys, self._places = np.array(keys)[order], np.array(places)[order]
+        self.proved = frozenset(proved)
 
     def find(self, key: Key) -> Entry | None:
         """What an earlier run with the same header finished of a band; the last line about it counts."""
@@ -121,6 +126,10 @@ class Journal:
     def append(self, rows: Sequence[tuple[Key, Entry]]) -> None:
         """Record bands whose bytes have been synced."""
         self._write("".join(map(_line, rows)))
+
+    def append_proofs(self, paths: Sequence[str]) -> None:
+        """Record files of the source that were hashed whole, once all bands that they have a part in are recorded."""
+        self._write("".join(_with_check(json.dumps(path)) for path in paths))
 
     def _write(self, text: str) -> None:
         with told(self._path, "writing"), self._lock:
@@ -148,7 +157,19 @@ def _line(row: tuple[Key, Entry]) -> str:
     text = json.dumps([*fixed, crcs])
     if len(text) > _LONGEST - _MARGIN:
         text = json.dumps([*fixed, []])
+    return _with_check(text)
+
+
+def _with_check(text: str) -> str:
     return f"{text} {_check(text.encode())}\n"
+
+
+def _parse_proof(line: bytes) -> str | None:
+    """The file that a line says was proved; None for any other line."""
+    text, _, check = line.rstrip(b"\n").rpartition(b" ")
+    if not text.startswith(b'"') or check.decode(errors="replace") != _check(text):
+        return None
+    return str(json.loads(text))
 
 
 def _parse(line: bytes) -> tuple[Key, Entry] | None:

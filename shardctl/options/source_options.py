@@ -59,6 +59,14 @@ class SourceOptions:
         ),
     ] = False
     strict: Annotated[bool, CommandOption(HelpPanel.SOURCE, "Every warning is an error.", shapes_result=False)] = False
+    allow_unverified: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "Take bytes that cannot be compared with the Hub's hashes, and say of which files.",
+            shapes_result=False,
+        ),
+    ] = False
     unbound: bool = False
     """Whether arrays of another library's making will do as they are; no option, the verb says so."""
     described: bool = False

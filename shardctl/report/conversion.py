@@ -44,6 +44,8 @@ def _digests(record: Record) -> Iterator[RenderableType]:
 def _part_facts(done: Contributed, seconds: float) -> Iterator[tuple[str, str]]:
     part, count = done.part, done.worker.count
     yield "part", f"{done.worker}: {plural(len(part.files), 'file')}, {file_size(sum(part.files.values()))}"
+    for note in done.notes:
+        yield "read as", note
     if done.done_before:
         yield "kept", "all of it: an earlier run had finished this part"
     else:

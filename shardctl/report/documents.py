@@ -11,6 +11,7 @@ from shardctl.mesh import EXPERT_AXES
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.report.meter import TransferMeter
+    from shardctl.storage import FileProofs
     from shardctl.verbs.contribute import Contributed
     from shardctl.verbs.diff import Diffed
     from shardctl.verbs.digest import Digested
@@ -125,9 +126,15 @@ def resharded(done: Resharded, seconds: float) -> Document:
         "seconds": round(seconds, 3),
         "digest": record.digest,
         "source_digest": record.source_digest,
+        "source_hashes": _hashes(done.proofs),
         "notes": list(done.notes),
         "warnings": list(done.warnings),
     }
+
+
+def _hashes(proofs: FileProofs) -> Document:
+    """Which files were compared with the hashes that their place promises, and why others were not."""
+    return {"verified": sorted(proofs.verified), "unverified": dict(sorted(proofs.unverified.items()))}
 
 
 def contributed(done: Contributed, seconds: float) -> Document:
@@ -146,6 +153,7 @@ def contributed(done: Contributed, seconds: float) -> Document:
         "kept_bytes": part.written_bytes + part.kept_bytes if done.done_before else part.kept_bytes,
         "projected_memory_bytes": part.projected_memory_bytes,
         "seconds": round(seconds, 3),
+        "source_hashes": _hashes(done.proofs),
         "warnings": list(done.warnings),
     }
 
@@ -262,6 +270,7 @@ def digested(result: Digested, *, tensors: bool = False) -> Document:
         "path": result.path,
         "digest": result.digest,
         "tensor_bytes": result.nbytes,
+        "source_hashes": _hashes(result.proofs),
         "warnings": list(result.warnings),
     }
     if tensors:

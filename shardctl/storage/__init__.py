@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from shardctl.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from shardctl.workers import Stop
@@ -27,6 +27,16 @@ class Stat:
     """Bytes."""
     version: str
     """Changes whenever the file does: inode and modification time locally, an ETag or commit remotely."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileProofs:
+    """Which of the files that were read have the hashes that their place promises."""
+
+    verified: tuple[str, ...] = ()
+    """Files whose every byte was hashed, and that are as promised."""
+    unverified: Mapping[str, str] = field(default_factory=dict)
+    """Other files of which something was read, each with the reason."""
 
 
 class Source(Protocol):
@@ -54,6 +64,23 @@ class Source(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What came out about the files while they were read, in words for people."""
 
+    @property
+    def promised(self) -> Collection[str]:
+        """The files that are compared with a hash while they are read."""
+
+    def proofs(self) -> FileProofs:
+        """Which files were compared with their hashes, as far as they were read by now."""
+
+    def prove(
+        self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
+    ) -> None:
+        """Compare with their hashes the files that were read whole, and those of `whole`, reading again what it takes.
+
+        Those of `earlier` were proved by an earlier run, and no more than their headers was read by this one.
+        Raises ChangedError for one that is not as promised, SourceError if that cannot be found out. With
+        `allow_unverified` nothing is read again, and nothing but what is known to be wrong is an error.
+        """
+
     def restat(self, path: str) -> Stat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
 
@@ -71,6 +98,21 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release descriptors or connections."""
+
+
+class UnpromisedSource:
+    """The half of a `Source` that speaks of hashes, for a place that promises none."""
+
+    promised: Collection[str] = ()
+
+    def proofs(self) -> FileProofs:
+        """Nothing was promised."""
+        return FileProofs()
+
+    def prove(
+        self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
+    ) -> None:
+        """Nothing to compare with."""
 
 
 class Target(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
-from shardctl.storage import HIDDEN, Stat, linux
+from shardctl.storage import HIDDEN, Stat, UnpromisedSource, linux
 from shardctl.storage.descriptors import Descriptors
 from shardctl.storage.durable import flush, told
 
@@ -113,7 +113,7 @@ def _read_some(descriptor: int, into: memoryview, offset: int) -> int:
     return len(data)
 
 
-class LocalSource:
+class LocalSource(UnpromisedSource):
     """A directory, or one file of it."""
 
     held_bytes = 0

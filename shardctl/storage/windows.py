@@ -87,6 +87,15 @@ class Windows:
             rest[:size] = memoryview(window.data)[start - window.start :][:size]
             done += size
 
+    def find(self, path: str, offset: int, into: memoryview) -> bool:
+        """Fill `into` if one window has all of it; fetches nothing."""
+        with self._lock:
+            window = self._covering(path, offset)
+        if window is None or window.stop < offset + len(into) or not window.ready.is_set() or window.failed:
+            return False
+        into[:] = memoryview(window.data)[offset - window.start :][: len(into)]
+        return True
+
     def expect(self, spans: Iterable[Span]) -> None:
         """Fetch windows for what will be read, several at once; those that cannot be held are left for later.
 

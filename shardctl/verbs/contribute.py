@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +15,7 @@ from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.shares import divide, share
+from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import move, versions_of
@@ -46,6 +47,10 @@ class Contributed:
     missing: tuple[Worker, ...]
     """The workers that had not finished yet."""
     warnings: tuple[str, ...]
+    proofs: FileProofs = field(default_factory=FileProofs)
+    """Which files of the source have the hashes that their place promises: a part of a file cannot be hashed."""
+    notes: tuple[str, ...] = ()
+    """The same in words."""
 
 
 def contribute(
@@ -123,6 +128,8 @@ class _Desk:
             done_before=found is not None,
             missing=tuple(w for w in all_workers if not self.crew.part_exists(w)),
             warnings=(*self.work.have.warnings, *self._overflow(part)),
+            proofs=self.work.checkpoint.source.proofs(),
+            notes=self.work.checkpoint.source.notes(),
         )
 
     def _made(self, versions: Versions, *, resume: bool, progress: Progress) -> Part:

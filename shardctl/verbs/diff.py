@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.execute.interrupt import stopping
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import Reading, in_file_order, opened
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare
 from shardctl.workers import Effort
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.manifest import Tensor
+    from shardctl.verbs.opening import Checkpoint
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 
@@ -77,7 +78,10 @@ def diff(
                 pairs.append((ours[name], theirs[name]))
             else:
                 changes.append(Change(name, kind, _text(ours.get(name)), _text(theirs.get(name))))
+        in_file_order(pairs, first, second)
         differences = compare(pairs, first.source, second.source, effort)
+        first.prove()
+        second.prove()
         for d in differences:
             tensor = ours[d.tensor]
             text = _text(tensor)
@@ -88,8 +92,12 @@ def diff(
             tuple(sorted(changes, key=lambda c: c.tensor)),
             len(pairs) - len(differences),
             sum(t.nbytes for t, _ in pairs),
-            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in each.manifest.warnings),
+            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _warnings(each)),
         )
+
+
+def _warnings(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return *checkpoint.manifest.warnings, *checkpoint.unverified()
 
 
 def _kind(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:

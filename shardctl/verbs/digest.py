@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.execute.interrupt import stopping
+from shardctl.manifest import first_byte
 from shardctl.verbs.opening import Reading, opened
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure
@@ -15,6 +16,8 @@ from shardctl.workers import Effort
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from shardctl.storage import FileProofs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,10 @@ class Digested:
     nbytes: int
     """Bytes of tensors, each counted once."""
     warnings: tuple[str, ...]
+    proofs: FileProofs
+    """Which files have the hashes that their place promises."""
+    unverified: tuple[str, ...]
+    """Which do not, as warnings."""
 
 
 def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort | None = None) -> Digested:
@@ -47,9 +54,11 @@ def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort |
     effort = effort or Effort()
     with opened(path, reading) as checkpoint, stopping(effort.stop):
         checkpoint.source.heed(effort.stop)
-        tensors = sorted(checkpoint.manifest.tensors.values(), key=lambda t: t.name)
+        tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
         require_agreement(tensors, checkpoint.source, effort)
         found = measure(tensors, checkpoint.source, effort)
+        checkpoint.prove()
+        tensors.sort(key=lambda t: t.name)
         rows = {
             t.name: TensorDigest(tensor_digest(found[t.name].sums, t.dtype, t.shape), t.dtype.name, t.shape)
             for t in tensors
@@ -60,4 +69,6 @@ def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort |
             tensors=rows,
             nbytes=sum(t.nbytes for t in tensors),
             warnings=checkpoint.manifest.warnings,
+            proofs=checkpoint.source.proofs(),
+            unverified=tuple(checkpoint.unverified()),
         )

@@ -46,7 +46,9 @@ def load(
     with opened(path, replace(reading or Reading(), kv_heads="replicate")) as checkpoint, stopping(effort.stop):
         checkpoint.source.heed(effort.stop)
         wanted = whole(checkpoint) if rank is None else part(checkpoint, rank)
-        return load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort).tensors
+        tensors = load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort).tensors
+        checkpoint.prove()
+        return tensors
 
 
 def lens(path: str | Path, *, reading: Reading | None = None) -> Mapping[str, Any]:

@@ -110,8 +110,10 @@ def _fill(
             journal=journal,
             progress=progress,
             stop=stop,
+            allow_unverified=work.checkpoint.allow_unverified,
         )
         _carry(work, sides, target, stop)
+        source.prove(outcome.read_whole, earlier=journal.proved, allow_unverified=work.checkpoint.allow_unverified)
     finally:
         target.close()
         journal.close()

@@ -11,6 +11,7 @@ from shardctl import formats, models, schemas
 from shardctl.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
 from shardctl.errors import SourceError, UnsupportedError, UsageError, some
 from shardctl.formats.format import given_file
+from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, Record, load
 from shardctl.storage import read
@@ -52,6 +53,17 @@ class Checkpoint:
     """What `shardctl.json` says, if shardctl wrote this."""
     hypothetical: bool = False
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
+    allow_unverified: bool = False
+    """Whether bytes are taken that cannot be compared with the hash that their place promises."""
+
+    def prove(self) -> None:
+        """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""
+        self.source.prove(allow_unverified=self.allow_unverified)
+
+    def unverified(self) -> Iterator[str]:
+        """The files that were read and not compared with the hash that their place promises, as warnings."""
+        for path, reason in self.source.proofs().unverified.items():
+            yield f"{path} was not compared with the hash that is promised of it: {reason}"
 
     @property
     def whole(self) -> Manifest:
@@ -104,6 +116,12 @@ def opened(
         source.close()
 
 
+def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: Checkpoint, second: Checkpoint) -> None:
+    """Sort tensors of two checkpoints as the files have them of the one that is hashed while it is read, if one is."""
+    side = 1 if second.source.promised and not first.source.promised else 0
+    pairs.sort(key=lambda pair: first_byte(pair[side]))
+
+
 @uncollected()
 def _open(source: Source, reading: Reading, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
     record = load(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
@@ -140,7 +158,16 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
     if record:
         manifest = _as_recorded(manifest, record)
     _heed(manifest, reading)
-    return Checkpoint(source, stored, manifest, model, problem, config, record)
+    return Checkpoint(
+        source,
+        stored,
+        manifest,
+        model,
+        problem,
+        config,
+        record,
+        allow_unverified=reading.allow_unverified,
+    )
 
 
 def _named(stored: Manifest, reading: Reading, record: Record | None) -> tuple[Manifest, models.RuleFile | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.record import RECORD, SUMS, Record, dump, load
 from shardctl.shares import whole
+from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
@@ -48,6 +49,8 @@ class Resharded:
     kept_bytes: int
     """Output bytes that an interrupted run had written, found intact."""
     projected_memory_bytes: int
+    proofs: FileProofs = field(default_factory=FileProofs)
+    """Which files of the source have the hashes that their place promises."""
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
 
@@ -188,5 +191,6 @@ def _result(
         written_bytes=sum(part.written_bytes for part in parts or ()),
         kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else tensor_bytes,
         projected_memory_bytes=work.budget.projected,
+        proofs=work.checkpoint.source.proofs(),
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

@@ -11,14 +11,14 @@ from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, some
 from shardctl.execute.interrupt import stopping
-from shardctl.manifest import Region
+from shardctl.manifest import Region, first_byte
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
 from shardctl.verbs.on_devices import Trial, forward_level, load_level
-from shardctl.verbs.opening import Checkpoint, Reading, opened
+from shardctl.verbs.opening import Checkpoint, Reading, in_file_order, opened
 from shardctl.verbs.record_crcs import check_crcs, crc_tracker
 from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_downloads, check_sums
@@ -131,6 +131,9 @@ class _Run:
                 levels.append(level)
             if "load" in self.names:
                 levels.append(load_level(checkpoint, other, digests, self.trial, self.effort, strict=self.strict))
+            for each in filter(None, (checkpoint, other) if levels else ()):
+                each.prove()
+                levels[-1].add(Finding("warning", "hash", text) for text in each.unverified())
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
             levels.append(forward_level(checkpoint, other, self.trial, strict=self.strict))
         weights = checkpoint.manifest.tensors.values()
@@ -168,7 +171,7 @@ def _content(checkpoint: Checkpoint, effort: Effort, *, strict: bool) -> tuple[L
     level, began = Level("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.whole.tensors.values())
     tracker = crc_tracker(checkpoint)
-    found = content.measure(tensors, CrcReader(checkpoint.source.read_at, tracker), effort)
+    found = content.measure(sorted(tensors, key=first_byte), CrcReader(checkpoint.source.read_at, tracker), effort)
     digests = {t.name: tensor_digest(found[t.name].sums, t.dtype, t.shape) for t in tensors}
     for tensor in tensors:
         level.add(_oddities(tensor, found[tensor.name]))
@@ -230,6 +233,7 @@ def _identity(
             pairs.append((mine[name], theirs[name]))
     tracker = crc_tracker(other)
     theirs_read = CrcReader(other.source.read_at, tracker)
+    in_file_order(pairs, checkpoint, other)
     differences = content.compare(pairs, checkpoint.source, theirs_read, effort)
     for d in differences:
         message = f"{d.tensor} differs from {against} in {d.count:,} elements, first at {d.first} in {d.file}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.storage import HIDDEN, Stat, require_span
+from shardctl.storage import HIDDEN, Stat, UnpromisedSource, require_span
 from shardctl.storage.windows import KEPT, Windows
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LIBRARY: Final = 100 << 20
 """Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""
 
 
-class CloudSource:
+class CloudSource(UnpromisedSource):
     """The objects below a prefix, or one object.
 
     Small reads fetch what follows as well (`shardctl.storage.windows`); of what is read on purpose nothing is fetched

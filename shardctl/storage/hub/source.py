@@ -6,17 +6,17 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, check_size
-from shardctl.errors import SourceError
-from shardctl.storage import Stat, require_span
+from shardctl.errors import SourceError, some
+from shardctl.storage import FileProofs, Stat, require_span
+from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes, PromisedHash
 from shardctl.storage.hub.listing import take_listing
 from shardctl.storage.hub.ranges import Ranges
-from shardctl.storage.in_order import InOrder, Promise
 from shardctl.storage.local import LocalSource
 from shardctl.storage.windows import KEPT, Windows
 from shardctl.workers import Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from shardctl.storage import Span
@@ -30,7 +30,7 @@ _LIBRARIES: Final = 40 << 20
 class HubSource:
     """The files of a model at the commit that its revision was at when it was opened."""
 
-    held_bytes = KEPT + _LIBRARIES
+    held_bytes = KEPT + REREAD_BYTES + _LIBRARIES
 
     def __init__(self, text: str, address: Address) -> None:
         """`text` is the address as a person wrote it.
@@ -54,7 +54,9 @@ class HubSource:
         self._disk = LocalSource(listing.cache) if any(file.cached for file in listing.files.values()) else None
         self._found = {path: self._disk.restat(file.cached) for path, file in self._cached()} if self._disk else {}
         remote = {path: file for path, file in listing.files.items() if not file.cached}
-        self._hashes = InOrder({path: _promise(file) for path, file in remote.items() if file.etag})
+        self._promised = frozenset(path.removeprefix(self._prefix) for path in remote)
+        self._hashes = FileHashes({path: _promise(file) for path, file in remote.items()}, self._reread)
+        self._earlier: set[str] = set()
         self._ranges = Ranges(address, listing)
         self._windows = Windows(self._fetch, lambda path: listing.files[path].size)
 
@@ -77,14 +79,45 @@ class HubSource:
         return self._listing.snapshot / self._prefix if self._listing.snapshot else None
 
     def notes(self) -> tuple[str, ...]:
-        """Which files were compared with the Hub's hashes, which need a file to be read whole and in order."""
-        fetched, proved = self._hashes.begun, self._hashes.proved
+        """How many files were compared with the Hub's hashes, and why others were not."""
+        found = self.proofs()
+        fetched = len(found.verified) + len(found.unverified)
         if not fetched:
             return ()
-        note, rest = f"{len(fetched):,} files from the Hub, ", len(fetched) - len(proved)
-        if not rest:
+        note = f"{fetched:,} files from the Hub, "
+        if not found.unverified:
             return (note + "all with the hashes that it promises",)
-        return (note + f"{len(proved):,} with the hashes that it promises; others were not read whole and in order",)
+        others = some(f"{path} ({reason})" for path, reason in found.unverified.items())
+        return (note + f"{len(found.verified):,} with the hashes that it promises; not compared: {others}",)
+
+    @property
+    def promised(self) -> Collection[str]:
+        """The files that come from the Hub; those of the cache on this machine are as they are."""
+        return self._promised
+
+    def proofs(self) -> FileProofs:
+        """Which files were compared with the Hub's hashes."""
+        found = ((path.removeprefix(self._prefix), self._hashes.why_not(path)) for path in self._hashes.begun())
+        reasons = {path: "" if path in self._earlier else reason for path, reason in found}
+        return FileProofs(
+            tuple(path for path, reason in reasons.items() if not reason),
+            {path: reason for path, reason in reasons.items() if reason},
+        )
+
+    def prove(
+        self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
+    ) -> None:
+        """Hash what was read out of order, or only in part, by reading it again."""
+        self._earlier |= set(earlier)
+        if allow_unverified:
+            return
+        unproved = self._hashes.prove({self._prefix + path for path in whole}, self._stop)
+        if unproved:
+            raise SourceError(
+                f"{some(f'{path} ({self._hashes.why_not(path)})' for path in unproved)} cannot be compared with the "
+                "hash that the Hub promises",
+                hint="run again; --allow-unverified takes the bytes as they came, and says of which files",
+            )
 
     def files(self) -> Mapping[str, Stat]:
         """Every file, by path relative to the folder of the address; a version is the commit and the file's ETag."""
@@ -141,6 +174,11 @@ class HubSource:
             raise
         self._hashes.finish(path, offset, into)
 
+    def _reread(self, path: str, offset: int, into: memoryview) -> None:
+        """Bytes for the hash only: those that small reads left here, or the Hub's."""
+        if not self._windows.find(path, offset, into):
+            self._ranges.fetch(path, offset, into, self._stop)
+
     def close(self) -> None:
         """Close files and connections, but for those that huggingface_hub keeps for the process."""
         self._ranges.close()
@@ -148,8 +186,8 @@ class HubSource:
             self._disk.close()
 
 
-def _promise(file: HubFile) -> Promise:
+def _promise(file: HubFile) -> PromisedHash:
     """What the Hub says of a file: the SHA-256 of a large one, for others the name that git gives to its content."""
     if file.sha256:
-        return Promise(file.size, file.sha256, hashlib.sha256())
-    return Promise(file.size, file.blob, hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False))
+        return PromisedHash(file.size, file.sha256, hashlib.sha256())
+    return PromisedHash(file.size, file.blob, hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False))
