@@ -21,12 +21,13 @@ from shardctl.execute.budget import Budget
 from shardctl.execute.engine import execute
 from shardctl.execute.journal import Journal
 from shardctl.manifest import Chunk, File, Fill, Manifest, Region, Tensor, dense_strides
+from shardctl.storage import UnpromisedSource
 from shardctl.workers import Stop
 
 U8, U16, F32, BF16, F4 = (BY_NAME[name] for name in ("U8", "U16", "F32", "BF16", "F4"))
 
 
-class Files:
+class Files(UnpromisedSource):
     """Source and target in memory, which count what is asked of them."""
 
     def __init__(self, files=None):

@@ -175,5 +175,8 @@ def test_digest_of_each_tensor(say, source):
 
 def test_digest_as_json(say, source):
     document = json.loads(say("digest", source, "--tensors", "--json").out)
-    assert list(document) == ["schema", "status", "exit_code", "path", "digest", "tensor_bytes", "warnings", "tensors"]
+    assert list(document) == [
+        *["schema", "status", "exit_code", "path", "digest", "tensor_bytes", "source_hashes", "warnings", "tensors"]
+    ]
+    assert document["source_hashes"] == {"verified": [], "unverified": {}}, "of a directory nothing is promised"
     assert set(document["tensors"]["lm_head.weight"]) == {"digest", "dtype", "shape"}
