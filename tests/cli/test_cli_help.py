@@ -78,7 +78,6 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--hash",
         "--worker",
         "--engine",
-        "--allow-unverified",
     }
     own = {
         "--detail",
