@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardctl.execute.interrupt import stopping
 from shardctl.verbs.opening import Reading, in_file_order, opened
+from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare
 from shardctl.workers import Effort
@@ -62,7 +63,8 @@ def diff(
 ) -> Diffed:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.
 
-    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ.
+    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
+    damaged records of archives.
     """
     effort = effort or Effort()
     with opened(a, reading_a) as first, opened(b, reading_b) as second, stopping(effort.stop):
@@ -79,7 +81,7 @@ def diff(
             else:
                 changes.append(Change(name, kind, _text(ours.get(name)), _text(theirs.get(name))))
         in_file_order(pairs, first, second)
-        differences = compare(pairs, first.source, second.source, effort)
+        differences = compare(pairs, checked_reader(first), checked_reader(second), effort)
         first.prove()
         second.prove()
         for d in differences:

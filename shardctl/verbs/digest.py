@@ -9,6 +9,7 @@ from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import first_byte
 from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure
 from shardctl.workers import Effort
@@ -49,14 +50,15 @@ class Digested:
 def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort | None = None) -> Digested:
     """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
 
-    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ.
+    Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
+    damaged records of archives.
     """
     effort = effort or Effort()
     with opened(path, reading) as checkpoint, stopping(effort.stop):
         checkpoint.source.heed(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
         require_agreement(tensors, checkpoint.source, effort)
-        found = measure(tensors, checkpoint.source, effort)
+        found = measure(tensors, checked_reader(checkpoint), effort)
         checkpoint.prove()
         tensors.sort(key=lambda t: t.name)
         rows = {

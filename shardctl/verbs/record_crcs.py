@@ -36,6 +36,11 @@ def refuse_damage(checkpoint: Checkpoint, damage: CrcDamage) -> None:
     raise ChangedError(_message(checkpoint, damage), hint="the file is damaged; fetch or copy it again")
 
 
+def checked_reader(checkpoint: Checkpoint) -> CrcReader:
+    """Reads the files of a checkpoint; raises as `refuse_damage` once a record was read whole and is damaged."""
+    return CrcReader(checkpoint.source.read_at, crc_tracker(checkpoint, refuse_damage))
+
+
 def check_crcs(
     checkpoint: Checkpoint, tracker: CrcTracker, effort: Effort, *, unread: bool, whose: str = ""
 ) -> Iterator[Finding]:

@@ -88,6 +88,16 @@ def test_one_bit_of_an_element_ends_a_conversion(source, tmp_path, shardctl, at)
 
 
 @pytest.mark.parametrize("source", ["file", "dcp"], indirect=True)
+def test_neither_a_digest_nor_a_comparison_is_made_of_damage(source, kept, shardctl):
+    path, found = place(source, 2)
+    flip(path, found.offset + 77)
+    for verb in (("digest", source), ("diff", source, kept / "file"), ("diff", kept / "file", source)):
+        code, said = shardctl(*verb)
+        assert code == 4
+        assert f"the record '{found.name}' ({NAMES[2]}) is damaged" in said
+
+
+@pytest.mark.parametrize("source", ["file", "dcp"], indirect=True)
 def test_one_bit_of_an_element_is_a_finding(source, shardctl):
     path, found = place(source, 1)
     flip(path, found.offset + 1_234, 3)
