@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl.storage import crc_tracker
-from shardctl.storage.crc_tracker import CrcRange, CrcReader, CrcTracker, StatedRanges, crc_of_both
+from shardctl.storage.crc_tracker import CrcRange, CrcReader, CrcTracker, StatedRanges, crc_of_both, find_damages
 
 DATA = random.Random(0).randbytes(6_000)
 PLACES = {"first": (3, 100), "long": (110, 2_000), "byte": (2_300, 1), "none": (2_301, 0), "last": (2_400, 3_600)}
@@ -98,6 +98,19 @@ def test_pieces_of_an_earlier_run_count_as_read():
     assert second.intact == 1
     read(second, 1_000, 1_110)
     assert [damage.stated.name for damage in second.damages] == ["long"]
+
+
+def test_what_several_readers_read_is_put_together():
+    readers = [CrcTracker(stated(long=1)) for _ in range(2)]
+    read(readers[0], 0, 1_000)
+    read(readers[1], 1_000, 1_400)
+    shares = [share for reader in readers for share in reader.shares()]
+    assert [(s.file, s.stated.name, [(p.offset, p.size) for p in s.pieces]) for s in shares] == [
+        ("f", "long", [(110, 890)]),
+        ("f", "long", [(1_000, 1_110)]),
+    ]
+    assert [(damage.file, damage.stated.name) for damage in find_damages(shares)] == [("f", "long")]
+    assert find_damages(shares[:1]) == []
 
 
 def test_a_range_that_is_read_in_too_many_places_is_given_up(monkeypatch):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.digest import Sums
 from shardctl.errors import SourceError, some
 from shardctl.record import Hashed
+from shardctl.storage.crc_tracker import CrcPiece, CrcRange, CrcShare
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,6 +37,8 @@ class Part:
     """Of every byte of the files that is not an element of a tensor."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Of whole files, if they were asked for; hexadecimal."""
+    crcs: tuple[CrcShare, ...] = ()
+    """What was read in part of the ranges whose CRC-32 the source's files state."""
     read_bytes: int = 0
     written_bytes: int = 0
     kept_bytes: int = 0
@@ -66,6 +69,7 @@ def dump(part: Part, header: Mapping[str, Any], frame: Mapping[str, Any] | None 
         written = part.output_sums[name]
         lines.append(json.dumps(["sums", name, str(read), str(written) if written != read else None]))
     lines += [json.dumps(["whole", name, str(sums), None]) for name, sums in part.whole_sums.items()]
+    lines += [json.dumps(["crc", *share]) for share in part.crcs]
     body = "".join(f"{line}\n" for line in lines).encode()
     return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
@@ -82,11 +86,14 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
     read: dict[str, Sums] = {}
     written: dict[str, Sums] = {}
     whole: dict[str, Sums] = {}
+    crcs: list[CrcShare] = []
     for kind, name, first, second in rows:
         if kind == "hash":
             hashes[name] = Hashed(tuple((int(start), int(size)) for start, size in first), second)
         elif kind == "whole":
             whole[name] = Sums.parse(first)
+        elif kind == "crc":
+            crcs.append(CrcShare(name, CrcRange(*first), tuple(CrcPiece(*piece) for piece in second)))
         else:
             read[name] = Sums.parse(first)
             written[name] = Sums.parse(second) if second is not None else read[name]
@@ -98,6 +105,7 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
         overflowed=head["overflowed"],
         hashes=hashes,
         sha256=head["sha256"],
+        crcs=tuple(crcs),
         read_bytes=head["read_bytes"],
         written_bytes=head["written_bytes"],
         kept_bytes=head["kept_bytes"],
@@ -123,6 +131,7 @@ def merge(parts: Sequence[Part]) -> Part:
         overflowed=overflowed,
         hashes={path: found for part in parts for path, found in part.hashes.items()},
         sha256={path: found for part in parts for path, found in part.sha256.items()},
+        crcs=tuple(share for part in parts for share in part.crcs),
         read_bytes=sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts),
         kept_bytes=sum(part.kept_bytes for part in parts),

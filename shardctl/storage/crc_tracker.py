@@ -84,6 +84,14 @@ class CrcPiece(NamedTuple):
     crc: int
 
 
+class CrcShare(NamedTuple):
+    """What one of several readers read of a range, for whoever has what the others read."""
+
+    file: str
+    stated: CrcRange
+    pieces: tuple[CrcPiece, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class CrcDamage:
     """A range whose bytes are not those that were written."""
@@ -158,6 +166,15 @@ class CrcTracker:
                 span = place[2]
                 if span.offset <= piece.offset and piece.offset + piece.size <= span.offset + span.size:
                     self._insert(place, piece)
+
+    def shares(self) -> Iterator[CrcShare]:
+        """The ranges that were read in part, but for those that were read in too many places to keep."""
+        for path, file in self._files.items():
+            for container in filter(None, file.containers.values()):
+                for position, known in container.stretches.items():
+                    pieces = tuple(CrcPiece(path, start, stop - start, crc) for start, stop, crc in known)
+                    if len(pieces) <= MOST_PIECES:
+                        yield CrcShare(path, container.ranges[position], pieces)
 
     def unread(self, path: str) -> Iterator[tuple[int, int]]:
         """Offset and size of the stretches of a file that lie in ranges and are not known."""
@@ -249,6 +266,22 @@ class CrcTracker:
             if self._on_damage is not None:
                 self._on_damage(damage)
         return True
+
+
+def find_damages(shares: Iterable[CrcShare]) -> list[CrcDamage]:
+    """The damaged ranges among those that several readers read together."""
+    pieces: dict[str, dict[CrcRange, list[CrcPiece]]] = {}
+    for share in shares:
+        pieces.setdefault(share.file, {}).setdefault(share.stated, []).extend(share.pieces)
+    tracker = CrcTracker(StatedRanges({file: sorted(ranges, key=_offset) for file, ranges in pieces.items()}))
+    for ranges in pieces.values():
+        for read in ranges.values():
+            tracker.add_pieces(read)
+    return tracker.damages
+
+
+def _offset(stated: CrcRange) -> int:
+    return stated.offset
 
 
 class CrcReader:

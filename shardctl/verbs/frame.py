@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from shardctl.digest import Sums, checkpoint_digest, tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
+from shardctl.formats.zip_records import record_damage
 from shardctl.manifest import Region
 from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load, sums_line
+from shardctl.storage.crc_tracker import find_damages
 from shardctl.verbs.optimizer import states_of
 from shardctl.version import __version__
 
@@ -108,8 +110,14 @@ def _expected(work: Draft) -> dict[str, str]:
 def completed(frame: Frame, parts: Sequence[Part]) -> Record:
     """The record of a result whose parts are all there.
 
-    Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote.
+    Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote, and for one
+    that is damaged where parts read a record together.
     """
+    for damage in find_damages(share for part in parts for share in part.crcs):
+        raise SourceError(
+            f"{damage.file}: {record_damage(damage.stated.name, damage.found, damage.stated.crc)}",
+            hint="the file is damaged; fetch or copy it again",
+        )
     tensors, source_rows = {}, []
     for name, tensor in frame.record.tensors.items():
         have = frame.dtypes.get(name, tensor.dtype)

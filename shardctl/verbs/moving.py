@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardctl.record import Hashed
     from shardctl.shares import Share
     from shardctl.storage import Target
+    from shardctl.storage.crc_tracker import CrcTracker
     from shardctl.verbs.drafting import Draft
     from shardctl.workers import Stop
 
@@ -65,10 +66,11 @@ def move(
     """
     effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
     work.checkpoint.source.heed(stop)
+    tracker = crc_tracker(work.checkpoint, refuse_damage)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
     require_agreement(tensors, work.checkpoint.source, effort)
     with _unchanged(work, versions, discard):
-        outcome = _fill(work, share, sides, LocalTarget(tree), Journal(*journal), progress, stop)
+        outcome = _fill(work, share, sides, LocalTarget(tree), Journal(*journal), tracker, progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in sides}
     with told(tree, "reading back"):
@@ -82,6 +84,7 @@ def move(
         overflowed=outcome.overflowed,
         hashes=hashes,
         sha256=sha256s,
+        crcs=tuple(tracker.shares()),
         read_bytes=share.read_bytes,
         written_bytes=outcome.written_bytes,
         kept_bytes=outcome.kept_bytes,
@@ -95,6 +98,7 @@ def _fill(
     sides: Sequence[Opaque],
     target: LocalTarget,
     journal: Journal,
+    tracker: CrcTracker,
     progress: Progress,
     stop: Stop,
 ) -> Outcome:
@@ -105,7 +109,7 @@ def _fill(
             source,
             target,
             work.budget,
-            tracker=crc_tracker(work.checkpoint, refuse_damage),
+            tracker=tracker,
             portions=portions,
             journal=journal,
             progress=progress,

@@ -128,6 +128,25 @@ def test_the_other_side_of_a_comparison_is_checked_too(source, tmp_path, shardct
     assert f"error: [crc32] in {source}: {path.name}: the record '{found.name}' ({NAMES[3]}) is damaged" in said
 
 
+def test_what_two_workers_read_of_one_record_is_put_together(tmp_path, shardctl):
+    """Two tensors in one storage, each in a file of its own: neither worker can tell, but `finish` can."""
+    both = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(1))
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    torch.save({"a": both[0], "b": both[1]}, source / "pytorch_model.bin")
+    options = ("--to", "hf", "--max-shard-size", "12KiB")
+    for worker in ("0/2", "1/2"):
+        assert shardctl("reshard", source, tmp_path / "intact", *options, "--worker", worker)[0] == 0
+    assert shardctl("finish", tmp_path / "intact")[0] == 0
+    flip(source / "pytorch_model.bin", record(source / "pytorch_model.bin", "data/0").offset + 20_000)
+    for worker in ("0/2", "1/2"):
+        assert shardctl("reshard", source, out, *options, "--worker", worker)[0] == 0
+    code, said = shardctl("finish", out)
+    assert code == 4
+    assert "error: pytorch_model.bin: the record 'data/0' is damaged: its CRC-32 is" in said
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("to", ["dcp", "universal"])
 def test_what_shardctl_wrote_itself_has_right_crcs(kept, tmp_path, to):
     reshard(kept / "file", tmp_path / "out", Wish(to=to))
