@@ -318,6 +318,27 @@ def test_the_peak_is_that_of_transformers_models_within_five_percent(oracle, kin
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
+OTHER_NORMS = {
+    "cohere": {"use_qk_norm": True},
+    "glm4_moe": {"use_qk_norm": True, "first_k_dense_replace": 2},
+    "llama4_text": {"interleave_moe_layer_step": 3, "intermediate_size_mlp": 768},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi": {"qk_layernorm": True},
+    "stablelm": {"qk_layernorm": True},
+}
+"""Models whose norms are not as Llama's: of queries and keys, too, without weights, or written out in fp32."""
+
+
+@pytest.mark.parametrize("kind", OTHER_NORMS)
+def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
+    values, batch, sequence = SHAPES["narrow vocabulary"]
+    config = configured(kind, **OTHER_NORMS[kind], **values, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    measured = oracle.peak_of_causal_lm(config, batch, sequence)
+    assert estimate(config, Training(sequence, batch, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05)
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma2"])
 @pytest.mark.parametrize("sequence", [128, 1024])
 def test_scores_that_are_held_are_counted(oracle, kind, sequence):
