@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from model_oracle import CONFIGS, FIXTURES, fixture, on_meta
+from model_oracle import CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
 from shardctl.errors import UnsupportedError
 from shardctl.models import FAMILIES, Config, describe, families
 from shardctl.models.anatomy import anatomy
+from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 
 PUBLIC = sorted(path.stem for path in CONFIGS.with_name("configs_public").glob("*.json"))
@@ -193,6 +194,20 @@ def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch
         with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
             anatomy(fixture("llama"))
         assert describe(fixture("llama")).parameters
+
+
+def test_the_family_in_extending_md_is_whole(monkeypatch):
+    page = (CONFIGS.parents[1] / "docs" / "extending.md").read_text()
+    said: dict[str, object] = {}
+    exec(re.search(r"## A family of models.*?```python\n(.*?)```", page, re.DOTALL)[1], said)  # noqa: S102
+    family = next(value for value in said.values() if isinstance(value, Family))
+    monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (family,))
+    for architecture in family.classes:
+        config = {**fixture("llama"), "model_type": family.name, "architectures": [architecture]}
+        for changes in ({}, {"attention_bias": True, "mlp_bias": True}):
+            values = silent(config | changes, "hidden_act")
+            assert describe(values).state() == state(on_meta(values))
+            check_norms_and_activations(values)
 
 
 ELSEWHERE_SAID = {"meta_names.py": {"llama", "mistral"}, "windows.py": {"mamba"}}
