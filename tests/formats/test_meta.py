@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import pytest
 import torch
 from stored_bytes import scan
 
+from fixtures.meta import make as make_meta
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-sys.path.insert(0, str(FIXTURES))
-import make_meta  # noqa: E402
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ CASES = {
 WRITTEN_ALIKE = ("stacked", "qwen2_tied", "qwen3", "moe", "gpt2", "qwen2-moe", "deepseek-v3")
 """Cases in the keying that shardctl writes, for the mesh that wrote them."""
 MASTER = 1 + 2**-12
-"""What the optimizer's copy of a weight in bfloat16 is, times that weight (`optimizer_of` in make_torch_dist.py)."""
+"""What the optimizer's copy of a weight in bfloat16 is, times that weight (`optimizer_of` of its maker)."""
 
 
 def model(name: str) -> Path:
@@ -340,7 +340,7 @@ def test_what_all_ranks_have_alike_is_what_megatron_asks_for(written):
 
 
 def megatron_core() -> bool:
-    """Whether the owner is installed; a folder of fixtures on the path has its name, too."""
+    """Whether the owner is installed."""
     try:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:
@@ -350,9 +350,8 @@ def megatron_core() -> bool:
 @pytest.mark.skipif(not megatron_core(), reason="megatron-core is not installed")
 @pytest.mark.parametrize(("name", "mesh"), [("stacked", ("tp=2", "pp=2")), ("moe", ("tp=2", "ep=2"))])
 def test_megatron_core_loads_it_and_computes_the_same(name, mesh, written):
-    script = FIXTURES / "load_torch_dist.py"
-    given = [model(name), written(name) / "release", *mesh]
-    done = subprocess.run([sys.executable, script, *given], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "fixtures.torch_dist.check", model(name), written(name) / "release", *mesh]
+    done = subprocess.run(command, cwd=FIXTURES.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "differ by" in done.stdout
 

@@ -20,7 +20,7 @@ def losses(folder: Path, checkpoints: dict[str, str], timeout: float = 200) -> d
     ranks = []
     for rank in range(WORLD):
         with (folder / f"log-{rank}.txt").open("wb") as log:
-            told = {"RANK": str(rank), "PYTHONPATH": str(FIXTURES)}
+            told = {"RANK": str(rank), "PYTHONPATH": str(FIXTURES.parent)}
             command = [sys.executable, __file__, str(folder)]
             ranks.append(subprocess.Popen(command, env=os.environ | quiet | told, stdout=log, stderr=log))
     try:
@@ -37,11 +37,12 @@ def losses(folder: Path, checkpoints: dict[str, str], timeout: float = 200) -> d
 
 def _trained_on(path: str, under: str) -> list[float]:
     """Load into FSDP2 x TP on 2 x 2 ranks, and take two steps."""
-    import make_dcp
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
+
+    from fixtures.dcp import make as make_dcp
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     module = make_dcp.shard(make_dcp.tensor_parallel(make_dcp.model(), mesh["tp"]), mesh["fsdp"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -52,8 +51,7 @@ def bits(value: torch.Tensor) -> bytes:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
     """The model that all were made from, as transformers saves it."""
-    sys.path.insert(0, str(dcp_ranks.FIXTURES))
-    import make_dcp
+    from fixtures.dcp import make as make_dcp
 
     place = tmp_path_factory.mktemp("original") / "llama"
     make_dcp.model().save_pretrained(place)

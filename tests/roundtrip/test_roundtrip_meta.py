@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fixtures.meta import make as make_meta
 from shardctl.errors import ShardctlError, UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.verbs.digest import digest
@@ -20,8 +20,6 @@ from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-sys.path.insert(0, str(FIXTURES))
-import make_meta  # noqa: E402
 
 NAMES = tuple(make_meta.PARAMS)
 

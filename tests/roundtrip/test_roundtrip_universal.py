@@ -1,6 +1,6 @@
 """Universal Checkpoints: what DeepSpeed's own converter makes of a checkpoint, and back again bit for bit.
 
-That DeepSpeed goes on from them with the losses of its own resume is shown by `fixtures/resume_deepspeed.py`.
+That DeepSpeed goes on from them with the losses of its own resume is shown by `fixtures/deepspeed/check.py`.
 """
 
 from __future__ import annotations
