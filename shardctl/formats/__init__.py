@@ -22,6 +22,7 @@ from shardctl.formats import (
 from shardctl.formats.archive_crcs import ArchiveCrcs
 from shardctl.formats.format import Format, Weights, given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
+from shardctl.storage.byte_names import is_unicode
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -82,12 +83,21 @@ def scan(
     chosen = _named(override) if override is not None else detect(source)
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
-        return (indexed or chosen.scan)(source)
+        return _checked((indexed or chosen.scan)(source))
     if chosen.scan_copy is None:
         raise UsageError(
             f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
         )
-    return chosen.scan_copy(source, weights)
+    return _checked(chosen.scan_copy(source, weights))
+
+
+def _checked(found: Manifest) -> Manifest:
+    """The manifest, if its names are text that can be written: pickles and trees may hold halves of characters."""
+    names = [*found.tensors, *(found.training.states if found.training is not None else ())]
+    if not is_unicode("".join(names)):
+        odd = next(name for name in names if not is_unicode(name))
+        raise SourceError(f"the tensor {odd!a:.200} has a name that is not Unicode text")
+    return found
 
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:

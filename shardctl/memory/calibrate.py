@@ -153,8 +153,12 @@ def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurem
 _HINT: Final = 'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
 
 
+_LARGEST: Final = 2**63 - 1
+"""No number of bytes, tokens or steps is beyond."""
+
+
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
 def _check(key: str, value: object, where: str) -> None:
@@ -242,8 +246,9 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     ac, bc = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
     determinant = aa * bb - ab * ab
-    x, y = (ac * bb - bc * ab) / determinant, (aa * bc - ab * ac) / determinant
-    if x >= 0 and y >= 0:
-        return x, y
+    if determinant > 0:  # else one peak is so far from the others that rounding leaves nothing of them
+        x, y = (ac * bb - bc * ab) / determinant, (aa * bc - ab * ac) / determinant
+        if x >= 0 and y >= 0:
+            return x, y
     edges = ((max(0.0, ac / aa), 0.0), (0.0, max(0.0, bc / bb)))
     return min(edges, key=lambda at: sum((a * at[0] + b * at[1] - c) ** 2 for a, b, c in rows))

@@ -79,6 +79,16 @@ class Config:
             raise SourceError(f"config.json has {key} = {whole}, which {by} = {parts} does not divide")
         return whole // parts
 
+    def shared_by(self, heads: int, key: str, default: int) -> int:
+        """How many key/value heads the query heads share, each the same number of them.
+
+        Raises SourceError for a number that does not divide them: no implementation of attention has such a model.
+        """
+        groups = self.size(key, default)
+        if heads % groups:
+            raise SourceError(f"config.json has {key} = {groups}, which does not divide its {heads} attention heads")
+        return groups
+
     def switch(self, key: str, *, default: bool) -> bool:
         """A boolean; raises SourceError if it is anything else."""
         value = self.values.get(key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import SourceError
 from shardctl.models.family import Dim, Facts, Index, ModelClass, Row
 
 if TYPE_CHECKING:
@@ -139,8 +140,10 @@ def decoder_facts(
     """
     heads = config.size("num_attention_heads")
     head = config.size("head_dim", head_dim or config.size("hidden_size") // heads)
+    if not head:
+        raise SourceError(f"config.json has {heads} attention heads and a hidden_size of {config.size('hidden_size')}")
     silent = "num_key_value_heads" not in config.values
-    groups = config.size("num_key_value_heads", kv_heads if silent and kv_heads else heads)
+    groups = config.shared_by(heads, "num_key_value_heads", kv_heads if silent and kv_heads else heads)
     return Facts(
         dims={
             "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),

@@ -297,8 +297,9 @@ def _only_tensors(record: Record) -> dict[str, str]:
 
 def _config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
     if override is not None:
-        path = override / CONFIG if override.is_dir() else override
+        path = override
         try:
+            path = override / CONFIG if override.is_dir() else override
             return _parse(read_file(path, CONFIG_TEXT), str(path))
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error

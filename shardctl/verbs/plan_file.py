@@ -117,8 +117,9 @@ def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
     folder = None if given_file(source) is not None else source.folder
     if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
         raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
-    if path.is_dir() or (path.exists() and not _is_plan(path)):
-        raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
+    with told(path, "looking at"):
+        if path.is_dir() or (path.exists() and not _is_plan(path)):
+            raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
     stages = ",".join(map(str, work.stages)) if work.stages and work.mesh.degree("pp") > 1 else None
     mesh = work.mesh if work.mesh.world > 1 else None
     wish = replace(work.wish, to=work.layout, mesh=mesh, stages=stages)

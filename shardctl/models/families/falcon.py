@@ -49,7 +49,7 @@ def _facts(config: Config) -> Facts:
     qkv: Dim | tuple[Dim, ...]
     if grouped:
         # The queries of a group lie with its key and value, so that ranks hold whole groups.
-        groups = config.size("num_kv_heads", queries)
+        groups = config.shared_by(queries, "num_kv_heads", queries)
         share = hidden // groups
         q = Dim(hidden, share, "tp", noun="key/value groups")
         qkv = Dim(groups * (share + 2 * head), share + 2 * head, "tp", noun="key/value groups")

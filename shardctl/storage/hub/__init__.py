@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.storage.hub.source import HubSource
+
+_SECONDS: Final = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+"""What huggingface_hub takes for whole numbers as it is imported, and fails if they are none (`constants.py`)."""
+_LONGEST: Final = 86_400
+"""Seconds in a day; a wait of more than about 292 years is an error in the system's own calls."""
+
+
+def check_settings(environment: Mapping[str, str]) -> None:
+    """Raise UsageError for a value of the environment that huggingface_hub cannot be imported or used with."""
+    for name in _SECONDS:
+        text = environment.get(name, "").strip()
+        try:
+            usable = not text or 0 <= int(text) <= _LONGEST  # of 0 the library makes its default
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UsageError(
+                f"{name} is {text[:80]!r}, which is not a number of seconds",
+                hint=f"unset it, or give a whole number from 1 to {_LONGEST}",
+            )
 
 
 def open_hub(text: str) -> HubSource:
     """The model that ``owner/name[@revision]`` or ``hf://owner/name[@revision][/folder]`` names.
 
-    Raises UsageError for an address that is none, UnsupportedError without huggingface_hub, and as `HubSource`.
+    Raises UsageError for an address that is none and for a setting of the library that cannot be, UnsupportedError
+    without huggingface_hub, and as `HubSource`.
     """
+    check_settings(os.environ)
     from shardctl.storage.hub.address import Address
     from shardctl.storage.hub.source import HubSource
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.storage import HIDDEN
+from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.refusals import offline, refusal, unreachable
 from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
@@ -33,7 +34,14 @@ _FIRST_TRIES: Final = 3
 """Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
 _SILENCE: Final = 60.0
 """Seconds without an entry after which a listing is asked for again."""
+_LARGEST: Final = 2**63 - 1
+"""Bytes; file systems, and the Hub's own, have no larger files."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+
+
+_NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What the library raises when it takes an answer apart that is no JSON, as of a page that asks to log in to a network,
+or JSON of another shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
 
     def resolve() -> str:
         found = api.repo_info(name, revision=address.revision, timeout=timeout)
-        if not found.sha:
+        if not isinstance(found.sha, str) or _COMMIT.fullmatch(found.sha) is None:
             raise SourceError(f"the Hub does not say at which commit {address.revision} of {name} is")
         return found.sha
 
@@ -153,7 +161,7 @@ def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answ
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
         except TimeoutError:
             patience.wait(TroubleError(f"it said nothing for {_SILENCE:g} s"))
-        except ValueError as error:  # a page that asks to log in to a network, for one
+        except _NOT_AN_ANSWER as error:
             patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
 
 
@@ -163,9 +171,13 @@ def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
     Raises HostileError for a name that git does not allow either, such as one that leads out of the directory.
     """
     for path, file in files.items():
+        if not all(isinstance(text, str) for text in (path, file.blob, file.sha256)):
+            raise SourceError(f"the Hub lists a file {path!r:.200} that is not named by text")
         if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
-        if not isinstance(file.size, int) or file.size < 0:
+        if not is_unicode(path):
+            raise SourceError(f"the Hub lists a file {path!a:.200}, whose name is not Unicode text")
+        if not isinstance(file.size, int) or not 0 <= file.size <= _LARGEST:
             raise SourceError(f"the Hub lists {path!r} with a size of {file.size!r}")
     return {path: files[path] for path in sorted(files) if HIDDEN.isdisjoint(path.split("/")[:-1])}
 

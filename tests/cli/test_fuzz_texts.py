@@ -1,0 +1,62 @@
+"""Mutants of every text that is read come to an exit code with a meaning; at length: docs/benchmarks/fuzz_texts.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hub"))
+
+from fuzzed_texts import ALLOWED, FuzzCase, TextFuzzer
+
+SEED, CASES = 2026, 20
+"""Of every kind; a case takes about 30 ms."""
+
+
+@pytest.fixture(scope="module")
+def fuzzer(tmp_path_factory):
+    made = TextFuzzer(tmp_path_factory.mktemp("texts"))
+    yield made
+    made.close()
+
+
+KINDS = (
+    *("config", "stored config", "index", "record", "plan", "rules", "listing", "environment"),
+    *("params.json", "trtllm config", "calibration", "arguments"),
+)
+
+
+def test_every_kind_of_text_has_its_cases(fuzzer):
+    assert tuple(fuzzer.kinds) == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_ends_in_a_bug(fuzzer, kind):
+    for number in range(KINDS.index(kind), CASES * len(KINDS), len(KINDS)):
+        case = fuzzer.case(SEED, number)
+        found = fuzzer.outcome(case)
+        assert not found.wrong, (number, case, found)
+
+
+def test_a_bug_would_be_seen(fuzzer, monkeypatch):
+    def failing(*_args, **_kwargs):
+        raise KeyError("x")
+
+    monkeypatch.setattr("shardctl.verbs.inspect._describe", failing)
+    found = fuzzer.outcome(FuzzCase("config", ("inspect", str(fuzzer.source)), b"", {}))
+    assert found.code not in ALLOWED
+    assert found.wrong == "exit code 1"
+
+
+def test_texts_that_are_not_changed_are_read(fuzzer):
+    for args in (
+        ("plan", str(fuzzer.source / "config.json")),
+        ("verify", str(fuzzer.place / "cut")),
+        ("inspect", str(fuzzer.place / "sharded")),
+        ("inspect", str(fuzzer.place / "meta")),
+        ("inspect", str(fuzzer.place / "trtllm")),
+        ("inspect", "me/model"),
+        ("reshard", "--plan", str(fuzzer.place / "plan.json"), str(fuzzer.place / "out"), "--dry-run"),
+        ("plan", str(fuzzer.source), "--tp", "2", "--rules", str(fuzzer.place / "rules.toml")),
+    ):
+        assert fuzzer.outcome(FuzzCase("config", args, b"", {})).code == 0, args

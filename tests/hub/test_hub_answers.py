@@ -1,0 +1,68 @@
+"""Settings and answers with which no model can be read: each is told as what it is, never as a bug."""
+
+import pytest
+
+from shardctl.errors import SourceError, TransientError, UsageError
+from shardctl.storage.hub import open_hub
+from shardctl.storage.hub.address import Address
+from shardctl.storage.hub.listing import take_listing
+from shardctl.workers import Stop
+
+ENTRY = {"type": "file", "path": "config.json", "size": 2, "oid": "0" * 40}
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"])
+@pytest.mark.parametrize("value", ["abc", "1.5", "-1", "1e3", "9" * 30, "nan", "10s"])
+def test_a_timeout_that_the_library_cannot_be_imported_with(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name} is '{value}', which is not a number of seconds"):
+        open_hub("me/model")
+
+
+@pytest.mark.parametrize("value", ["", " ", "0", "30", " 30 "])
+def test_a_timeout_that_it_can(monkeypatch, hub, value):
+    hub.add("me/model", {"config.json": b"{}"})
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", value)
+    open_hub("me/model").close()
+
+
+def listing(hub, *entries):
+    hub.add("me/model", {"config.json": b"{}"})
+    hub.fail("tree", *[lambda handler, *_: handler.json(list(entries))] * 3)
+    return take_listing(Address("me/model"), Stop())
+
+
+@pytest.mark.parametrize("size", [2**63, 2**64, 10**30, -1, 0.5, "2", None])
+def test_a_size_that_no_file_has(hub, size):
+    with pytest.raises(SourceError, match=r"lists 'config\.json' with a size of"):
+        listing(hub, ENTRY | {"size": size})
+
+
+def test_the_largest_size_there_is(hub):
+    assert listing(hub, ENTRY | {"size": 2**63 - 1}).files["config.json"].size == 2**63 - 1
+
+
+@pytest.mark.parametrize("path", ["a\ud800b", "\udcff"])
+def test_a_name_that_is_not_unicode(hub, path):
+    with pytest.raises(SourceError, match="not Unicode text"):
+        listing(hub, ENTRY | {"path": path})
+
+
+@pytest.mark.parametrize(
+    "change", [{"path": 3}, {"oid": 3}, {"oid": None}, {"lfs": {"oid": 3, "size": 2, "pointerSize": 1}}]
+)
+def test_what_is_not_text_where_text_is_expected(hub, change):
+    with pytest.raises(SourceError, match="not named by text"):
+        listing(hub, ENTRY | change)
+
+
+@pytest.mark.parametrize("missing", ["type", "path", "size", "oid"])
+def test_an_entry_without_what_every_entry_has(hub, missing):
+    with pytest.raises(TransientError, match="not what the Hub would say"):
+        listing(hub, {key: value for key, value in ENTRY.items() if key != missing})
+
+
+@pytest.mark.parametrize("entry", [3, None, "x", [], [[]]])
+def test_an_entry_that_is_none(hub, entry):
+    with pytest.raises(TransientError, match="not what the Hub would say"):
+        listing(hub, entry)
