@@ -611,7 +611,7 @@ _GPTQ = '{"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": false
 _RULES = """
 [rules]
 "model.embed_tokens.weight" = ["tp", "fsdp"]
-"model.layers.*.self_attn.**" = [["tp", "fsdp"], ""]
+"model.layers.*.self_attn.*.weight" = [["tp", "fsdp"], ""]
 "model.layers.*.mlp.down_proj.weight" = ["", "tp"]
 "**" = []
 
@@ -621,7 +621,7 @@ last = ["lm_head.weight", "model.norm.weight"]
 """
 _RULE_TREES: tuple[dict[str, Any], ...] = (
     {
-        "rules": {"model.embed_tokens.weight": ["tp", "fsdp"], "model.layers.*.**": [["tp", "fsdp"], ""], "**": []},
+        "rules": {"model.embed_tokens.weight": ["tp", "fsdp"], "model.layers.*.mlp.*.weight": [["tp", "fsdp"], ""], "**": []},
         "layers": {"pattern": "model.layers.*", "last": ["lm_head.weight"]},
     },
     {
