@@ -98,9 +98,15 @@ def parse_json(
     """
     check_json(data, where, limits, error)
     try:
-        return json.loads(data)
+        value = json.loads(data)
+        if b"\\u" in data or not data.isascii():
+            json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be written again
+    except UnicodeEncodeError as cause:
+        odd = cause.object[max(cause.start - 20, 0) : cause.end]
+        raise error(f"{where} holds half of a surrogate pair, which is not Unicode text: {odd!a}", hint=hint) from cause
     except (ValueError, RecursionError) as cause:
         raise error(f"{where} is not JSON: {cause}", hint=hint) from cause
+    return value
 
 
 def check_json(data: bytes, where: str, limits: TextLimits, error: type[ShardctlError] = SourceError) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from shardctl.errors import Interrupted
+from shardctl.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +53,19 @@ class Nobody:
         """Ignore."""
 
 
+_MOST_THREADS: Final = 1024
+"""Beyond, they wait for one another: 64 are enough for any network, and a machine has a few hundred cores at most."""
+
+
+def check_threads(count: int) -> None:
+    """Raise UsageError for a number of threads that no machine has a use for."""
+    if not 0 < count <= _MOST_THREADS:
+        raise UsageError(
+            f"{count:,} threads are asked for" if count < 1 << 63 else "more threads are asked for than there could be",
+            hint=f"use 1 to {_MOST_THREADS:,}, or leave it to shardctl",
+        )
+
+
 def usual_threads(*, far: bool = False) -> int:
     """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone.
 
@@ -70,6 +83,9 @@ class Effort:
     stop: Stop = field(default_factory=Stop)
     block: int = 8 << 20
     """Bytes that each thread holds at once, a few times over."""
+
+    def __post_init__(self) -> None:
+        check_threads(self.threads)
 
 
 def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: Stop) -> None:

@@ -137,3 +137,23 @@ def test_what_is_refused_took_little_memory(tmp_path):
     code, kilobytes = map(int, done.stdout.split()[-2:])
     assert code == 4
     assert kilobytes < 300 << 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        rb'{"a": "\ud800"}',
+        rb'{"\udfff": 1}',
+        b'["\xed\xa0\x80"]',
+        rb'["\udc00\ud800"]',
+        '["\ud800"]'.encode("utf-16", "surrogatepass"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_not_text(text):
+    with pytest.raises(SourceError, match="half of a surrogate pair"):
+        parse_json(text, "x.json", SMALL)
+
+
+@pytest.mark.parametrize("text", [rb'["\ud83d\ude00"]', '["😀"]'.encode(), '["😀 \\u00e9"]'.encode("utf-16")])
+def test_whole_characters_are(text):
+    assert parse_json(text, "x.json", SMALL)[0].startswith("😀")

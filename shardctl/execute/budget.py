@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import MemoryBudgetError
+from shardctl.workers import check_threads
 
 if TYPE_CHECKING:
     from shardctl.copyplan import CopyPlan
@@ -68,11 +69,13 @@ class Budget:
 def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budget:
     """Divide `limit` bytes; blocks shrink before threads are given up. `beside` are those that the source holds.
 
-    Raises MemoryBudgetError if not even one thread with the smallest block fits.
+    Raises UsageError for more threads than any machine uses, MemoryBudgetError if not even one thread with the smallest
+    block fits.
     """
     chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
     reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
     buffers = 2 + max((_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
+    check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
         if block >= (MIB if count > 1 else SMALLEST_BLOCK):

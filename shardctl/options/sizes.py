@@ -20,6 +20,7 @@ _UNITS: Final = {
     "GiB": 1 << 30,
     "TiB": 1 << 40,
 }
+_LARGEST: Final = 2**63 - 1
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -45,4 +46,6 @@ def parse_size(text: str) -> int:
     size = int(Decimal(number) * _UNITS[unit])
     if size < 1:
         raise UsageError(f"size {text!r} is less than a byte", hint="write a number and a unit, such as 5GB or 1GiB")
+    if size > _LARGEST:
+        raise UsageError(f"size {text[:40]!r} is more than any file or memory has", hint="8 EiB are the most")
     return size

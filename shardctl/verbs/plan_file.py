@@ -326,8 +326,8 @@ class _Reader:
         return path
 
     def count(self, value: object, key: str) -> int:
-        """A whole number that is not negative."""
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        """A whole number that is not negative and can be that of bytes."""
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
             raise self.wrong(key, "a whole number")
         return value
 

@@ -621,7 +621,11 @@ last = ["lm_head.weight", "model.norm.weight"]
 """
 _RULE_TREES: tuple[dict[str, Any], ...] = (
     {
-        "rules": {"model.embed_tokens.weight": ["tp", "fsdp"], "model.layers.*.mlp.*.weight": [["tp", "fsdp"], ""], "**": []},
+        "rules": {
+            "model.embed_tokens.weight": ["tp", "fsdp"],
+            "model.layers.*.mlp.*.weight": [["tp", "fsdp"], ""],
+            "**": [],
+        },
         "layers": {"pattern": "model.layers.*", "last": ["lm_head.weight"]},
     },
     {

@@ -2,6 +2,7 @@ import json
 import signal
 
 import pytest
+import torch
 
 import shardctl.verbs.digest
 import shardctl.verbs.inspect
@@ -201,3 +202,37 @@ def test_sigterm_before_the_work_begins_unwinds_too(monkeypatch, say):
     assert say("inspect", "x") == (143, "", "error: terminated\nhint:  run the same command again\n")
     assert tidied
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("threads", [1025, 2**64, 10**400])
+@pytest.mark.parametrize("verb", ["plan", "reshard", "verify", "digest", "diff"])
+def test_more_threads_than_any_machine_uses_are_refused_at_once(say, source, tmp_path, verb, threads):
+    more = {"reshard": [tmp_path / "out"], "diff": [source]}.get(verb, [])
+    found = say(verb, source, *more, "--threads", threads)
+    assert found.code == 2
+    assert "use 1 to 1,024" in found.err
+
+
+@pytest.mark.parametrize("size", ["9" * 400 + "GB", "16000000TiB"])
+@pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
+def test_a_size_beyond_any_machine_is_refused(say, source, tmp_path, option, size):
+    found = say("reshard", source, tmp_path / "out", option, size)
+    assert found.code == 2
+    assert "more than any file or memory has" in found.err
+
+
+@pytest.mark.parametrize("option", ["--config", "--rules"])
+def test_a_file_with_a_name_that_is_too_long_cannot_be_read(say, source, option):
+    assert say("plan", source, option, "x" * 5000).code in {2, 4}
+
+
+def test_a_plan_cannot_be_written_under_a_name_that_is_too_long(say, source):
+    assert say("plan", source, "--out", "x" * 5000).code == 6
+    assert say("plan", source, "--report", "x" * 5000 + ".html").code == 6
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_tensor_whose_name_is_not_text_is_the_sources_fault(say, tmp_path, protocol):
+    torch.save({"a\ud800": torch.zeros(2)}, tmp_path / "model.bin", pickle_protocol=protocol)
+    for verb in ("inspect", "plan", "verify", "digest"):
+        assert say(verb, tmp_path / "model.bin").code == 4
