@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import UsageError
 from shardctl.execute.crew import Crew
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
@@ -25,6 +24,8 @@ from shardctl.version import __version__
 from shardctl.workers import Effort, Stop, heed
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from shardctl.shares import Share
     from shardctl.verbs.drafting import Draft, Wish
     from shardctl.verbs.moving import Versions
@@ -39,7 +40,8 @@ PATIENCE: Final = 60
 class Contributed:
     """What one worker did."""
 
-    destination: Path
+    destination: Path | str
+    """A directory, or the address of a place in a bucket."""
     worker: Worker
     part: Part
     done_before: bool
@@ -69,14 +71,12 @@ def contribute(
 ) -> Contributed:
     """Write the files of one worker of a conversion into the staging area of `destination`, which all workers see.
 
+    Into a bucket they go under their own names, but what makes a checkpoint of them.
+
     All workers are given the same arguments but for `worker`, memory and threads. Each output file has one writer. On
     return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
     what starts workers anew after it has seen them die.
     """
-    if is_bucket(destination):
-        raise UsageError(
-            "--worker writes to a directory that all workers see", hint="give one as DST, and copy it then"
-        )
     with worked_out(path, destination, wish, reading, plan) as work:
         identity, versions = work.identity(), versions_of(work)
         header = {
@@ -88,6 +88,14 @@ def contribute(
             "overwrite": overwrite,
             "version": __version__,
         }
+        if is_bucket(destination):
+            from shardctl.verbs.crew_in_bucket import send_share
+
+            progress = progress or Silent()
+            part, before, done = send_share(
+                work, destination, worker, header, versions, resume=resume, progress=progress
+            )
+            return _contributed(work, destination, worker, part, done, before=before)
         tree = result_name(identity, header["source"], header["sample"], sha256)
         with Staging(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
             crew = Crew(staging)
@@ -99,6 +107,24 @@ def contribute(
             return desk.run(versions, resume=resume, progress=progress or Silent())
         finally:
             lock.release()
+
+
+def _contributed(
+    work: Draft, destination: Path | str, worker: Worker, part: Part, done: Collection[Worker], *, before: bool
+) -> Contributed:
+    """What a worker did, `done` being those who say that they have finished."""
+    workers = (Worker(number, worker.count) for number in range(worker.count))
+    overflow = tuple(overflow_warnings(framed(work, ""), [part])) if part.overflowed else ()
+    return Contributed(
+        destination=destination,
+        worker=worker,
+        part=part,
+        done_before=before,
+        missing=tuple(each for each in workers if each not in done),
+        warnings=(*work.have.warnings, *overflow),
+        proofs=work.checkpoint.source.proofs(),
+        notes=work.checkpoint.source.notes(),
+    )
 
 
 def _anywhere(version: str) -> str:
@@ -120,17 +146,9 @@ class _Desk:
     def run(self, versions: Versions, *, resume: bool, progress: Progress) -> Contributed:
         found = self.crew.part(self.worker, self.header) if resume else None
         part = found[0] if found else self._made(versions, resume=resume, progress=progress)
-        all_workers = (Worker(number, self.worker.count) for number in range(self.worker.count))
-        return Contributed(
-            destination=self.staging.destination,
-            worker=self.worker,
-            part=part,
-            done_before=found is not None,
-            missing=tuple(w for w in all_workers if not self.crew.part_exists(w)),
-            warnings=(*self.work.have.warnings, *self._overflow(part)),
-            proofs=self.work.checkpoint.source.proofs(),
-            notes=self.work.checkpoint.source.notes(),
-        )
+        workers = (Worker(number, self.worker.count) for number in range(self.worker.count))
+        done = {worker for worker in workers if self.crew.part_exists(worker)}
+        return _contributed(self.work, self.staging.destination, self.worker, part, done, before=found is not None)
 
     def _made(self, versions: Versions, *, resume: bool, progress: Progress) -> Part:
         work, mine = self.work, self._share()
@@ -160,9 +178,6 @@ class _Desk:
             heed(stop)
             self.crew.note_part(self.worker, dump(part, self.header, frame))
         return part
-
-    def _overflow(self, part: Part) -> tuple[str, ...]:
-        return tuple(overflow_warnings(framed(self.work, ""), [part])) if part.overflowed else ()
 
     def _share(self) -> Share:
         return share(self.work.plan, divide(self.work.plan, self.worker.count), self.worker.number)

@@ -13,6 +13,7 @@ from shardctl.execute.part import require_one_source
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
 from shardctl.record import RECORD, Record, load
+from shardctl.storage.cloud import is_bucket
 from shardctl.storage.places import check_destination
 from shardctl.verbs.contribute import PATIENCE
 from shardctl.verbs.frame import from_json, overflow_warnings
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class Finished:
     """What `finish` made, or found made."""
 
-    destination: Path
+    destination: Path | str
+    """A directory, or the address of a place in a bucket."""
     record: Record
     workers: int
     """How many wrote it; 0 if it had been finished before."""
@@ -50,6 +52,8 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
         DestinationError: a worker is still at work, or the destination cannot be taken.
     """
     check_destination(destination)
+    if is_bucket(destination):
+        return _in_bucket(destination)
     destination = Path(destination)
     looked = Staging(destination, overwrite=True)  # whether it may be replaced is for the workers' plan to say
     if not looked.root.exists():
@@ -62,6 +66,22 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
         if header is None:
             return _finished_before(destination)
         return _published(staging, header)
+
+
+def _in_bucket(destination: str) -> Finished:
+    from shardctl.verbs.crew_in_bucket import publish_shares
+
+    record, frame, parts, warnings = publish_shares(destination)
+    if frame is None:
+        return Finished(destination, record, 0, (), warnings)
+    return Finished(
+        destination=destination,
+        record=record,
+        workers=len(parts),
+        parts=tuple(parts),
+        warnings=(*frame.warnings, *overflow_warnings(frame, parts), *warnings),
+        notes=frame.notes,
+    )
 
 
 def _finished_before(destination: Path, warnings: tuple[str, ...] = ()) -> Finished:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import DestinationError, UsageError
+from shardctl.errors import DestinationError
 from shardctl.execute.budget import budget
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.uploads import Uploads, require_free
-from shardctl.record import SUMS, dump, load
-from shardctl.shares import Share, gathered, share
+from shardctl.record import RECORD, SUMS, dump, load
+from shardctl.shares import Share, divide, gathered, share
 from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.cloud.bucket import Bucket, sending_bytes
 from shardctl.storage.room import free_space
@@ -24,13 +25,15 @@ from shardctl.version import __version__
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from shardctl.execute.part import Part
     from shardctl.execute.progress import Progress
+    from shardctl.execute.worker import Worker
     from shardctl.manifest import Opaque
     from shardctl.record import Record
     from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.frame import Frame
     from shardctl.verbs.moving import Versions
 
 _SHARE: Final = 2
@@ -43,34 +46,60 @@ def into_bucket(
     """Write the result of a conversion below `destination`; returns its record, what was done, and warnings.
 
     Each file is filled in the directory for temporary files, sent, and removed there. On return all objects are
-    complete. On an error there is no `shardctl.json`, and no object that is not complete. What was done is None if an
-    earlier run had done all of it.
+    complete. On an error there is no new `shardctl.json`, and no object that is not complete. What was done is None if
+    an earlier run had done all of it.
     """
-    _require_object_names(work)
-    bucket, stop = _bucket(destination, overwrite=overwrite), Stop(kept=True)
+    require_object_names(work)
+    bucket, stop = Bucket(destination, writing=True), Stop(kept=True)
     identity, versions = work.identity(), versions_of(work)
     header = {"plan": identity, "source": versions, "sha256": sha256, "version": __version__}
     frame = framed(work, identity)
-    with tempfile.TemporaryDirectory(prefix="shardctl-") as scratch, stopping(stop):
+    with scratch_directory() as scratch, stopping(stop):
         bucket.stop = stop
-        free = free_space(Path(scratch))
-        groups = _groups(work, free)
-        _require_room(work, groups, free, Path(scratch))
-        uploads = Uploads(bucket, header, [*frame.record.files, *([SUMS] if sha256 else [])], resume=resume)
+        groups = ShareGroups.of(work, scratch, None)
+        uploads = Uploads.begin(bucket, header, result_files(frame, sha256=sha256), resume=resume, overwrite=overwrite)
         if uploads.published is not None:
             uploads.forget()
             return load(uploads.published), None, ()
-        sender = _Sender(work, versions, Path(scratch), uploads, progress, stop, sha256)
-        parts = [sender.group(number, share(work.plan, groups, number)) for number in range(len(groups) - 1)]
-        parts.append(sender.last(len(groups) - 1, share(work.plan, groups, len(groups) - 1)))
-        record = completed(frame, parts)
-        if sha256:
-            content = sums_file(parts)
-            record = with_sums(record, content)
-            bucket.write(SUMS, content)
-        heed(stop)
-        uploads.publish(dump(record), record.files)
-    return record, parts, tuple(overflow_warnings(frame, parts))
+        sender = ShareSender(work, versions, scratch, uploads, progress, stop, sha256)
+        parts = sender.send(groups, work.carried)
+        record = concluded(frame, parts, uploads, stop, sha256=sha256)
+    return record, parts, (*overflow_warnings(frame, parts), *replacement_warnings(bucket, uploads))
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory of its own for the files that are filled before they are sent."""
+    with tempfile.TemporaryDirectory(prefix="shardctl-") as scratch:
+        yield Path(scratch)
+
+
+def result_files(frame: Frame, *, sha256: bool) -> list[str]:
+    """The names of what a conversion writes, but the record."""
+    return [*frame.record.files, *([SUMS] if sha256 else [])]
+
+
+def concluded(frame: Frame, parts: Sequence[Part], uploads: Uploads, stop: Stop, *, sha256: bool) -> Record:
+    """Make one result of parts whose objects are all there: its record, which is written last."""
+    record = completed(frame, parts)
+    if sha256:
+        content = sums_file(parts)
+        record = with_sums(record, content)
+        uploads.write(SUMS, content)
+    heed(stop)
+    uploads.publish(dump(record), record.files)
+    return record
+
+
+def replacement_warnings(bucket: Bucket, uploads: Uploads) -> tuple[str, ...]:
+    """What somebody must know who read the place while its checkpoint was replaced."""
+    if not uploads.replacing:
+        return ()
+    warning = (
+        f"{bucket.name} was replaced object by object, because a bucket has no other way: who read it in the seconds "
+        f"or minutes before {RECORD} was written anew may have seen a part of a checkpoint"
+    )
+    return (warning,)
 
 
 def with_sending(work: Draft) -> Draft:
@@ -82,15 +111,14 @@ def with_sending(work: Draft) -> Draft:
 
 def check_bucket(work: Draft, destination: str, *, overwrite: bool) -> Path:
     """Raise what `into_bucket` would raise before its first byte; returns where files would be filled."""
-    _require_object_names(work)
-    require_free(_bucket(destination, overwrite=overwrite))
+    require_object_names(work)
+    require_free(Bucket(destination, writing=True), overwrite=overwrite)
     scratch = Path(tempfile.gettempdir())
-    free = free_space(scratch)
-    _require_room(work, _groups(work, free), free, scratch)
+    ShareGroups.of(work, scratch, None)
     return scratch
 
 
-def _require_object_names(work: Draft) -> None:
+def require_object_names(work: Draft) -> None:
     """Raise DestinationError for a side file that no object can be called as: names of objects are UTF-8."""
     odd = [side.name for side in work.carried if not is_unicode(side.name)]
     if odd:
@@ -100,21 +128,32 @@ def _require_object_names(work: Draft) -> None:
         )
 
 
-def _bucket(destination: str, *, overwrite: bool) -> Bucket:
-    if overwrite:
-        raise UsageError(
-            "--overwrite is for directories: objects cannot be exchanged in one step",
-            hint="write to another prefix, or remove what is there first",
-        )
-    return Bucket(destination, writing=True)
+@dataclass(frozen=True, slots=True)
+class ShareGroups:
+    """Files that one worker, or the only one, fills together and then sends."""
 
+    files: tuple[tuple[str, ...], ...]
+    """Every file of the result in one group; of several workers, what is not this one's is a group too."""
+    mine: range
+    """The groups to send, in this order; the last has the files without tensors."""
 
-def _groups(work: Draft, free: int | None) -> tuple[tuple[str, ...], ...]:
-    """Files that are filled together, because they share tensors; the last group has those without any."""
-    most = free // _SHARE if free is not None else 1 << 62
-    holding = {path for copy in work.plan.copies for path in copy.target.files}
-    rest = tuple(path for path in work.plan.want.files if path not in holding)
-    return (*gathered(work.plan, most), rest)
+    @classmethod
+    def of(cls, work: Draft, scratch: Path, worker: Worker | None) -> ShareGroups:
+        """Groups as large as `scratch` has room for; raises DestinationError if it has none for the largest."""
+        free = free_space(scratch)
+        most = free // _SHARE if free is not None else 1 << 62
+        theirs: list[str] = []
+        plan = work.plan
+        if worker is not None:
+            divided = divide(plan, worker.count)
+            theirs = [path for number, paths in enumerate(divided) if number != worker.number for path in paths]
+            plan = share(plan, divided, worker.number).plan
+        holding = {path for copy in plan.copies for path in copy.target.files}
+        groups = [*gathered(plan, most), tuple(path for path in plan.want.files if path not in holding)]
+        _require_room(work, groups, free, scratch)
+        if worker is not None and worker.number:  # what is nobody's counts for the first group, and once
+            return cls((tuple(theirs), *groups), range(1, len(groups) + 1))
+        return cls((*groups, tuple(theirs)), range(len(groups)))
 
 
 def _require_room(work: Draft, groups: Sequence[Sequence[str]], free: int | None, scratch: Path) -> None:
@@ -126,7 +165,7 @@ def _require_room(work: Draft, groups: Sequence[Sequence[str]], free: int | None
         )
 
 
-class _Sender:
+class ShareSender:
     """Fills groups of files and sends them."""
 
     def __init__(
@@ -140,9 +179,17 @@ class _Sender:
         sha256: bool,  # noqa: FBT001 - all are named by the one caller
     ) -> None:
         self._work, self._versions, self._scratch, self._uploads = work, versions, scratch, uploads
-        self._progress, self._stop, self._sha256 = _Whole(progress, work), stop, sha256
+        self._progress, self._stop, self._sha256 = _Whole(progress), stop, sha256
 
-    def group(self, number: int, mine: Share) -> Part:
+    def send(self, groups: ShareGroups, sides: Sequence[Opaque]) -> list[Part]:
+        """Files with tensors, then what makes a checkpoint of them: index, side files, `config.json` at the end."""
+        sizes = [self._work.plan.want.files[path].size for number in groups.mine for path in groups.files[number]]
+        self._progress.open(sum(sizes), len(sizes))
+        *holding, last = ((number, share(self._work.plan, groups.files, number)) for number in groups.mine)
+        parts = [self._group(*each) for each in holding]
+        return [*parts, self._sent(*last, sorted(sides, key=lambda side: side.name == CONFIG))]
+
+    def _group(self, number: int, mine: Share) -> Part:
         """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then."""
         found = self._uploads.group(number)
         if found is not None and found.files.keys() == mine.plan.want.files.keys():
@@ -151,10 +198,6 @@ class _Sender:
                 self._progress.file_done(path)
             return replace(found, written_bytes=0, kept_bytes=found.written_bytes + found.kept_bytes)
         return self._sent(number, mine, ())
-
-    def last(self, number: int, mine: Share) -> Part:
-        """What makes a checkpoint of the others: index and side files, `config.json` after all of them."""
-        return self._sent(number, mine, sorted(self._work.carried, key=lambda side: side.name == CONFIG))
 
     def _sent(self, number: int, mine: Share, sides: Sequence[Opaque]) -> Part:
         heed(self._stop)
@@ -180,9 +223,12 @@ class _Sender:
 class _Whole:
     """Tells one story of several moves."""
 
-    def __init__(self, progress: Progress, work: Draft) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        progress.begin(work.plan.write_bytes, len(work.plan.want.files))
+
+    def open(self, total_bytes: int, files: int) -> None:
+        """Begin the story."""
+        self._progress.begin(total_bytes, files)
 
     def begin(self, total_bytes: int, files: int) -> None:
         """Nothing: it has begun."""

@@ -78,11 +78,10 @@ def reshard_on_ray(
 ) -> Finished:
     """Convert on the cluster of `RAY_ADDRESS`, or on this machine's processors; every node sees the destination.
 
-    The same bytes as `reshard`, and the same promises. Each task keeps to `wish.host_memory` by itself.
+    That may be a bucket. The same bytes as `reshard`, and the same promises. Each task keeps to
+    `wish.host_memory` by itself.
     Raises UsageError if Ray is not installed, TransientError if tasks died again and again.
     """
-    if is_bucket(destination):
-        raise UsageError("--engine ray writes to a directory that all machines see, not to a bucket")
     ray = _library()
     progress = progress or Silent()
     wish = wish or (plan.wish if plan else Wish())
@@ -92,7 +91,7 @@ def reshard_on_ray(
     wish = replace(wish, threads=wish.threads or min(usual_threads(), 4))
     order = _Order(
         source=location,
-        destination=str(Path(destination).absolute()),
+        destination=destination if is_bucket(destination) else str(Path(destination).absolute()),
         wish=wish,
         reading=_absolute(reading or (plan.reading if plan else Reading())),
         overwrite=overwrite,
@@ -102,7 +101,7 @@ def reshard_on_ray(
         run=uuid.uuid4().hex,
     )
     with _cluster(ray):
-        count = _begun(Path(destination)) or _count(ray, files, wish)
+        count = _begun(destination) or _count(ray, files, wish)
         progress.begin(size, files)
         _run(ray, order, count, progress)
     return finish(destination)
@@ -121,9 +120,13 @@ def _absolute(reading: Reading) -> Reading:
     )
 
 
-def _begun(destination: Path) -> int:
+def _begun(destination: str | Path) -> int:
     """Of how many workers an interrupted run had been; 0 if there is none."""
-    plan = Crew(Staging(destination, overwrite=True)).plan
+    if is_bucket(destination):
+        from shardctl.verbs.crew_in_bucket import workers_begun
+
+        return workers_begun(destination)
+    plan = Crew(Staging(Path(destination), overwrite=True)).plan
     return plan["workers"] if plan else 0
 
 

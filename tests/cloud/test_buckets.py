@@ -294,8 +294,6 @@ def test_a_destination_that_is_not_ours_is_refused(s3, bucket, source):
     reshard(source, f"s3://{bucket}/out", TP2)
     with pytest.raises(DestinationError, match="already holds a finished checkpoint"):
         reshard(source, f"s3://{bucket}/out", TP2)
-    with pytest.raises(UsageError, match="--overwrite is for directories"):
-        reshard(source, f"s3://{bucket}/out", TP2, overwrite=True)
     with pytest.raises(DestinationError, match="is the source itself or inside it"):
         reshard(f"s3://{bucket}/out", f"s3://{bucket}/out/in", TP2)
     with pytest.raises(DestinationError, match="contains the source"):

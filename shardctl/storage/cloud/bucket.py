@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import importlib
 import secrets
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shardctl.bounded_text import RECORD_TEXT, check_size
 from shardctl.errors import AccessError, UsageError
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, store_options
+from shardctl.storage.durable import told
 from shardctl.storage.patience import Patience, TroubleError
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 Result = TypeVar("Result")
 
@@ -32,6 +34,9 @@ _MOST_PARTS: Final = 9_000
 """S3 allows 10,000 in one upload (Amazon S3 User Guide, "Multipart upload limits")."""
 _DELETED_AT_ONCE: Final = 1_000
 """S3 removes so many objects in one request (Amazon S3 API Reference, DeleteObjects)."""
+_COPIED_BY_STORE: Final = {"s3": 5 << 30, "gs": 1 << 50}
+"""The largest objects that a store copies by itself, by scheme; of Azure's requests those that finish before they are
+answered take 256 MiB (Amazon S3 API Reference, CopyObject; Azure Blob REST API, "Copy Blob")."""
 _AT_ONCE: Final = 4
 """Parts of one upload on their way at once."""
 _MARK: Final = "shardctlupload"
@@ -202,6 +207,29 @@ class Bucket:
                 if self.stop:
                     raise _Stopped
                 yield part
+
+    def copy(self, old: str, new: str, found: Object) -> None:
+        """Put what is under one key under another too: within the store, where it can, else through this machine."""
+        if found.size > _COPIED_BY_STORE.get(self.root.partition("://")[0], -1):
+            self._copy_through(old, new, found)
+            return
+        self._tried("writing", new, lambda: self._obstore.copy(self._store, self._key(old), self._key(new)))
+        there = self.head(new)
+        if there is None or there.size != found.size:
+            raise self._refusals.refuse(
+                f"{self.name}/{new} has not the {found.size:,} bytes that were copied", "run the same command again"
+            )
+
+    def _copy_through(self, old: str, new: str, found: Object) -> None:
+        with tempfile.TemporaryDirectory(prefix="shardctl-") as scratch:
+            file = Path(scratch, "object")
+            with told(file, "writing"), file.open("wb") as content:
+                for offset in range(0, found.size, PIECE):
+                    heed(self.stop)
+                    piece = bytearray(min(PIECE, found.size - offset))
+                    self.fetch(old, offset, memoryview(piece), found.etag)
+                    content.write(piece)
+            self.upload(new, file, found.size)
 
     def delete(self, paths: list[str]) -> None:
         """Remove objects; those that are not there do not matter."""
