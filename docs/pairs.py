@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardctl.api import Mesh, Reading, ShardctlError, Wish, digest, reshard
+from shardctl.api import Mesh, ReshardOptions, ShardctlError, SourceOptions, digest, reshard
 from shardctl.layouts import LAYOUTS
 
 ROOT = Path(__file__).parent
@@ -34,10 +34,10 @@ _SAID = {
 def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
     """An empty text if `source` became a checkpoint of the same digest, else why not."""
     mesh = Mesh.of(tp=2) if layout in CUT else None
-    reading = Reading(config=config)
+    reading = SourceOptions(config=config)
     rules = ORBAX.parent / "names.toml" if source == ORBAX else None
     try:
-        reshard(source, folder, Wish(to=layout, mesh=mesh), reading=Reading(config=config, rules=rules))
+        reshard(source, folder, ReshardOptions(to=layout, mesh=mesh), reading=SourceOptions(config=config, rules=rules))
     except ShardctlError as error:
         return str(error.message)
     found, expected = digest(folder, reading=reading).digest, digest(config.parent).digest

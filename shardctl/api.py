@@ -3,14 +3,13 @@
 from shardctl.errors import ShardctlError
 from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.contribute import Contributed, contribute
 from shardctl.verbs.diff import Diffed, diff
 from shardctl.verbs.digest import Digested, digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.finish import Finished, finish
 from shardctl.verbs.inspect import Inspected, inspect
 from shardctl.verbs.load import lens, load
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.plan import Planned, plan
 from shardctl.verbs.reshard import Resharded, reshard
 from shardctl.verbs.verify import Verified, verify
@@ -25,11 +24,11 @@ __all__ = [
     "Inspected",
     "Mesh",
     "Planned",
-    "Reading",
+    "ReshardOptions",
     "Resharded",
     "ShardctlError",
+    "SourceOptions",
     "Verified",
-    "Wish",
     "Worker",
     "contribute",
     "diff",

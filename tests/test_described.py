@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 PUBLIC = Path(__file__).parents[1] / "fixtures" / "configs_public"
-DESCRIBED = Reading(described=True)
+DESCRIBED = SourceOptions(described=True)
 PUBLISHED = {
     # What the Hub's page of the model says under "Safetensors", which is what `num_parameters()` gives.
     "llama-3.1-8b": 8_030_261_248,
@@ -151,7 +151,7 @@ def test_inspect_says_what_would_be(alone):
 @pytest.mark.parametrize(
     "verb",
     [
-        lambda path: reshard(path, path.parent / "out", Wish()),
+        lambda path: reshard(path, path.parent / "out", ReshardOptions()),
         digest,
         verify,
         lambda path: diff(path, path),
@@ -174,7 +174,7 @@ def test_an_index_without_its_files_is_warned_of(alone):
             "none of the files that model.safetensors.index.json names is here; config.json alone describes the model",
         )
     with pytest.raises(SourceError, match=r"none of the files that model.safetensors.index.json names"):
-        inspect(alone, reading=Reading(strict=True))
+        inspect(alone, reading=SourceOptions(strict=True))
 
 
 @pytest.mark.parametrize(
@@ -231,21 +231,21 @@ def test_an_unknown_architecture_needs_weights(tmp_path):
 
 def test_options_that_need_stored_tensors_are_refused(alone):
     with pytest.raises(UsageError, match="--config names another"):
-        inspect(alone / "config.json", reading=Reading(config=PUBLIC / "bert-base.json"))
+        inspect(alone / "config.json", reading=SourceOptions(config=PUBLIC / "bert-base.json"))
     with pytest.raises(UsageError, match="--rules-from needs the names of stored tensors"):
-        inspect(alone, reading=Reading(rules_from="transformers"))
+        inspect(alone, reading=SourceOptions(rules_from="transformers"))
     with pytest.raises(SourceError):
-        inspect(alone, reading=Reading(container="safetensors"))
+        inspect(alone, reading=SourceOptions(container="safetensors"))
 
 
 def test_another_config_can_describe_a_directory(alone):
-    assert inspect(alone, reading=Reading(config=PUBLIC / "bert-base.json")).parameters == PUBLISHED["bert-base"]
+    assert inspect(alone, reading=SourceOptions(config=PUBLIC / "bert-base.json")).parameters == PUBLISHED["bert-base"]
 
 
 def test_rules_say_how_it_would_be_cut(alone, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.mlp.down_proj.weight" = ["tp"]\n')
-    with opened(alone, Reading(described=True, rules=rules)) as checkpoint:
+    with opened(alone, SourceOptions(described=True, rules=rules)) as checkpoint:
         assert checkpoint.model is not None
         spec = checkpoint.model.tensors["model.layers.0.mlp.down_proj.weight"].spec
         assert [[cut.axis for cut in cuts] for cuts in spec.cuts] == [["tp"], []]

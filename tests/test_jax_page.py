@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.reshard import reshard
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ print(len(jax.devices()), "devices")
 
 @pytest.mark.skipif(find_spec("jax") is None, reason="needs jax")
 def test_the_page_runs_and_gives_the_models_tensors(tmp_path):
-    reshard(SOURCE, tmp_path / "llama-tp2", Wish(mesh=Mesh.of(tp=2)))
+    reshard(SOURCE, tmp_path / "llama-tp2", ReshardOptions(mesh=Mesh.of(tp=2)))
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jax.md").read_text(), re.DOTALL)
     code = f"SOURCE = {str(SOURCE / 'model.safetensors')!r}\n{example}\n{CHECK}"
     simulated = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

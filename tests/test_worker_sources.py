@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 from shardctl.errors import DestinationError, SourceError
 from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.contribute import contribute
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.sampling import WHOLE
@@ -21,7 +21,7 @@ from shardctl.verbs.sampling import WHOLE
 sys.path.insert(0, str(Path(__file__).parent / "cli"))
 from cli_checkpoints import llama
 
-TP2 = Wish(mesh=Mesh.of(tp=2), threads=1)
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=1)
 SHARED = "model.norm.weight"
 """Every rank has it whole."""
 

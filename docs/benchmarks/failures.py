@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.reshard import reshard
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -93,7 +93,7 @@ def main():
     model = LlamaForCausalLM(config)
     model.save_pretrained(root / "src")
     truth = model.state_dict()
-    reshard(root / "src", root / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
+    reshard(root / "src", root / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
     tools = {"transformers `from_pretrained`": transformers, "torch `consolidate`": consolidate, "`shardctl`": shardctl}
     rows = {}
     for what, damage in {"nothing (control)": lambda _: None, **DAMAGES}.items():

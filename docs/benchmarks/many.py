@@ -11,7 +11,7 @@ from pathlib import Path
 
 import generate
 
-from shardctl.api import Mesh, Wish, plan, reshard
+from shardctl.api import Mesh, ReshardOptions, plan, reshard
 
 TINY = json.loads((Path(__file__).parents[2] / "fixtures/configs/deepseek_v3.json").read_text())
 """The real model's names and experts, with shapes made up."""
@@ -20,7 +20,7 @@ TINY = json.loads((Path(__file__).parents[2] / "fixtures/configs/deepseek_v3.jso
 def main():
     """DeepSeek-V3 with 256 experts and more and more layers: 10,000 to 94,000 tensors, for ep2."""
     root = Path(sys.argv[1])
-    wish = Wish(mesh=Mesh.of(dp=2, ep=2), experts="split", host_memory=4 << 30)
+    wish = ReshardOptions(mesh=Mesh.of(dp=2, ep=2), experts="split", host_memory=4 << 30)
     print("| tensors | plan, s | microseconds a tensor | reshard, s | microseconds a tensor |\n|---|---|---|---|---|")
     for layers in (14, 40, 121):
         shutil.rmtree(root, ignore_errors=True)

@@ -20,7 +20,7 @@ from generate import config, generate
 from reshard import print_table, run
 
 import shardctl
-from shardctl.api import Mesh, Wish, reshard
+from shardctl.api import Mesh, ReshardOptions, reshard
 from shardctl.dtype import BY_NAME
 from shardctl.layouts.pickle_writer import Made, Name
 from shardctl.layouts.torch_item import saved, tensor_value
@@ -99,7 +99,7 @@ def place(path, item):
 def dcp(root, gigabytes):
     """A distributed checkpoint of two FSDP ranks."""
     generate(root.with_name("hf"), gigabytes)
-    reshard(root.with_name("hf"), root, Wish(to="dcp", mesh=Mesh.of(fsdp=RANKS)))
+    reshard(root.with_name("hf"), root, ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=RANKS)))
     shutil.rmtree(root.with_name("hf"))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardctl.memory.inventory import Inventory
     from shardctl.mesh import Mesh
     from shardctl.verbs.forecasting import Forecast
-    from shardctl.verbs.subject import Subject
+    from shardctl.verbs.subject import EstimatedModel
 
 _TYPES: Final = ("bf16", "fp8", "int4")
 
@@ -33,7 +33,7 @@ class Counsel:
     types: tuple[Needed, ...] = ()
 
 
-def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
+def counsel(about: EstimatedModel, mesh: Mesh, seen: Forecast) -> Counsel:
     """What to change; nothing where it fits, or where nobody knows whether it does.
 
     Of a partial estimate, changes are estimated as partially: what they reach is the least that is needed.
@@ -41,7 +41,7 @@ def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
     if seen.estimate.fits is not False or seen.device is None or seen.work is None:
         return Counsel()
     budget, work = seen.device.usable_bytes, seen.work
-    subjects: dict[str | None, tuple[Subject, Heaviest, Bulk]] = {}
+    subjects: dict[str | None, tuple[EstimatedModel, Heaviest, Bulk]] = {}
 
     def attempt(ask: Ask) -> Estimate:
         if ask.dtype not in subjects:
@@ -61,7 +61,7 @@ def counsel(about: Subject, mesh: Mesh, seen: Forecast) -> Counsel:
     return Counsel(advice, _by_type(about, seen, budget) if isinstance(work, Serving) else ())
 
 
-def _by_type(about: Subject, seen: Forecast, budget: int) -> tuple[Needed, ...]:
+def _by_type(about: EstimatedModel, seen: Forecast, budget: int) -> tuple[Needed, ...]:
     """How few devices each type needs; nothing for a model that is quantised already."""
     assert seen.device is not None  # noqa: S101 - somebody asked whether it fits
 

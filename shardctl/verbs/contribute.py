@@ -26,10 +26,10 @@ from shardctl.workers import Effort, Stop, heed
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from shardctl.options import ReshardOptions, SourceOptions
     from shardctl.shares import Share
-    from shardctl.verbs.drafting import Draft, Wish
+    from shardctl.verbs.drafting import Draft
     from shardctl.verbs.moving import Versions
-    from shardctl.verbs.opening import Reading
     from shardctl.verbs.plan_file import PlanFile
 
 PATIENCE: Final = 60
@@ -58,10 +58,10 @@ class Contributed:
 def contribute(
     path: str | Path,
     destination: str | Path,
-    wish: Wish | None = None,
+    wish: ReshardOptions | None = None,
     *,
     worker: Worker,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,

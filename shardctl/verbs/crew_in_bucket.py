@@ -11,7 +11,7 @@ from shardctl.execute.uploads import Uploads, noted_plan, published_record
 from shardctl.execute.worker import Worker
 from shardctl.record import RECORD, Record, load
 from shardctl.storage.cloud.bucket import Bucket
-from shardctl.verbs.frame import Frame, framed, from_json, to_json
+from shardctl.verbs.frame import PendingRecord, framed, from_json, to_json
 from shardctl.verbs.into_bucket import (
     ShareGroups,
     ShareSender,
@@ -85,7 +85,7 @@ def workers_begun(destination: str) -> int:
     return int(plan.get("workers", 0))
 
 
-def publish_shares(destination: str) -> tuple[Record, Frame | None, list[Part], tuple[str, ...]]:
+def publish_shares(destination: str) -> tuple[Record, PendingRecord | None, list[Part], tuple[str, ...]]:
     """Write the record of what workers wrote; returns it with its frame, if it was not there before, and warnings.
 
     Raises Mismatch if workers are missing, SourceError if none has begun or if they read different things.

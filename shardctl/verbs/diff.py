@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.execute.interrupt import stopping
-from shardctl.verbs.opening import Reading, in_file_order, opened
+from shardctl.verbs.opening import in_file_order, opened
 from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.manifest import Tensor
+    from shardctl.options import SourceOptions
     from shardctl.verbs.opening import Checkpoint
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
@@ -57,8 +58,8 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
-    reading_a: Reading | None = None,
-    reading_b: Reading | None = None,
+    reading_a: SourceOptions | None = None,
+    reading_b: SourceOptions | None = None,
     effort: Effort | None = None,
 ) -> Diffed:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardctl.digest import checkpoint_digest, tensor_digest
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import first_byte
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from shardctl.options import SourceOptions
     from shardctl.storage import FileProofs
 
 
@@ -47,7 +48,7 @@ class Digested:
     """Which do not, as warnings."""
 
 
-def digest(path: str | Path, *, reading: Reading | None = None, effort: Effort | None = None) -> Digested:
+def digest(path: str | Path, *, reading: SourceOptions | None = None, effort: Effort | None = None) -> Digested:
     """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
 
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for

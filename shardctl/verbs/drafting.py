@@ -19,13 +19,12 @@ from shardctl.layouts.form import EXPERTS, form
 from shardctl.manifest import Opaque
 from shardctl.mesh import Mesh
 from shardctl.models import quantisation_config
-from shardctl.options import ReshardOptions
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import Placed, balance, layer_costs, parse_stages
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.optimizer import (
     filtered_states,
     settings_file,
@@ -53,15 +52,12 @@ _PREFIXES: Final = {ranks.NAME: ranks.prefix, dcp.NAME: dcp_files.prefix, meta.N
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
-Wish = ReshardOptions
-
-
-def understood(reading: Reading | None, wish: Wish) -> Reading:
+def understood(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOptions:
     """How a source is to be understood to say what `wish` means for devices.
 
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
     """
-    reading = reading or Reading()
+    reading = reading or SourceOptions()
     return replace(reading, kv_heads="replicate") if wish.to in _COMPOSED else reading
 
 
@@ -70,7 +66,7 @@ class Draft:
     """A conversion, worked out and not yet begun."""
 
     checkpoint: Checkpoint
-    wish: Wish
+    wish: ReshardOptions
     layout: str
     mesh: Mesh
     have: Manifest
@@ -119,7 +115,7 @@ class Draft:
 
 
 @uncollected()
-def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
+def draft(checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
     """Work out what `wish` means for a checkpoint.
 
     Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
@@ -164,7 +160,7 @@ def draft(checkpoint: Checkpoint, wish: Wish) -> Draft:
     )
 
 
-def layout_of(wish: Wish) -> str:
+def layout_of(wish: ReshardOptions) -> str:
     """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
     mesh = wish.mesh or Mesh.of()
     layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
@@ -187,7 +183,7 @@ def layout_of(wish: Wish) -> str:
 
 def _packed(
     checkpoint: Checkpoint,
-    wish: Wish,
+    wish: ReshardOptions,
     layout: str,
     have: Manifest,
     placed: Placed | None,
@@ -210,7 +206,9 @@ def _packed(
     return ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
 
 
-def _order(checkpoint: Checkpoint, wish: Wish, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Order:
+def _order(
+    checkpoint: Checkpoint, wish: ReshardOptions, layout: str, have: Manifest, dtypes: Mapping[str, DType]
+) -> Order:
     """What is asked of a layout whose arrays another library defines."""
     model, mesh = checkpoint.require_model(f"--to {layout}"), wish.mesh or Mesh.of()
     stages = parse_stages(wish.stages, model.layers, mesh.degree("pp")) if wish.stages is not None else None
@@ -218,7 +216,7 @@ def _order(checkpoint: Checkpoint, wish: Wish, layout: str, have: Manifest, dtyp
     return Order(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
 
 
-def _special(wish: Wish) -> dict[str, str | None]:
+def _special(wish: ReshardOptions) -> dict[str, str | None]:
     """The options that only some layouts have."""
     return {
         "vllm_profile": wish.vllm_profile,
@@ -227,7 +225,7 @@ def _special(wish: Wish) -> dict[str, str | None]:
     }
 
 
-def _check_meaningful(wish: Wish, layout: str, mesh: Mesh) -> None:
+def _check_meaningful(wish: ReshardOptions, layout: str, mesh: Mesh) -> None:
     """Refuse options that would be ignored: whoever gave them expects something of them."""
     if wish.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
@@ -245,7 +243,7 @@ def _check_meaningful(wish: Wish, layout: str, mesh: Mesh) -> None:
         raise UsageError(f"layout {layout} has a form of its own for experts", hint="leave --experts out")
 
 
-def _check_castable(checkpoint: Checkpoint, wish: Wish) -> None:
+def _check_castable(checkpoint: Checkpoint, wish: ReshardOptions) -> None:
     """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
     if wish.dtype != "keep" and checkpoint.config is not None and quantisation_config(checkpoint.config) is not None:
         raise UsageError(
@@ -254,7 +252,7 @@ def _check_castable(checkpoint: Checkpoint, wish: Wish) -> None:
         )
 
 
-def _fusions(checkpoint: Checkpoint, wish: Wish) -> Mapping[str, Fusion]:
+def _fusions(checkpoint: Checkpoint, wish: ReshardOptions) -> Mapping[str, Fusion]:
     """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
     if wish.experts == "keep":
         return checkpoint.model.fusions if checkpoint.model else {}
@@ -287,7 +285,7 @@ def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tupl
     return balance(*layer_costs(weights, specs(model, have), model.layers), pp)
 
 
-def filtered(manifest: Manifest, wish: Wish) -> Manifest:
+def filtered(manifest: Manifest, wish: ReshardOptions) -> Manifest:
     """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
     if wish.include is None and wish.exclude is None:
         return manifest
@@ -298,7 +296,7 @@ def filtered(manifest: Manifest, wish: Wish) -> Manifest:
     return filtered_states(replace(manifest, tensors=kept), kept)
 
 
-def chosen_dtypes(have: Manifest, wish: Wish) -> dict[str, DType]:
+def chosen_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
     """By name the type that each tensor will have."""
     if wish.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
@@ -373,7 +371,7 @@ def _of_the_layout(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) 
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 
-def _options(wish: Wish) -> dict[str, str]:
+def _options(wish: ReshardOptions) -> dict[str, str]:
     shaping = {
         "dtype": wish.dtype if wish.dtype != "keep" else None,
         "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardctl.memory.term import Sum, Term, Tier
     from shardctl.mesh import Mesh
     from shardctl.options import PlanOptions
-    from shardctl.verbs.subject import Subject
+    from shardctl.verbs.subject import EstimatedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ BUSY: Final = 0.9
 """The part of the time that a device computes while states are moved, for which links are to suffice."""
 
 
-def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None) -> Forecast:
+def foresee(about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None) -> Forecast:
     """What every rank of `mesh` needs; without a purpose, the weights alone.
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
@@ -119,7 +119,7 @@ def foresee(about: Subject, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOp
     return replace(seen, longest_context=context, largest_batch=batch)
 
 
-def _offloaded(seen: Forecast, about: Subject, work: Training, mesh: Mesh) -> Forecast:
+def _offloaded(seen: Forecast, about: EstimatedModel, work: Training, mesh: Mesh) -> Forecast:
     """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
     if work.offload == "none":
         return seen
@@ -133,7 +133,7 @@ def _offloaded(seen: Forecast, about: Subject, work: Training, mesh: Mesh) -> Fo
 
 
 def needs(
-    about: Subject,
+    about: EstimatedModel,
     holdings: tuple[Holding, ...],
     mesh: Mesh,
     stages: tuple[int, ...],
@@ -158,7 +158,7 @@ def needs(
     return replace(gather(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial)
 
 
-def fitted(about: Subject, work: Training, mesh: Mesh, log: Path | Calibration) -> Calibration:
+def fitted(about: EstimatedModel, work: Training, mesh: Mesh, log: Path | Calibration) -> Calibration:
     """What the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
 
     Raises SourceError for a log that cannot be read, and UsageError for one that nothing can be fitted to.

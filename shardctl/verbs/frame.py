@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PendingRecord:
     """A record without digests, and what it takes to complete it when the parts are there, without the source."""
 
     record: Record
@@ -42,7 +42,7 @@ class Frame:
     notes: tuple[str, ...]
 
 
-def framed(work: Draft, identity: str) -> Frame:
+def framed(work: Draft, identity: str) -> PendingRecord:
     """What is known of the result of a conversion."""
     tensors, dtypes = {}, {}
     for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
@@ -80,7 +80,7 @@ def framed(work: Draft, identity: str) -> Frame:
         tensors=tensors,
     )
     training = work.checkpoint.stored.training
-    return Frame(
+    return PendingRecord(
         record=record,
         dtypes=dtypes,
         states=frozenset(name for name in tensors if name in states_of(work.have)),
@@ -107,7 +107,7 @@ def _expected(work: Draft) -> dict[str, str]:
     }
 
 
-def completed(frame: Frame, parts: Sequence[Part]) -> Record:
+def completed(frame: PendingRecord, parts: Sequence[Part]) -> Record:
     """The record of a result whose parts are all there.
 
     Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote, and for one
@@ -161,7 +161,7 @@ def sums_file(parts: Sequence[Part]) -> bytes:
     return b"".join(sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
 
 
-def overflow_warnings(frame: Frame, parts: Sequence[Part]) -> Iterator[str]:
+def overflow_warnings(frame: PendingRecord, parts: Sequence[Part]) -> Iterator[str]:
     """What a cast could not hold, tensor by tensor."""
     counts: dict[str, int] = {}
     for part in parts:
@@ -171,7 +171,7 @@ def overflow_warnings(frame: Frame, parts: Sequence[Part]) -> Iterator[str]:
         yield f"{name}: {count} finite values became infinite in {frame.record.tensors[name].dtype}"
 
 
-def to_json(frame: Frame) -> dict[str, Any]:
+def to_json(frame: PendingRecord) -> dict[str, Any]:
     """The frame, for the worker that keeps it."""
     return {
         "record": dump(frame.record).decode(),
@@ -184,9 +184,9 @@ def to_json(frame: Frame) -> dict[str, Any]:
     }
 
 
-def from_json(raw: Mapping[str, Any]) -> Frame:
+def from_json(raw: Mapping[str, Any]) -> PendingRecord:
     """The frame that `to_json` wrote."""
-    return Frame(
+    return PendingRecord(
         record=load(raw["record"].encode()),
         dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},
         states=frozenset(raw["states"]),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardctl.models import rule_table
+from shardctl.options import SourceOptions
 from shardctl.training import split_state
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -109,9 +110,9 @@ class Inspected:
     """Whether there are no weights: all this is what the config describes."""
 
 
-def inspect(path: str | Path, *, reading: Reading | None = None) -> Inspected:
+def inspect(path: str | Path, *, reading: SourceOptions | None = None) -> Inspected:
     """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
-    with opened(path, replace(reading or Reading(), described=True, unbound=True)) as checkpoint:
+    with opened(path, replace(reading or SourceOptions(), described=True, unbound=True)) as checkpoint:
         return _describe(str(path), checkpoint)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Opaque
     from shardctl.record import Record
     from shardctl.verbs.drafting import Draft
-    from shardctl.verbs.frame import Frame
+    from shardctl.verbs.frame import PendingRecord
     from shardctl.verbs.moving import Versions
 
 _SHARE: Final = 2
@@ -74,12 +74,12 @@ def scratch_directory() -> Iterator[Path]:
         yield Path(scratch)
 
 
-def result_files(frame: Frame, *, sha256: bool) -> list[str]:
+def result_files(frame: PendingRecord, *, sha256: bool) -> list[str]:
     """The names of what a conversion writes, but the record."""
     return [*frame.record.files, *([SUMS] if sha256 else [])]
 
 
-def concluded(frame: Frame, parts: Sequence[Part], uploads: Uploads, stop: Stop, *, sha256: bool) -> Record:
+def concluded(frame: PendingRecord, parts: Sequence[Part], uploads: Uploads, stop: Stop, *, sha256: bool) -> Record:
     """Make one result of parts whose objects are all there: its record, which is written last."""
     record = completed(frame, parts)
     if sha256:

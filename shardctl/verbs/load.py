@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardctl.copyplan import cover
 from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stopping
-from shardctl.verbs.opening import Checkpoint, Reading, opened
+from shardctl.options import SourceOptions
+from shardctl.verbs.opening import Checkpoint, opened
 from shardctl.verify import rank_files
 from shardctl.workers import Effort
 
@@ -27,7 +28,7 @@ def load(
     *,
     rank: int | None = None,
     device: str = "cpu",
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     effort: Effort | None = None,
 ) -> dict[str, Any]:
     """The state dict of one rank, as `torch.Tensor`s on `device`, under the names that its files have.
@@ -43,7 +44,7 @@ def load(
 
     effort = effort or Effort()
     places = devices(device)
-    with opened(path, replace(reading or Reading(), kv_heads="replicate")) as checkpoint, stopping(effort.stop):
+    with opened(path, replace(reading or SourceOptions(), kv_heads="replicate")) as checkpoint, stopping(effort.stop):
         checkpoint.source.heed(effort.stop)
         wanted = whole(checkpoint) if rank is None else part(checkpoint, rank)
         tensors = load_tensors(wanted, checkpoint.source, places[(rank or 0) % len(places)], effort).tensors
@@ -51,7 +52,7 @@ def load(
         return tensors
 
 
-def lens(path: str | Path, *, reading: Reading | None = None) -> Mapping[str, Any]:
+def lens(path: str | Path, *, reading: SourceOptions | None = None) -> Mapping[str, Any]:
     """A lazy state dict over a checkpoint in any layout, under the names of transformers' class where that is known.
 
     Nothing is read before an entry is indexed, so `from_pretrained(None, config=..., state_dict=shardctl.lens(path))`

@@ -11,7 +11,6 @@ from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import HOLDING
-from shardctl.options import VerifyOptions
 from shardctl.record import RECORD
 from shardctl.verbs.level import Level, LoadedRank
 from shardctl.verbs.load import experts
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.manifest import Chunk
+    from shardctl.options import VerifyOptions
     from shardctl.verbs.opening import Checkpoint
     from shardctl.verify.load import Loaded
     from shardctl.verify.loaded import Array, Digests, Placed
@@ -32,14 +32,11 @@ _BATCH: Final = 256 << 20
 """Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
 
 
-Trial = VerifyOptions
-
-
 def load_level(
     checkpoint: Checkpoint,
     other: Checkpoint | None,
     digests: Mapping[str, str],
-    trial: Trial,
+    trial: VerifyOptions,
     effort: Effort,
     *,
     strict: bool,
@@ -236,7 +233,7 @@ def _who(checkpoint: Checkpoint, rank: int | None) -> str:
     return f"rank {rank} ({label})" if label else f"rank {rank}"
 
 
-def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial, *, strict: bool) -> Level:
+def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: VerifyOptions, *, strict: bool) -> Level:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
     level, began = Level("forward", strict=strict), time.monotonic()
     try:
@@ -247,7 +244,7 @@ def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial
     return level
 
 
-def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, trial: Trial) -> None:
+def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, trial: VerifyOptions) -> None:
     from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
     from shardctl.verify.forward.by_processes import usual_processes
     from shardctl.verify.load import devices

@@ -24,11 +24,10 @@ from shardctl.execute.interrupt import stopping
 from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
 from shardctl.execute.worker import Worker
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.contribute import contribute
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import worked_out
 from shardctl.workers import Stop, heed, usual_threads
 
@@ -54,8 +53,8 @@ class _Order:
 
     source: str
     destination: str
-    wish: Wish
-    reading: Reading
+    wish: ReshardOptions
+    reading: SourceOptions
     overwrite: bool
     resume: bool
     sha256: bool
@@ -67,9 +66,9 @@ class _Order:
 def reshard_on_ray(
     path: str | Path,
     destination: str | Path,
-    wish: Wish | None = None,
+    wish: ReshardOptions | None = None,
     *,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
@@ -84,7 +83,7 @@ def reshard_on_ray(
     """
     ray = _library()
     progress = progress or Silent()
-    wish = wish or (plan.wish if plan else Wish())
+    wish = wish or (plan.wish if plan else ReshardOptions())
     with worked_out(path, destination, wish, reading, plan) as work:
         location = work.checkpoint.source.location
         files, size = _data_files(work), work.plan.write_bytes
@@ -93,7 +92,7 @@ def reshard_on_ray(
         source=location,
         destination=destination if is_bucket(destination) else str(Path(destination).absolute()),
         wish=wish,
-        reading=_absolute(reading or (plan.reading if plan else Reading())),
+        reading=_absolute(reading or (plan.reading if plan else SourceOptions())),
         overwrite=overwrite,
         resume=resume,
         sha256=sha256,
@@ -111,7 +110,7 @@ def _data_files(work: Draft) -> int:
     return len({path for copy in work.plan.copies for path in copy.target.files})
 
 
-def _absolute(reading: Reading) -> Reading:
+def _absolute(reading: SourceOptions) -> SourceOptions:
     """The same from any working directory."""
     return replace(
         reading,
@@ -130,7 +129,7 @@ def _begun(destination: str | Path) -> int:
     return plan["workers"] if plan else 0
 
 
-def _count(ray: Any, files: int, wish: Wish) -> int:  # noqa: ANN401 - a module
+def _count(ray: Any, files: int, wish: ReshardOptions) -> int:  # noqa: ANN401 - a module
     """How many tasks: no more than there are files."""
     processors = float(ray.cluster_resources().get("CPU", 1))
     places = max(int(processors // (wish.threads or 1)), 1)

@@ -32,9 +32,6 @@ _SHOWN: Final = 12
 """Kinds of tensors in one message; a real model has about that many."""
 
 
-Reading = SourceOptions
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An opened source: headers read, nothing else."""
@@ -101,7 +98,7 @@ class Checkpoint:
 @contextmanager
 def opened(
     path: str | Path,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     *,
     before: Callable[[Source, Record], None] | None = None,
 ) -> Iterator[Checkpoint]:
@@ -111,7 +108,7 @@ def opened(
     """
     source = open_source(path)
     try:
-        yield _open(source, reading or Reading(), before)
+        yield _open(source, reading or SourceOptions(), before)
     finally:
         source.close()
 
@@ -123,7 +120,7 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: Checkpoint, second:
 
 
 @uncollected()
-def _open(source: Source, reading: Reading, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
+def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
     record = load(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
@@ -170,7 +167,7 @@ def _open(source: Source, reading: Reading, before: Callable[[Source, Record], N
     )
 
 
-def _named(stored: Manifest, reading: Reading, record: Record | None) -> tuple[Manifest, models.RuleFile | None]:
+def _named(stored: Manifest, reading: SourceOptions, record: Record | None) -> tuple[Manifest, models.RuleFile | None]:
     """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
 
     What shardctl made with that file has those names already: the other side of a comparison.
@@ -183,7 +180,9 @@ def _named(stored: Manifest, reading: Reading, record: Record | None) -> tuple[M
     return stored if made else rules.names.applied(stored), rules if rules.cuts else None
 
 
-def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading: Reading) -> Mapping[str, Any] | None:
+def _with_vocabulary(
+    config: Mapping[str, Any] | None, stored: Manifest, reading: SourceOptions
+) -> Mapping[str, Any] | None:
     """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
     if reading.true_vocab is not None:
         if stored.dialect is None and config is not None and config.get("vocab_size") == reading.true_vocab:
@@ -204,7 +203,7 @@ def _with_vocabulary(config: Mapping[str, Any] | None, stored: Manifest, reading
     return config
 
 
-def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, reading: Reading) -> None:
+def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, reading: SourceOptions) -> None:
     """Raise if arrays of another library's making would be taken for tensors of a model."""
     if manifest.dialect is None or reading.unbound:
         return
@@ -217,12 +216,12 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, readin
     )
 
 
-def _heed(manifest: Manifest, reading: Reading) -> None:
+def _heed(manifest: Manifest, reading: SourceOptions) -> None:
     if reading.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
 
 
-def _only_config(source: Source, reading: Reading) -> Mapping[str, Any] | None:
+def _only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | None:
     """The config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
@@ -260,7 +259,7 @@ def _is_of_a_format(source: Source) -> bool:
     return any(known.detect(source) for known in formats.FORMATS)
 
 
-def _described(source: Source, config: Mapping[str, Any], reading: Reading) -> Checkpoint:
+def _described(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> Checkpoint:
     """A checkpoint without bytes."""
     rules = models.load_rules(reading.rules) if reading.rules else None
     model, manifest = described(source, config, rules, kv_heads=reading.kv_heads)

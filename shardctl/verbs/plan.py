@@ -10,16 +10,17 @@ from shardctl.amounts import memory_size
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.memory.search import Bulk
 from shardctl.mesh import Mesh
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.storage.room import existing, free_space
 from shardctl.verbs import plan_file
 from shardctl.verbs.advising import Counsel, counsel
 from shardctl.verbs.collecting import uncollected
-from shardctl.verbs.drafting import Wish, divide, draft, filtered, layout_of, understood
+from shardctl.verbs.drafting import divide, draft, filtered, layout_of, understood
 from shardctl.verbs.forecasting import Forecast, foresee
-from shardctl.verbs.opening import Reading, opened
-from shardctl.verbs.purpose import Purpose, decide_use
+from shardctl.verbs.opening import opened
+from shardctl.verbs.purpose import decide_use
 from shardctl.verbs.searching import Explored, explore
-from shardctl.verbs.subject import Subject, coded, subject
+from shardctl.verbs.subject import EstimatedModel, coded, subject
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -121,11 +122,11 @@ class Planned:
 @uncollected()
 def plan(
     path: str | Path,
-    wish: Wish,
+    wish: ReshardOptions,
     *,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     destination: str | Path | None = None,
-    purpose: Purpose | None = None,
+    purpose: PlanOptions | None = None,
     out: str | Path | None = None,
 ) -> Planned:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
@@ -133,7 +134,7 @@ def plan(
     `out` is where the plan is written, for `reshard --plan` to follow; of a model that is not here there is none.
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
-    purpose = purpose or Purpose()
+    purpose = purpose or PlanOptions()
     if purpose.cast_type is not None:
         wish = replace(wish, dtype=purpose.cast_type)
     if purpose.search and wish.mesh is None and wish.stages is not None:
@@ -157,7 +158,7 @@ def plan(
         return replace(planned, explored=explored)
 
 
-def _otherwise(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject | None:
+def _otherwise(checkpoint: Checkpoint, wish: ReshardOptions, purpose: PlanOptions) -> EstimatedModel | None:
     """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
     trained = decide_use(purpose, wish.mesh or Mesh.of()) == "train"
     if checkpoint.hypothetical or purpose.quantised_type is not None or (trained and coded(checkpoint)):
@@ -165,7 +166,7 @@ def _otherwise(checkpoint: Checkpoint, wish: Wish, purpose: Purpose) -> Subject 
     return None
 
 
-def _best(wish: Wish, purpose: Purpose, explored: Explored) -> tuple[Wish, Purpose]:
+def _best(wish: ReshardOptions, purpose: PlanOptions, explored: Explored) -> tuple[ReshardOptions, PlanOptions]:
     """The same for the mesh that a search found, or if none fits, for the one that comes closest."""
     found = explored.found.best
     if found is None or found.mesh is None:
@@ -175,7 +176,7 @@ def _best(wish: Wish, purpose: Purpose, explored: Explored) -> tuple[Wish, Purpo
     return replace(wish, mesh=mesh, stages=stages), explored.compared(purpose, found.mesh)
 
 
-def _drafted(checkpoint: Checkpoint, wish: Wish) -> tuple[Draft, str]:
+def _drafted(checkpoint: Checkpoint, wish: ReshardOptions) -> tuple[Draft, str]:
     """The conversion, and why the limit on host memory cannot hold it; then it is drafted for the least that can."""
     try:
         return draft(checkpoint, wish), ""
@@ -183,7 +184,9 @@ def _drafted(checkpoint: Checkpoint, wish: Wish) -> tuple[Draft, str]:
         return draft(checkpoint, replace(wish, host_memory=error.needed)), error.message
 
 
-def describe(path: str, work: Draft, near: Path, purpose: Purpose | None = None, *, impossible: str = "") -> Planned:
+def describe(
+    path: str, work: Draft, near: Path, purpose: PlanOptions | None = None, *, impossible: str = ""
+) -> Planned:
     """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast.
 
     `impossible` says why the limit on host memory cannot hold it, if so.
@@ -219,7 +222,9 @@ def _besides(work: Draft, ranks: Sequence[RankPlan]) -> str:
     )
 
 
-def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, about: Subject) -> Planned:
+def imagine(
+    path: str, checkpoint: Checkpoint, wish: ReshardOptions, purpose: PlanOptions, about: EstimatedModel
+) -> Planned:
     """What a model would need that is not stored so: there is only a config, or it would have to be quantised, or not.
 
     `about` is that model.
@@ -236,10 +241,10 @@ def imagine(path: str, checkpoint: Checkpoint, wish: Wish, purpose: Purpose, abo
 def _result(
     path: str,
     checkpoint: Checkpoint,
-    about: Subject,
+    about: EstimatedModel,
     mesh: Mesh,
     stages: tuple[int, ...],
-    purpose: Purpose | None,
+    purpose: PlanOptions | None,
     work: Draft | None,
     conversion: Conversion | None,
 ) -> Planned:

@@ -22,14 +22,14 @@ from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, S
 from shardctl.formats.format import given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
 from shardctl.record import RECORD
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
 from shardctl.storage.durable import told, write_file
 from shardctl.training import with_states
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.drafting import Wish, draft
-from shardctl.verbs.opening import Reading
+from shardctl.verbs.drafting import draft
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -63,20 +63,20 @@ class PlanFile:
     """An absolute path, or an address bound to a commit."""
     files: Mapping[str, Seen]
     """By path: relative to the source, or absolute for those that options name."""
-    wish: Wish
+    wish: ReshardOptions
     """What to make of the source; nothing in it is left to be decided."""
-    reading: Reading
+    reading: SourceOptions
     """How the source is understood."""
     identity: str
     """Of the conversion: see `Draft.identity`."""
 
-    def drafted(self, checkpoint: Checkpoint, wish: Wish) -> Draft:
+    def drafted(self, checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
         """The conversion of a checkpoint that this plan speaks of; `wish` may differ from the plan's in effort only.
 
         Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
         done or would be done otherwise by this version of shardctl.
         """
-        if _with_effort(wish, self.wish, effort_options(Wish)) != self.wish:
+        if _with_effort(wish, self.wish, effort_options(ReshardOptions)) != self.wish:
             raise UsageError(f"another conversion than that of {self.path} is asked for")
         self._check_source(checkpoint)
         try:
@@ -93,9 +93,9 @@ class PlanFile:
             )
         return work
 
-    def with_effort(self, other: Wish, given: Collection[str]) -> Wish:
+    def with_effort(self, other: ReshardOptions, given: Collection[str]) -> ReshardOptions:
         """The plan's conversion, with those options of `other` that were given and shape no byte."""
-        return _with_effort(self.wish, other, [name for name in effort_options(Wish) if name in given])
+        return _with_effort(self.wish, other, [name for name in effort_options(ReshardOptions) if name in given])
 
     def _check_source(self, checkpoint: Checkpoint) -> None:
         changes = list(_changes(self.files, _seen(checkpoint, self.reading)))
@@ -107,12 +107,12 @@ class PlanFile:
             )
 
 
-def save(path: str | Path, work: Draft, reading: Reading | None = None) -> None:
+def save(path: str | Path, work: Draft, reading: SourceOptions | None = None) -> None:
     """Write the plan of a conversion, which a later `reshard` can follow.
 
     Raises DestinationError if something else than a plan is at `path`, or the source's directory would hold it.
     """
-    path, reading = Path(path), reading or Reading()
+    path, reading = Path(path), reading or SourceOptions()
     source = work.checkpoint.source
     folder = None if given_file(source) is not None else source.folder
     if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
@@ -159,7 +159,7 @@ def _is_plan(path: Path) -> bool:
     return True
 
 
-def _seen(checkpoint: Checkpoint, reading: Reading) -> dict[str, Seen]:
+def _seen(checkpoint: Checkpoint, reading: SourceOptions) -> dict[str, Seen]:
     """Every file that decides what a conversion of the checkpoint does."""
     source, hashes = checkpoint.source, _headers(checkpoint)
     files = source.files()
@@ -211,12 +211,12 @@ def _changes(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> Iterator[st
             yield f"{name} is new"
 
 
-def _with_effort(wish: Wish, other: Wish, names: Iterable[str]) -> Wish:
+def _with_effort(wish: ReshardOptions, other: ReshardOptions, names: Iterable[str]) -> ReshardOptions:
     """A conversion with some fields of another."""
     return replace(wish, **{name: getattr(other, name) for name in names})
 
 
-def _options(of: Wish | Reading) -> dict[str, Any]:
+def _options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
     """Every option as JSON, whatever options there are."""
     found: dict[str, Any] = {}
     for declared in declared_options(type(of)):
@@ -243,8 +243,8 @@ class _Reader:
             version=self.text(top["version"], "version"),
             source=self.path_text(source["path"], "source.path"),
             files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
-            wish=self.options(top["wish"], "wish", Wish),
-            reading=self.options(top["reading"], "reading", Reading),
+            wish=self.options(top["wish"], "wish", ReshardOptions),
+            reading=self.options(top["reading"], "reading", SourceOptions),
             identity=self.text(top["plan"], "plan"),
         )
 

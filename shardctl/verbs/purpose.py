@@ -13,11 +13,11 @@ from shardctl.options.declaration import HelpPanel, find_flag, given_options
 
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
-    from shardctl.verbs.subject import Subject
+    from shardctl.verbs.subject import EstimatedModel
 
 Use = Literal["serve", "train"]
 Value = TypeVar("Value")
-Purpose = PlanOptions
+
 
 _DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
 """Safetensors' names of the types of caches and gradients."""
@@ -32,7 +32,7 @@ def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
     return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
 
 
-def plan_workload(options: PlanOptions, about: Subject, mesh: Mesh) -> Serving | Training | None:
+def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Serving | Training | None:
     """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
     Raises UsageError for options that contradict each other.
@@ -70,7 +70,7 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         )
 
 
-def _serving(options: PlanOptions, about: Subject, tokens: int) -> Serving:
+def _serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> Serving:
     """The work of serving a model that is described; raises UsageError for what it has not."""
     assert about.anatomy is not None  # noqa: S101 - there is no serving of others
     if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
@@ -95,7 +95,7 @@ def _serving(options: PlanOptions, about: Subject, tokens: int) -> Serving:
     return replace(work, batched_tokens=_either(options.batched_tokens, work.batched_tokens))
 
 
-def _training(options: PlanOptions, about: Subject, tokens: int) -> Training:
+def _training(options: PlanOptions, about: EstimatedModel, tokens: int) -> Training:
     """The work of training; what was not asked for is as `Training` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
     usual = Training(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
@@ -128,7 +128,7 @@ def _either(value: Value | None, usual: Value) -> Value:
     return usual if value is None else value
 
 
-def _check_no_codes(about: Subject) -> None:
+def _check_no_codes(about: EstimatedModel) -> None:
     """Raises UsageError for matrices of codes where nobody knows which weights they stand for."""
     for kind in about.inventory.kinds:
         if kind.matrix and kind.dtype.name not in {*FLOATING, "I64", "BOOL"}:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import AccessError
 from shardctl.execute.staging import Staging
+from shardctl.options import ReshardOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.room import existing
-from shardctl.verbs.drafting import Wish, understood
+from shardctl.verbs.drafting import understood
 from shardctl.verbs.plan import describe
 from shardctl.verbs.reshard import worked_out
 
 if TYPE_CHECKING:
-    from shardctl.verbs.opening import Reading
+    from shardctl.options import SourceOptions
     from shardctl.verbs.plan import Planned
     from shardctl.verbs.plan_file import PlanFile
 
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 def rehearse(
     path: str | Path,
     destination: str | Path,
-    wish: Wish | None = None,
+    wish: ReshardOptions | None = None,
     *,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     overwrite: bool = False,
     plan: PlanFile | None = None,
 ) -> Planned:
     """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
-    wanted = wish or (plan.wish if plan else Wish())
+    wanted = wish or (plan.wish if plan else ReshardOptions())
     reading = understood(reading or (plan.reading if plan else None), wanted)
     with worked_out(path, destination, wish, reading, plan) as work:
         if is_bucket(destination):

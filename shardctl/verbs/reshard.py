@@ -14,6 +14,7 @@ from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
 from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD, SUMS, Record, dump, load
 from shardctl.shares import whole
 from shardctl.storage import FileProofs
@@ -21,10 +22,10 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.storage.durable import told
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import check_destination
-from shardctl.verbs.drafting import Draft, Wish, draft
-from shardctl.verbs.frame import Frame, completed, framed, overflow_warnings, sums_file, with_sums
+from shardctl.verbs.drafting import Draft, draft
+from shardctl.verbs.frame import PendingRecord, completed, framed, overflow_warnings, sums_file, with_sums
 from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.workers import Stop, heed
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ class Resharded:
 def reshard(
     path: str | Path,
     destination: str | Path,
-    wish: Wish | None = None,
+    wish: ReshardOptions | None = None,
     *,
-    reading: Reading | None = None,
+    reading: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
@@ -124,7 +125,7 @@ def result_name(*result: object) -> str:
 
 
 def assembled(
-    frame: Frame, parts: Sequence[Part], staging: Staging, stop: Stop, *, sha256: bool
+    frame: PendingRecord, parts: Sequence[Part], staging: Staging, stop: Stop, *, sha256: bool
 ) -> tuple[Record, tuple[str, ...]]:
     """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings."""
     record = completed(frame, parts)
@@ -140,7 +141,11 @@ def assembled(
 
 @contextmanager
 def worked_out(
-    path: str | Path, destination: str | Path, wish: Wish | None, reading: Reading | None, plan: PlanFile | None
+    path: str | Path,
+    destination: str | Path,
+    wish: ReshardOptions | None,
+    reading: SourceOptions | None,
+    plan: PlanFile | None,
 ) -> Iterator[Draft]:
     """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
 
@@ -150,7 +155,7 @@ def worked_out(
     check_destination(destination)
     with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
         _check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or Wish())
+        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or ReshardOptions())
         if is_bucket(destination):
             from shardctl.verbs.into_bucket import with_sending
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardctl.memory.calibrate import Calibration
     from shardctl.memory.estimate import RankEstimate
     from shardctl.options import PlanOptions
-    from shardctl.verbs.subject import Subject
+    from shardctl.verbs.subject import EstimatedModel
 
 _USUAL: Final = "h100-80g"
 """Whose nodes and speed are assumed if no device is named."""
@@ -72,7 +72,7 @@ class Explored:
 class Explorer:
     """What a search asks of each mesh."""
 
-    about: Subject
+    about: EstimatedModel
     work: Serving | Training | None
     device: Device
     heaviest: Heaviest
@@ -187,7 +187,7 @@ class Explorer:
         return price(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
 
 
-def explore(about: Subject, purpose: PlanOptions, mesh: Mesh | None) -> Explored:
+def explore(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> Explored:
     """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
 
     Raises UsageError for a purpose that contradicts itself.

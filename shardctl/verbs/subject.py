@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Manifest
     from shardctl.models.anatomy import Anatomy
-    from shardctl.verbs.drafting import Wish
+    from shardctl.options import ReshardOptions
     from shardctl.verbs.opening import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class EstimatedModel:
     """A model as estimates see it."""
 
     inventory: Inventory
@@ -44,7 +44,7 @@ class Subject:
     quantised: Layout | None = None
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
 
-    def if_quantised(self, name: str | None) -> Subject:
+    def if_quantised(self, name: str | None) -> EstimatedModel:
         """The same model as if its linear weights were in the type `name`; itself for None.
 
         Raises UsageError for an unknown type, and for a model that is quantised already.
@@ -54,7 +54,7 @@ class Subject:
         return replace(self, inventory=narrowed(self.inventory, name), quantised=layout(name))
 
 
-def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Subject:
+def subject(checkpoint: Checkpoint, wish: ReshardOptions, *, trained: bool = False) -> EstimatedModel:
     """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of.
 
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
@@ -73,7 +73,7 @@ def subject(checkpoint: Checkpoint, wish: Wish, *, trained: bool = False) -> Sub
         inventory = take_stock(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = parameters(model, checkpoint.config, have.tensors)
     made_of, why = _anatomy(checkpoint)
-    return Subject(inventory, elements, made_of, why, _activations(checkpoint, wish, inventory))
+    return EstimatedModel(inventory, elements, made_of, why, _activations(checkpoint, wish, inventory))
 
 
 def coded(checkpoint: Checkpoint) -> bool:
@@ -81,7 +81,7 @@ def coded(checkpoint: Checkpoint) -> bool:
     return checkpoint.model is not None and quantised(checkpoint.model, checkpoint.config)
 
 
-def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: Wish) -> Subject:
+def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: ReshardOptions) -> EstimatedModel:
     """The model as it was before it was quantised."""
     model = checkpoint.require_model("a plan of training")
     plain = meant(model, checkpoint.config or {}, have.tensors)
@@ -90,10 +90,10 @@ def _dequantised(checkpoint: Checkpoint, have: Manifest, wish: Wish) -> Subject:
     inventory = take_stock(tensors, {t.name: t.spec for t in plain}, model.layers, dtypes=dtypes)
     made_of, why = _anatomy(checkpoint)
     active = _activations(checkpoint, wish, inventory)
-    return Subject(inventory, inventory.elements, made_of, why, active, dequantised=True)
+    return EstimatedModel(inventory, inventory.elements, made_of, why, active, dequantised=True)
 
 
-def _activations(checkpoint: Checkpoint, wish: Wish, inventory: Inventory) -> str:
+def _activations(checkpoint: Checkpoint, wish: ReshardOptions, inventory: Inventory) -> str:
     """The type that is asked for, else the declared one; of a config that declares none, that of most weights."""
     if wish.dtype in FLOATS:
         return FLOATS[wish.dtype].name

@@ -12,13 +12,14 @@ from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, some
 from shardctl.execute.interrupt import stopping
 from shardctl.manifest import Region, first_byte
+from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state
 from shardctl.verbs.level import LEVELS, Level, LoadedRank, Verified
-from shardctl.verbs.on_devices import Trial, forward_level, load_level
-from shardctl.verbs.opening import Checkpoint, Reading, in_file_order, opened
+from shardctl.verbs.on_devices import forward_level, load_level
+from shardctl.verbs.opening import Checkpoint, in_file_order, opened
 from shardctl.verbs.record_crcs import check_crcs, crc_tracker
 from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_downloads, check_sums
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _PLACES = 16
 """Places of one tensor in a message: any of its files may be the wrong one."""
-__all__ = ["LEVELS", "Level", "LoadedRank", "Trial", "Verified", "verify"]
+__all__ = ["LEVELS", "Level", "LoadedRank", "Verified", "VerifyOptions", "verify"]
 
 
 class _NotAsRecordedError(Exception):
@@ -48,8 +49,8 @@ def verify(
     level: str = "quick",
     against: str | Path | None = None,
     require: str | None = None,
-    trial: Trial | None = None,
-    reading: Reading | None = None,
+    trial: VerifyOptions | None = None,
+    reading: SourceOptions | None = None,
     effort: Effort | None = None,
 ) -> Verified:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
@@ -62,12 +63,12 @@ def verify(
         if asked not in LEVELS:
             raise UsageError(f"unknown level {asked!r}", hint=f"the levels are {', '.join(LEVELS)}")
     order = list(LEVELS)
-    trial = trial or Trial()
+    trial = trial or VerifyOptions()
     highest = max(level, require or level, trial.asked_level(), key=order.index)
     names = [n for n in LEVELS[highest] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
-    run = _Run(names, against, trial, replace(reading or Reading(), kv_heads="replicate"), effort or Effort())
+    run = _Run(names, against, trial, replace(reading or SourceOptions(), kv_heads="replicate"), effort or Effort())
     levels, digest = run.of(path)
     return Verified(str(path), str(against or ""), digest, tuple(levels), LEVELS[require] if require else ())
 
@@ -79,8 +80,8 @@ class _Run:
     names: list[str]
     """The levels to run, in order."""
     against: str | Path | None
-    trial: Trial
-    reading: Reading
+    trial: VerifyOptions
+    reading: SourceOptions
     effort: Effort
 
     @property

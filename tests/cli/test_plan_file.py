@@ -12,19 +12,20 @@ from cli_checkpoints import llama
 
 from shardctl.errors import ChangedError, DestinationError, SourceError, UsageError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD
 from shardctl.record import load as load_record
 from shardctl.verbs import plan_file
-from shardctl.verbs.drafting import Wish, draft
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.drafting import draft
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 
 WISHES = {
-    "ranks": Wish(mesh=Mesh.of(tp=2)),
-    "stages": Wish(mesh=Mesh.parse("tp=2,pp=2"), stages="1,1"),
-    "balanced": Wish(mesh=Mesh.of(pp=2, fsdp=2)),
-    "hf": Wish(max_shard_size=50_000, dtype="bf16", keep_fp32="norm"),
-    "filtered": Wish(include="layers", exclude="mlp", names="keep", to="ranks"),
+    "ranks": ReshardOptions(mesh=Mesh.of(tp=2)),
+    "stages": ReshardOptions(mesh=Mesh.parse("tp=2,pp=2"), stages="1,1"),
+    "balanced": ReshardOptions(mesh=Mesh.of(pp=2, fsdp=2)),
+    "hf": ReshardOptions(max_shard_size=50_000, dtype="bf16", keep_fp32="norm"),
+    "filtered": ReshardOptions(include="layers", exclude="mlp", names="keep", to="ranks"),
 }
 
 
@@ -70,8 +71,8 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
     bare.mkdir()
     shutil.copy(source / "model.safetensors", bare)
     shutil.copy(source / "config.json", config)
-    reading = Reading(config=config, kv_heads="replicate", strict=True)
-    plan = decide(bare, tmp_path / "plan.json", Wish(mesh=Mesh.of(tp=4)), reading)
+    reading = SourceOptions(config=config, kv_heads="replicate", strict=True)
+    plan = decide(bare, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(tp=4)), reading)
     assert plan_file.load(plan).reading == reading
     said = say("reshard", "--plan", plan, tmp_path / "out")
     assert said.code == 0, said.err
@@ -84,15 +85,15 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
 def test_a_plan_says_all_that_shapes_the_result(plan):
     document = json.loads(plan.read_text())
     assert document["schema"] == "shardctl.plan-file/1"
-    assert document["wish"].keys() == {field.name for field in fields(Wish)} - {"host_memory"} | {"memory"}
-    assert document["reading"].keys() == {field.name for field in fields(Reading)} - {"described", "unbound"}
+    assert document["wish"].keys() == {field.name for field in fields(ReshardOptions)} - {"host_memory"} | {"memory"}
+    assert document["reading"].keys() == {field.name for field in fields(SourceOptions)} - {"described", "unbound"}
     assert document["wish"]["to"] == "ranks"
     assert document["wish"]["mesh"] == {"axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2}, "ep": 1, "etp": 2}
     assert document["source"]["files"].keys() == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_balanced_stages_are_decided_in_the_plan(source, tmp_path):
-    plan = decide(source, tmp_path / "plan.json", Wish(mesh=Mesh.of(pp=2)))
+    plan = decide(source, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(pp=2)))
     assert plan_file.load(plan).wish.stages == "1,1"
 
 
@@ -104,7 +105,7 @@ def test_a_plan_reads_back_as_it_was(source, tmp_path, wish):
         work = draft(checkpoint, wish)
         assert read.drafted(checkpoint, read.wish).identity() == work.identity() == read.identity
         with pytest.raises(UsageError, match="another conversion"):
-            read.drafted(checkpoint, Wish(mesh=Mesh.of(tp=4)))
+            read.drafted(checkpoint, ReshardOptions(mesh=Mesh.of(tp=4)))
 
 
 def test_effort_may_be_another(say, plan, tmp_path):

@@ -14,18 +14,18 @@ from shardctl.errors import DestinationError, Mismatch, SourceError
 from shardctl.execute.uploads import Uploads
 from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
 from shardctl.storage.cloud.bucket import Bucket
 from shardctl.verbs.contribute import contribute
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
 COUNT = 3
-TP2 = Wish(mesh=Mesh.of(tp=2), threads=1, max_shard_size=30_000)
-SMALL = Wish(to="hf", max_shard_size=30_000, threads=1)
-ONE = Wish(to="hf", threads=1)
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=1, max_shard_size=30_000)
+SMALL = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
+ONE = ReshardOptions(to="hf", threads=1)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def names(place):
 
 @pytest.mark.parametrize(
     ("wish", "order"),
-    [(TP2, (2, 1, 0)), (SMALL, (0, 1, 2)), (Wish(to="dcp", threads=1), (1, 2, 0))],
+    [(TP2, (2, 1, 0)), (SMALL, (0, 1, 2)), (ReshardOptions(to="dcp", threads=1), (1, 2, 0))],
     ids=["tp2", "hf", "dcp"],
 )
 def test_workers_in_any_order_make_what_one_machine_makes(s3_place, source, tmp_path, wish, order):

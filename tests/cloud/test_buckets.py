@@ -13,17 +13,17 @@ from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceE
 from shardctl.execute.progress import Silent
 from shardctl.execute.uploads import Uploads
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage import patience
 from shardctl.storage.cloud.bucket import PIECE, Bucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.rehearse import rehearse
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
-TP2 = Wish(mesh=Mesh.of(tp=2), threads=2)
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=2)
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def heavy(tmp_path):
     "wish",
     [
         TP2,
-        Wish(to="hf", max_shard_size=30_000),
-        Wish(to="hf", dtype="bf16"),
-        Wish(to="dcp"),
-        Wish(mesh=Mesh.of(fsdp=3)),
+        ReshardOptions(to="hf", max_shard_size=30_000),
+        ReshardOptions(to="hf", dtype="bf16"),
+        ReshardOptions(to="dcp"),
+        ReshardOptions(mesh=Mesh.of(fsdp=3)),
     ],
     ids=["tp2", "hf in files", "cast", "dcp", "fsdp3"],
 )
@@ -71,10 +71,10 @@ def test_a_bucket_is_read_like_a_directory(s3, bucket, source, tmp_path):
 
 def test_from_a_bucket_into_a_bucket(s3, bucket, source, tmp_path):
     reshard(source, f"s3://{bucket}/cut", TP2)
-    back = reshard(f"s3://{bucket}/cut", f"s3://{bucket}/back", Wish(to="hf"))
+    back = reshard(f"s3://{bucket}/cut", f"s3://{bucket}/back", ReshardOptions(to="hf"))
     assert back.record.digest == digest(source).digest
     wanted = reshard(source, tmp_path / "cut", TP2)
-    reshard(tmp_path / "cut", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "cut", tmp_path / "back", ReshardOptions(to="hf"))
     assert held(s3, bucket, "back/").keys() == on_disk(tmp_path / "back").keys()
     assert held(s3, bucket, "back/")["model.safetensors"] == on_disk(tmp_path / "back")["model.safetensors"]
     assert wanted.record.digest == back.record.digest
@@ -93,7 +93,7 @@ def order(monkeypatch):
 
 def test_what_makes_a_checkpoint_comes_last(s3, bucket, source, monkeypatch):
     written = order(monkeypatch)
-    reshard(source, f"s3://{bucket}/out", Wish(to="hf", max_shard_size=30_000))
+    reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf", max_shard_size=30_000))
     plain = [path for path in written if not path.startswith(".shardctl/")]
     assert plain[-2:] == ["config.json", "shardctl.json"]
     weights = [n for n, path in enumerate(plain) if path.endswith(".safetensors")]
@@ -138,7 +138,7 @@ class Told(Silent):
 
 
 def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_path, monkeypatch):
-    wish = Wish(to="hf", max_shard_size=30_000, threads=1)
+    wish = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
     wanted = reshard(source, tmp_path / "out", wish)
     upload, sent = Bucket.upload, []
 
@@ -194,7 +194,7 @@ def test_folders_that_were_made_in_a_web_page_are_no_files(s3, bucket, source):
 
 
 def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, monkeypatch):
-    wish, publish = Wish(to="hf", max_shard_size=30_000), Uploads.publish
+    wish, publish = ReshardOptions(to="hf", max_shard_size=30_000), Uploads.publish
 
     def beaten(self, record, sizes):
         path = min(path for path in sizes if path.endswith(".safetensors"))
@@ -226,7 +226,7 @@ def test_a_run_that_was_killed_when_all_was_there_is_found_finished(s3, bucket, 
             reshard(source, f"s3://{bucket}/out", TP2)
     assert {"shardctl.json", ".shardctl/plan.json"} <= held(s3, bucket, "out/").keys()
     with pytest.raises(DestinationError, match="already holds a finished checkpoint"):
-        reshard(source, f"s3://{bucket}/out", Wish(to="hf"))
+        reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf"))
     again = reshard(source, f"s3://{bucket}/out", TP2)
     assert (again.record, again.written_bytes, again.kept_bytes) == (wanted.record, 0, wanted.written_bytes)
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
@@ -241,12 +241,12 @@ def test_a_plan_that_was_damaged_is_said(s3, bucket, source, content):
 
 
 def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
-    wish, upload, others = Wish(to="hf", max_shard_size=30_000), Uploads.upload, []
+    wish, upload, others = ReshardOptions(to="hf", max_shard_size=30_000), Uploads.upload, []
 
     def overtaken(self, number, part, tree):
         if number == 1 and not others:
             others.append(None)
-            reshard(source, f"s3://{bucket}/out", Wish(to="hf", dtype="bf16", max_shard_size=30_000))
+            reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf", dtype="bf16", max_shard_size=30_000))
             others.append(held(s3, bucket, "out/"))
         return upload(self, number, part, tree)
 
@@ -262,7 +262,7 @@ def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monk
             "shardctl.execute.uploads.Uploads.publish", lambda *_: (_ for _ in ()).throw(DestinationError("x"))
         )
         with pytest.raises(DestinationError):
-            reshard(source, f"s3://{bucket}/out", Wish(to="hf", max_shard_size=30_000))
+            reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf", max_shard_size=30_000))
     reshard(source, f"s3://{bucket}/out", TP2)
     reshard(source, tmp_path / "out", TP2)
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")

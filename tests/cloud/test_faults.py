@@ -6,13 +6,13 @@ from fault_proxy import LOST
 
 from shardctl.errors import AccessError, DestinationError, SourceError, TransientError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage import patience
 from shardctl.storage.cloud.bucket import Bucket
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 
-TP2 = Wish(mesh=Mesh.of(tp=2), threads=2)
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=2)
 
 
 @pytest.fixture(autouse=True)

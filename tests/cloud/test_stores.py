@@ -12,16 +12,16 @@ from cloud_models import llama, on_disk
 
 from shardctl.errors import ChangedError, DestinationError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage.cloud.bucket import PIECE, Bucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
-TP2 = Wish(mesh=Mesh.of(tp=2), threads=2)
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2), threads=2)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_store_is_read_like_a_directory(place, source, tmp_path):
 
 def test_from_a_store_into_the_same_store(place, source):
     reshard(source, place.address("cut"), TP2)
-    back = reshard(place.address("cut"), place.address("back"), Wish(to="hf"))
+    back = reshard(place.address("cut"), place.address("back"), ReshardOptions(to="hf"))
     assert back.record.digest == digest(source).digest
 
 

@@ -60,7 +60,7 @@ def run(job):
     faults.actions = {int(number): action for number, action in faults.actions.items()}
     faults.errors = {int(number): name for number, name in faults.errors.items()}
     tp = job.get("tp", 2)
-    wish = drafting.Wish(
+    wish = drafting.ReshardOptions(
         mesh=Mesh.of(tp=tp) if tp > 1 else None,
         threads=job.get("threads", 1),
         dtype=job.get("dtype", "keep"),
@@ -120,7 +120,7 @@ def warm():
     with tempfile.TemporaryDirectory() as place:
         source = str(checkpoint(Path(place, "source")))
         for tp in (1, 2):
-            reshard(source, Path(place, f"out{tp}"), drafting.Wish(mesh=Mesh.of(tp=tp), threads=1))
+            reshard(source, Path(place, f"out{tp}"), drafting.ReshardOptions(mesh=Mesh.of(tp=tp), threads=1))
 
 
 if __name__ == "__main__":

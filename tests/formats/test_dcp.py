@@ -29,8 +29,9 @@ from shardctl.formats.dcp.metadata import Item
 from shardctl.formats.dcp.save import _check_disjoint
 from shardctl.layouts.torch_item import tensor_item
 from shardctl.manifest import Region
+from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -409,7 +410,7 @@ WRAPPED = {
 def test_names_are_known_in_the_wrappers_of_trainers(wrapping, tmp_path):
     rename = WRAPPED[wrapping]
     place = saved({"model": {rename(name): value for name, value in weights().items()}}, tmp_path / "wrapped")
-    with opened(place, Reading(config=FIXTURES / "config.json")) as checkpoint:
+    with opened(place, SourceOptions(config=FIXTURES / "config.json")) as checkpoint:
         assert checkpoint.model_error is None
         check(place, checkpoint.manifest.tensors, weights())
         assert all(tensor.spelling == () for tensor in checkpoint.manifest.tensors.values())
@@ -542,7 +543,7 @@ def test_flat_parameters_of_a_known_model_are_taken_apart(tmp_path):
         ]
         flat[f"{unit}_flat_param"] = torch.cat(inside)
     place = saved({"model": flat}, tmp_path / "flat")
-    with opened(place, Reading(config=pickled / "flat.json")) as checkpoint:
+    with opened(place, SourceOptions(config=pickled / "flat.json")) as checkpoint:
         check(place, checkpoint.manifest.tensors, weights)
 
 

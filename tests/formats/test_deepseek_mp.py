@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
 from shardctl.formats import detect, scan
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -31,23 +30,23 @@ def place(tmp_path):
     return Path(shutil.copytree(FIXTURES / "bf16" / "mp4", tmp_path / "mp4"))
 
 
-def said(name: str) -> Reading:
+def said(name: str) -> SourceOptions:
     """How a directory without a config is read."""
-    return Reading(config=FIXTURES / name / "source" / "config.json")
+    return SourceOptions(config=FIXTURES / name / "source" / "config.json")
 
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def wish(ranks: int) -> Wish:
-    return Wish(to="deepseek", mesh=Mesh.of(tp=ranks))
+def wish(ranks: int) -> ReshardOptions:
+    return ReshardOptions(to="deepseek", mesh=Mesh.of(tp=ranks))
 
 
 class TestReading:
     @pytest.mark.parametrize(("name", "ranks"), CASES)
     def test_what_deepseek_converts_is_the_model_bit_for_bit(self, name, ranks, tmp_path):
-        reshard(FIXTURES / name / f"mp{ranks}", tmp_path / "hf", Wish(to="hf"), reading=said(name))
+        reshard(FIXTURES / name / f"mp{ranks}", tmp_path / "hf", ReshardOptions(to="hf"), reading=said(name))
         ours = load_file(tmp_path / "hf" / "model.safetensors")
         theirs = load_file(FIXTURES / name / "source" / "model.safetensors")
         theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith(PREDICTING)}
@@ -115,7 +114,7 @@ class TestRefusals:
     )
     def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
         with pytest.raises(CutError, match=message):
-            reshard(FIXTURES / "bf16" / "source", tmp_path / "out", Wish(to="deepseek", mesh=mesh))
+            reshard(FIXTURES / "bf16" / "source", tmp_path / "out", ReshardOptions(to="deepseek", mesh=mesh))
 
     def test_heads_and_vocabulary_that_do_not_divide(self, tmp_path):
         source = shutil.copytree(FIXTURES / "predicting" / "source", tmp_path / "source")

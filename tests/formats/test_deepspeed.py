@@ -23,9 +23,9 @@ from shardctl import formats
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.formats.deepspeed import geometry
 from shardctl.formats.deepspeed.patterns import Patterns
+from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
@@ -149,12 +149,12 @@ def config(place: Path) -> None:
 def test_it_becomes_any_other_checkpoint(name, layout, tmp_path):
     from safetensors.torch import load_file
 
-    from shardctl.verbs.drafting import Wish
+    from shardctl.options import ReshardOptions
 
     place = shutil.copytree(FIXTURES / name, tmp_path / "checkpoint-2")
     config(place)
     (place / "trainer_state.json").write_text("{}")
-    reshard(place, tmp_path / "out", Wish(to=layout))
+    reshard(place, tmp_path / "out", ReshardOptions(to=layout))
     if layout == "hf":
         found = load_file(tmp_path / "out" / "model.safetensors")
         for key, value in whole(name)["master"].items():
@@ -176,7 +176,7 @@ def test_inspect_says_what_it_is_and_which_copy_is_read():
         "weights are the optimizer's fp32 master; --weights module reads the module's own copy (BF16)",
     )
     assert found.dropped == ("epoch",)
-    own = inspect(FIXTURES / "z2", reading=Reading(weights="module"))
+    own = inspect(FIXTURES / "z2", reading=SourceOptions(weights="module"))
     assert own.training.notes[1] == "weights are the module's own copy (BF16), not the optimizer's fp32 master"
     assert inspect(FIXTURES / "bf16").training.notes[0] == "BF16_Optimizer, 2 data-parallel ranks"
     assert inspect(FIXTURES / "tp-z1").training.notes[0] == "ZeRO stage 1, 1 data-parallel x 2 model-parallel ranks"

@@ -15,13 +15,13 @@ from shardctl.errors import CutError, HostileError, SourceError, UnsupportedErro
 from shardctl.formats import detect, scan
 from shardctl.layouts.megatron import Wanted, _first_and_last
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.schemas.megatron.names import engine_name, local_name
 from shardctl.schemas.megatron.ranks import folders, least_mesh
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -64,8 +64,8 @@ def models(saved: dict) -> dict[str, dict]:
     return {key: value for key, value in saved.items() if key.startswith("model")}
 
 
-def reading(name: str) -> Reading:
-    return Reading(true_vocab=None if CASES[name].get("vocabulary") else 100)
+def reading(name: str) -> SourceOptions:
+    return SourceOptions(true_vocab=None if CASES[name].get("vocabulary") else 100)
 
 
 def source(name: str) -> Path:
@@ -73,7 +73,7 @@ def source(name: str) -> Path:
     return FIXTURES / "hf" / CASES[name]["model"]
 
 
-def wish(name: str) -> Wish:
+def wish(name: str) -> ReshardOptions:
     """What makes a case of its model."""
     case = CASES[name]
     mesh = {"tp": 1, "ep": 1, **case["mesh"]}
@@ -84,7 +84,7 @@ def wish(name: str) -> Wish:
     said += ["experts=grouped"] if case.get("grouped") or (engine and "moe" in name) else []
     said += [f"virtual={chunks}"] if chunks else []
     said += ["padding=last-row"] if case.get("padding") == "last" else []
-    return Wish(
+    return ReshardOptions(
         to="megatron",
         mesh=Mesh.of(**mesh, etp=etp, dp=max(mesh["tp"], mesh["ep"] * etp) // mesh["tp"]),
         stages="1,3" if first else None,
@@ -104,7 +104,9 @@ def written(tmp_path):
     """A directory that is there to be damaged: two tp ranks, two ep ranks, four experts."""
     out = tmp_path / "written"
     reshard(
-        FIXTURES / "hf" / "qwen3-moe", out, Wish(to="megatron", mesh=Mesh.of(tp=2, ep=2, etp=1), megatron="multiple=16")
+        FIXTURES / "hf" / "qwen3-moe",
+        out,
+        ReshardOptions(to="megatron", mesh=Mesh.of(tp=2, ep=2, etp=1), megatron="multiple=16"),
     )
     (out / "config.json").unlink()
     (out / "shardctl.json").unlink()
@@ -132,7 +134,7 @@ class TestReading:
 
     @pytest.mark.parametrize("name", CASES)
     def test_what_the_owner_saves_is_the_model_bit_for_bit(self, name, tmp_path):
-        reshard(FIXTURES / name, tmp_path / "hf", Wish(to="hf"), reading=reading(name))
+        reshard(FIXTURES / name, tmp_path / "hf", ReshardOptions(to="hf"), reading=reading(name))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(name)))
         if CASES[name].get("dtype"):
             theirs = {key: value.float() for key, value in theirs.items()}
@@ -155,7 +157,10 @@ class TestReading:
         experts = scan(LocalSource(FIXTURES / "qwen3-moe-ep2-etp1")).dialect
         assert (experts.mesh.ep, experts.mesh.etp) == (2, 1)
         assert list(experts.ranks.values()) == ["mp_rank_00_000/", "mp_rank_01_001/"]
-        assert inspect(FIXTURES / "llama-tp2-pp2", reading=Reading(true_vocab=100)).architecture == "LlamaForCausalLM"
+        assert (
+            inspect(FIXTURES / "llama-tp2-pp2", reading=SourceOptions(true_vocab=100)).architecture
+            == "LlamaForCausalLM"
+        )
 
     def test_one_iteration_is_read_and_others_are_said_to_be_left(self, tmp_path):
         shutil.copytree(FIXTURES / "llama-tp4", tmp_path, dirs_exist_ok=True)
@@ -183,8 +188,8 @@ class TestReading:
         saved["model"]["mtp.layers.0.enorm.weight"] = torch.ones(32)
         torch.save(saved, path)
         with pytest.raises(SourceError, match=r"1 arrays mtp\.\* of layers that predict further tokens"):
-            reshard(written, tmp_path / "hf", Wish(to="hf"), reading=Reading(strict=True))
-        back = reshard(written, tmp_path / "hf", Wish(to="hf"))
+            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), reading=SourceOptions(strict=True))
+        back = reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
 
     def test_the_oldest_name_of_the_degree_of_tp(self, written):
@@ -196,7 +201,10 @@ class TestReading:
 
     def test_another_config_overrides_the_args(self, tmp_path):
         made = reshard(
-            FIXTURES / "mistral-tp2", tmp_path / "hf", Wish(to="hf"), reading=Reading(config=source("mistral-tp2"))
+            FIXTURES / "mistral-tp2",
+            tmp_path / "hf",
+            ReshardOptions(to="hf"),
+            reading=SourceOptions(config=source("mistral-tp2")),
         )
         assert made.record.digest == digest(source("mistral-tp2")).digest
 
@@ -235,7 +243,7 @@ class TestWriting:
         assert verify(tmp_path / "mg").ok
         for side in ("config.json", "shardctl.json"):
             (tmp_path / "mg" / side).unlink()
-        back = reshard(tmp_path / "mg", tmp_path / "hf", Wish(to="hf"))
+        back = reshard(tmp_path / "mg", tmp_path / "hf", ReshardOptions(to="hf"))
         assert back.record.digest == made.record.digest
         if not CASES[name].get("dtype"):
             assert back.record.digest == digest(source(name)).digest
@@ -248,7 +256,7 @@ class TestWriting:
             assert all(same(mine[key], value) for key, value in load(path)["model"].items())
 
     def test_transformer_engines_names_are_the_usual_ones(self, tmp_path):
-        reshard(source("llama-tp1"), tmp_path / "out", Wish(to="megatron"))
+        reshard(source("llama-tp1"), tmp_path / "out", ReshardOptions(to="megatron"))
         saved = torch.load(tmp_path / "out" / "release" / "mp_rank_00" / FILE, weights_only=False)
         assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in saved["model"]
         assert saved["args"].transformer_impl == "transformer_engine"
@@ -257,12 +265,12 @@ class TestWriting:
 
     def test_a_rank_may_have_nothing_of_the_vocabulary_but_padding(self, tmp_path):
         out = tmp_path / "out"
-        reshard(source("llama-tp1"), out, Wish(to="megatron", mesh=Mesh.of(tp=4), megatron="multiple=128"))
+        reshard(source("llama-tp1"), out, ReshardOptions(to="megatron", mesh=Mesh.of(tp=4), megatron="multiple=128"))
         rows = [load(out / "release" / f"mp_rank_{n:02d}" / FILE)["model"]["output_layer.weight"] for n in range(4)]
         assert [bool(part.any()) for part in rows] == [True, False, False, False]
 
     def test_a_rank_of_copies_of_the_last_row_is_refused(self, tmp_path):
-        wanted = Wish(to="megatron", mesh=Mesh.of(tp=4), megatron="padding=last-row")
+        wanted = ReshardOptions(to="megatron", mesh=Mesh.of(tp=4), megatron="padding=last-row")
         with pytest.raises(CutError, match="padding 100 tokens to 512 rows would leave ranks with copies"):
             reshard(source("llama-tp1"), tmp_path / "out", wanted)
 
@@ -271,7 +279,7 @@ class TestWriting:
         shutil.copytree(FIXTURES / "hf" / "mistral", at)
         config = json.loads((at / "config.json").read_text()) | {"sliding_window": 16}
         (at / "config.json").write_text(json.dumps(config))
-        reshard(at, tmp_path / "out", Wish(to="megatron"))
+        reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
         assert load(tmp_path / "out" / "release" / "mp_rank_00" / FILE)["args"].window_size == (15, 0)
         made = scan(LocalSource(tmp_path / "out")).own_config.values
         assert (made["model_type"], made["sliding_window"]) == ("mistral", 16)
@@ -282,7 +290,7 @@ class TestWriting:
         arrays = load_file(at / "model.safetensors")
         arrays["model.layers.3.enorm.weight"] = torch.ones(32, dtype=torch.bfloat16)
         save_file(arrays, at / "model.safetensors", {"format": "pt"})
-        made = reshard(at, tmp_path / "out", Wish(to="megatron"))
+        made = reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
         assert any("layers that predict further tokens are left behind" in warning for warning in made.warnings)
 
 
@@ -313,16 +321,16 @@ class TestRefusals:
     def test_a_vocabulary_that_cannot_be_known(self, written, tmp_path):
         change(written, args_vocab_size=None)
         with pytest.raises(SourceError, match="how many tokens the vocabulary has") as caught:
-            reshard(written, tmp_path / "hf", Wish(to="hf"))
+            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         assert "--true-vocab N" in caught.value.hint
-        given = Reading(true_vocab=100)
-        back = reshard(written, tmp_path / "hf", Wish(to="hf"), reading=given)
+        given = SourceOptions(true_vocab=100)
+        back = reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), reading=given)
         assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
 
     def test_args_that_contradict_the_arrays(self, written, tmp_path):
         change(written, args_hidden_size=64)
         with pytest.raises(SourceError, match="has shape"):
-            reshard(written, tmp_path / "hf", Wish(to="hf"))
+            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         change(written, args_num_layers=3)
         with pytest.raises(SourceError, match=r"the files hold 2 layers, but the args of .* say 3"):
             scan(LocalSource(written))
@@ -333,7 +341,7 @@ class TestRefusals:
     def test_args_of_a_model_that_no_config_describes(self, written, tmp_path):
         change(written, args_hybrid_override_pattern="M*M*")
         with pytest.raises(SourceError, match="only a config says which model's tensors are in these arrays"):
-            reshard(written, tmp_path / "hf", Wish(to="hf"))
+            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
 
     def test_files_of_two_checkpoints(self, written):
         path = written / "release" / "mp_rank_01_001" / FILE
@@ -365,21 +373,24 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wanted", "message"),
         [
-            (Wish(mesh=Mesh.of(tp=3)), "no 3 equal parts"),
-            (Wish(mesh=Mesh.of(pp=3)), "4 layers cannot be divided evenly over 3 stages"),
-            (Wish(mesh=Mesh.of(pp=4), stages="1,1,1,1", megatron="virtual=2"), "virtual=2 needs --pp, and no --stages"),
-            (Wish(mesh=Mesh.of(tp=2, fsdp=2)), "not of fsdp"),
-            (Wish(megatron="layers=flash"), "cannot read part 'layers=flash' of --megatron"),
+            (ReshardOptions(mesh=Mesh.of(tp=3)), "no 3 equal parts"),
+            (ReshardOptions(mesh=Mesh.of(pp=3)), "4 layers cannot be divided evenly over 3 stages"),
+            (
+                ReshardOptions(mesh=Mesh.of(pp=4), stages="1,1,1,1", megatron="virtual=2"),
+                "virtual=2 needs --pp, and no --stages",
+            ),
+            (ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), "not of fsdp"),
+            (ReshardOptions(megatron="layers=flash"), "cannot read part 'layers=flash' of --megatron"),
         ],
     )
     def test_a_mesh_that_does_not_fit(self, wanted, message, tmp_path):
-        wanted = Wish(to="megatron", mesh=wanted.mesh, stages=wanted.stages, megatron=wanted.megatron)
+        wanted = ReshardOptions(to="megatron", mesh=wanted.mesh, stages=wanted.stages, megatron=wanted.megatron)
         with pytest.raises(UsageError, match=message):
             reshard(source("llama-tp1"), tmp_path / "out", wanted)
 
     def test_stages_that_differ_are_the_first_and_the_last(self, tmp_path):
         model = FIXTURES / "hf" / "llama"
-        reshard(model, tmp_path / "good", Wish(to="megatron", mesh=Mesh.of(pp=3), stages="2,1,1"))
+        reshard(model, tmp_path / "good", ReshardOptions(to="megatron", mesh=Mesh.of(pp=3), stages="2,1,1"))
         args = load(tmp_path / "good" / "release" / "mp_rank_00_000" / FILE)["args"]
         assert (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) == (2, None)
         assert _first_and_last((3, 3, 3)) == (None, None)
@@ -395,7 +406,7 @@ class TestRefusals:
         config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
         (at / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedError, match="arrays of GraniteForCausalLM are not known here"):
-            reshard(at, tmp_path / "out", Wish(to="megatron"))
+            reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
 
     @pytest.mark.parametrize(
         ("model", "changed", "message"),
@@ -415,7 +426,7 @@ class TestRefusals:
         config = json.loads((at / "config.json").read_text()) | changed
         (at / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedError, match=message):
-            reshard(at, tmp_path / "out", Wish(to="megatron"))
+            reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
 
 
 class TestNames:
@@ -457,12 +468,12 @@ class TestNames:
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
     """Megatron-LM's `TransformerConfig` refuses such a mesh, whatever the files hold."""
     with pytest.raises(CutError, match="4 have no 8 equal parts"):
-        reshard(FIXTURES / "hf" / "llama", tmp_path / "out", Wish(to="megatron", mesh=Mesh.of(tp=8)))
+        reshard(FIXTURES / "hf" / "llama", tmp_path / "out", ReshardOptions(to="megatron", mesh=Mesh.of(tp=8)))
 
 
 def test_a_vocabulary_that_is_said_too_small_is_noticed():
     """What is left behind as padding is not zero then; it may also be padding that was trained, so it is a warning."""
-    with opened(FIXTURES / "mistral-tp2", Reading(true_vocab=50)) as checkpoint:
+    with opened(FIXTURES / "mistral-tp2", SourceOptions(true_vocab=50)) as checkpoint:
         (said,) = [text for text in checkpoint.manifest.warnings if "behind the last token are not zero" in text]
     assert "--true-vocab" in said
 
@@ -477,10 +488,10 @@ def test_norms_that_are_kept_less_one_are_read_and_that_is_said(tmp_path):
             if key.endswith(("norm.weight", "norm_weight")):
                 tensor.sub_(1)
         torch.save(saved, path)
-    given = Reading(true_vocab=100)
+    given = SourceOptions(true_vocab=100)
     with opened(tmp_path / "in", given) as checkpoint:
         assert any("are stored as gamma-1 in BF16" in text for text in checkpoint.manifest.warnings)
-    reshard(tmp_path / "in", tmp_path / "out", Wish(to="hf"), reading=given)
+    reshard(tmp_path / "in", tmp_path / "out", ReshardOptions(to="hf"), reading=given)
     ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", source("llama-tp2-pp2")))
     for name, tensor in theirs.items():
         expected = (tensor - 1) + 1 if name.endswith("norm.weight") else tensor

@@ -16,19 +16,18 @@ from safetensors.torch import load_file
 from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.formats import detect, scan
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage import read
 from shardctl.storage.orbax import OrbaxSource, is_orbax, runs
 from shardctl.storage.places import open_source
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ORBAX, SOURCE = FIXTURES / "orbax", FIXTURES / "trtllm" / "llama_pp3" / "source"
-NAMED = Reading(rules=ORBAX / "names.toml", config=SOURCE / "config.json")
+NAMED = SourceOptions(rules=ORBAX / "names.toml", config=SOURCE / "config.json")
 WAYS = ("ocdbt", "zarr3", "zarr")
 needs_tensorstore = pytest.mark.skipif(find_spec("tensorstore") is None, reason="needs tensorstore")
 
@@ -43,7 +42,7 @@ def place(tmp_path):
 class TestReading:
     @pytest.mark.parametrize("way", WAYS)
     def test_it_is_the_model_bit_for_bit(self, way, tmp_path):
-        made = reshard(ORBAX / way, tmp_path / "hf", Wish(to="hf"), reading=NAMED)
+        made = reshard(ORBAX / way, tmp_path / "hf", ReshardOptions(to="hf"), reading=NAMED)
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", SOURCE))
         assert ours.keys() == theirs.keys()
         assert all(bool((ours[key] == theirs[key]).all()) and ours[key].dtype == theirs[key].dtype for key in ours)
@@ -51,8 +50,8 @@ class TestReading:
 
     @pytest.mark.parametrize("way", WAYS)
     def test_into_any_layout(self, way, tmp_path):
-        reshard(ORBAX / way, tmp_path / "cut", Wish(mesh=Mesh.of(tp=2, pp=2)), reading=NAMED)
-        reshard(ORBAX / way, tmp_path / "trt", Wish(to="trtllm", mesh=Mesh.of(tp=4)), reading=NAMED)
+        reshard(ORBAX / way, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), reading=NAMED)
+        reshard(ORBAX / way, tmp_path / "trt", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)), reading=NAMED)
         assert diff(tmp_path / "cut", tmp_path / "trt").equal
         assert diff(tmp_path / "cut", SOURCE).equal
 
@@ -136,7 +135,7 @@ class TestNames:
 
     def say(self, tmp_path, text):
         (tmp_path / "names.toml").write_text(f"[names]\n{text}\n")
-        return Reading(rules=tmp_path / "names.toml")
+        return SourceOptions(rules=tmp_path / "names.toml")
 
     @pytest.fixture
     def stored(self, tmp_path):
@@ -161,7 +160,7 @@ class TestNames:
             '"a.{i}.w" = { to = "b.{i}", shape = [-1, 2] }\n'
             '"step" = ""',
         )
-        reshard(path, tmp_path / "out", Wish(to="hf"), reading=reading)
+        reshard(path, tmp_path / "out", ReshardOptions(to="hf"), reading=reading)
         made = load(tmp_path / "out" / "model.safetensors")
         expected = {f"l.{n}.up": arrays["up.kernel"][:, n].T for n in range(3)}
         expected |= {f"b.{i}": arrays[f"a.{i}.w"].reshape(3, 2) for i in range(2)}

@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
 from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_shape
 from shardctl.formats.rank_files import rank_file
-from shardctl.verbs.opening import Reading, opened
+from shardctl.options import SourceOptions
+from shardctl.verbs.opening import opened
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
 WHOLE = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "odd")
@@ -215,7 +216,7 @@ def test_flat_parameters_of_another_model_are_refused(change, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (
         pytest.raises(SourceError, match=r"_flat_param has [0-9,]+ elements, but the"),
-        opened(FIXTURES / "local", Reading(config=tmp_path)),
+        opened(FIXTURES / "local", SourceOptions(config=tmp_path)),
     ):
         pass
 

@@ -24,13 +24,14 @@ from shardctl.errors import CutError, HostileError, SourceError, UnsupportedErro
 from shardctl.formats import detect
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.drafting import draft
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -89,7 +90,7 @@ def written(tmp_path_factory):
     def write(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("written") / name
-            reshard(model(name), made[name], Wish(to="torch_dist", mesh=CASES[name]))
+            reshard(model(name), made[name], ReshardOptions(to="torch_dist", mesh=CASES[name]))
         return made[name]
 
     return write
@@ -104,7 +105,7 @@ def test_every_checkpoint_is_the_model_to_the_bit(name, config):
     where = HERE / name / "iter"
     given = model(name) if config == "the model's" else None
     trained = name.startswith("trained") or name == "core_0_15"
-    with opened(where, Reading(config=given, weights="module" if trained else None)) as checkpoint:
+    with opened(where, SourceOptions(config=given, weights="module" if trained else None)) as checkpoint:
         assert checkpoint.manifest.format == "torch_dist"
         check(where, checkpoint.manifest.tensors, published(name))
 
@@ -136,11 +137,11 @@ def test_optimizer_states_are_those_of_the_models_tensors(name):
 
 
 def test_the_modules_own_weights_are_read_if_they_are_asked_for():
-    with opened(HERE / "trained" / "iter", Reading(weights="module")) as checkpoint:
+    with opened(HERE / "trained" / "iter", SourceOptions(weights="module")) as checkpoint:
         assert {t.dtype.name for t in checkpoint.manifest.tensors.values()} == {"BF16"}
     with (
         pytest.raises(SourceError, match="no weights of an optimizer"),
-        opened(HERE / "stacked" / "iter", Reading(weights="master")),
+        opened(HERE / "stacked" / "iter", SourceOptions(weights="master")),
     ):
         pass
 
@@ -152,13 +153,13 @@ def test_states_in_buckets_are_left_behind_and_said_so():
 
 
 def test_states_travel_to_trainers(tmp_path):
-    reshard(HERE / "trained" / "iter", tmp_path / "dcp", Wish(to="dcp", mesh=Mesh.of(fsdp=2)))
-    with opened(tmp_path / "dcp", Reading(config=model("trained"))) as checkpoint:
+    reshard(HERE / "trained" / "iter", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2)))
+    with opened(tmp_path / "dcp", SourceOptions(config=model("trained"))) as checkpoint:
         assert len(checkpoint.manifest.training.states) == 2 * len(published("trained"))
 
 
 def test_replicas_that_wrote_nothing_are_ranks_all_the_same():
-    found = inspect(HERE / "trained" / "iter", reading=Reading(config=model("trained")))
+    found = inspect(HERE / "trained" / "iter", reading=SourceOptions(config=model("trained")))
     assert str(found.mesh) == "dp2 x tp2"
     assert found.training.ranks == found.mesh.world == 4
 
@@ -274,7 +275,7 @@ def test_there_and_back_is_the_same(name, written, tmp_path):
     there = written(name)
     assert digest(there).digest == digest(model(name)).digest
     assert not diff(model(name), there).changes
-    reshard(there, tmp_path / "back", Wish(to="hf"))
+    reshard(there, tmp_path / "back", ReshardOptions(to="hf"))
     back, want = load_file(tmp_path / "back" / "model.safetensors"), published(name)
     assert back.keys() == want.keys()
     assert all(bits(back[k]) == bits(want[k]) and back[k].dtype == want[k].dtype for k in want)
@@ -383,7 +384,7 @@ def test_other_backends_are_refused_by_name(place, said, what):
 def test_an_unknown_checkpoint_version_is_refused(place):
     where = place()
     common(where, checkpoint_version=1.0)
-    with pytest.raises(UnsupportedError, match="checkpoint_version 1"), opened(where, Reading(config=HERE)):
+    with pytest.raises(UnsupportedError, match="checkpoint_version 1"), opened(where, SourceOptions(config=HERE)):
         pass
 
 
@@ -411,7 +412,7 @@ def test_a_vocabulary_that_cannot_be_known_is_asked_for(place):
     with pytest.raises(SourceError, match="how many tokens the vocabulary has") as error, opened(where):
         pass
     assert "--true-vocab" in error.value.hint
-    with opened(where, Reading(true_vocab=60)) as checkpoint:
+    with opened(where, SourceOptions(true_vocab=60)) as checkpoint:
         check(where, checkpoint.manifest.tensors, published("stacked"))
 
 
@@ -421,7 +422,7 @@ def test_without_common_pt_a_config_is_asked_for(place):
     with pytest.raises(SourceError, match="only a config says") as error, opened(where):
         pass
     assert "--config" in error.value.hint
-    with opened(where, Reading(config=model("stacked"))) as checkpoint:
+    with opened(where, SourceOptions(config=model("stacked"))) as checkpoint:
         check(where, checkpoint.manifest.tensors, published("stacked"))
 
 
@@ -460,14 +461,14 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
     ):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config | changed))
-        with pytest.raises((SourceError, UnsupportedError), match=what), opened(place(), Reading(config=path)):
+        with pytest.raises((SourceError, UnsupportedError), match=what), opened(place(), SourceOptions(config=path)):
             pass
         shutil.rmtree(tmp_path / "stacked")
 
 
 def drafted(name: str, **wish) -> None:
     with opened(model(name)) as checkpoint:
-        draft(checkpoint, Wish(to="torch_dist", **wish))
+        draft(checkpoint, ReshardOptions(to="torch_dist", **wish))
 
 
 def test_what_megatron_has_no_place_for_is_refused_by_name():

@@ -9,8 +9,9 @@ import pytest
 
 from shardctl.errors import SourceError
 from shardctl.formats import detect
+from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 
 HERE = Path(__file__).parents[2] / "fixtures" / "torch_dist"
 
@@ -31,6 +32,6 @@ def test_they_are_not_taken_for_checkpoints_of_torch(tmp_path, content):
     if content is not None:
         mark.write_text(content)
     assert detect(LocalSource(where)).name == "torch_dist"
-    reading = Reading(config=HERE / "stacked" / "hf")
+    reading = SourceOptions(config=HERE / "stacked" / "hf")
     with pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"), opened(where, reading):
         pass

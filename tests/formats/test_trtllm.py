@@ -15,13 +15,12 @@ from shardctl.formats import detect, scan
 from shardctl.formats.trtllm.config import describe
 from shardctl.mesh import Mesh
 from shardctl.models.config import Config
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import even_stages
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -53,9 +52,9 @@ def place(tmp_path):
     return copied
 
 
-def reading(name: str) -> Reading:
+def reading(name: str) -> SourceOptions:
     """How a case is read: the exporter says the padded vocabulary, so of a padded one the true size is given."""
-    return Reading(true_vocab=63) if name == "llama_tied_tp2" else Reading()
+    return SourceOptions(true_vocab=63) if name == "llama_tied_tp2" else SourceOptions()
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -71,7 +70,7 @@ def say(place: Path, **changed: object) -> None:
 class TestReading:
     @pytest.mark.parametrize("name", CASES)
     def test_what_nvidia_exports_is_the_model_bit_for_bit(self, name, tmp_path):
-        reshard(FIXTURES / name / "exported", tmp_path / "hf", Wish(to="hf"), reading=reading(name))
+        reshard(FIXTURES / name / "exported", tmp_path / "hf", ReshardOptions(to="hf"), reading=reading(name))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", FIXTURES / name / "source"))
         ours.pop("lm_head.weight", None) if "lm_head.weight" not in theirs else None
         assert ours.keys() == theirs.keys()
@@ -136,10 +135,10 @@ class TestWriting:
     @pytest.mark.parametrize("name", CASES)
     def test_there_and_back_is_the_same(self, name, tmp_path):
         source = FIXTURES / name / "source"
-        made = reshard(source, tmp_path / "trt", wish(name), reading=Reading(kv_heads="replicate"))
+        made = reshard(source, tmp_path / "trt", wish(name), reading=SourceOptions(kv_heads="replicate"))
         assert verify(tmp_path / "trt", against=str(source)).ok
-        back = reshard(tmp_path / "trt", tmp_path / "hf", Wish(to="hf"))
-        again = reshard(tmp_path / "hf", tmp_path / "again", wish(name), reading=Reading(kv_heads="replicate"))
+        back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
+        again = reshard(tmp_path / "hf", tmp_path / "again", wish(name), reading=SourceOptions(kv_heads="replicate"))
         assert made.record.digest == back.record.digest == again.record.digest
         for path in (tmp_path / "trt").glob("rank*"):
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -157,7 +156,7 @@ class TestWriting:
         for ep, etp in ((2, 2), (4, 1), (1, 4)):
             out = tmp_path / f"ep{ep}"
             mesh = Mesh.of(tp=4, ep=ep, etp=etp)
-            reshard(source, out, Wish(to="trtllm", mesh=mesh), reading=Reading(kv_heads="replicate"))
+            reshard(source, out, ReshardOptions(to="trtllm", mesh=mesh), reading=SourceOptions(kv_heads="replicate"))
             mapping = json.loads((out / "config.json").read_text())["mapping"]
             assert (mapping["moe_ep_size"], mapping["moe_tp_size"]) == (ep, etp)
             for rank in range(4):
@@ -169,12 +168,12 @@ class TestWriting:
                 down = [whole[f"{n}.w2.weight"].chunk(etp, dim=1)[part] for n in names]
                 assert same(at["transformer.layers.1.mlp.fc.weight"], torch.stack(over))
                 assert same(at["transformer.layers.1.mlp.proj.weight"], torch.stack(down))
-            back = reshard(out, tmp_path / f"back{ep}", Wish(to="hf", dtype="bf16"))
+            back = reshard(out, tmp_path / f"back{ep}", ReshardOptions(to="hf", dtype="bf16"))
             assert back.record.digest == digest(source).digest
 
     def test_ranks_of_cp_share_files(self, tmp_path):
         source = FIXTURES / "llama_tp2_pp2" / "source"
-        reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(pp=2, cp=2, tp=2)))
+        reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(pp=2, cp=2, tp=2)))
         assert len(list((tmp_path / "out").glob("rank*"))) == 4
         assert json.loads((tmp_path / "out" / "config.json").read_text())["mapping"]["world_size"] == 8
         assert diff(source, tmp_path / "out").equal
@@ -191,14 +190,16 @@ class TestWriting:
             assert same(arrays["transformer.vocab_embedding.weight"], cut[rank])
             assert same(arrays["lm_head.weight"], padded.chunk(2)[rank])
         assert verify(tmp_path / "out", against=str(source)).ok
-        back = reshard(tmp_path / "out", tmp_path / "hf", Wish(to="hf"))
+        back = reshard(tmp_path / "out", tmp_path / "hf", ReshardOptions(to="hf"))
         assert back.record.digest == made.record.digest == digest(source).digest
 
     def test_another_cut_of_the_embedding(self, tmp_path):
         with pytest.raises(UsageError, match="unknown --trtllm-embedding 'rows'"):
             reshard(FIXTURES / "llama_pp3" / "source", tmp_path / "out", wish("llama_pp3", trtllm_embedding="rows"))
         with pytest.raises(UsageError, match="--trtllm-embedding means nothing to --to hf"):
-            reshard(FIXTURES / "llama_pp3" / "source", tmp_path / "out", Wish(to="hf", trtllm_embedding="whole"))
+            reshard(
+                FIXTURES / "llama_pp3" / "source", tmp_path / "out", ReshardOptions(to="hf", trtllm_embedding="whole")
+            )
 
     def test_layers_that_are_left_over_go_to_the_first_stages(self):
         for layers in range(1, 20):
@@ -220,14 +221,14 @@ class TestRefusals:
     )
     def test_a_mesh_that_does_not_fit(self, mesh, message, tmp_path):
         with pytest.raises(CutError, match=message):
-            reshard(FIXTURES / "mixtral_tp2" / "source", tmp_path / "out", Wish(to="trtllm", mesh=mesh))
+            reshard(FIXTURES / "mixtral_tp2" / "source", tmp_path / "out", ReshardOptions(to="trtllm", mesh=mesh))
 
     def test_stages_of_other_sizes(self, tmp_path):
         with pytest.raises(UsageError, match="divides layers over stages by itself, as 2,1,1"):
             reshard(
                 FIXTURES / "llama_pp3" / "source",
                 tmp_path / "out",
-                Wish(to="trtllm", mesh=Mesh.of(pp=3), stages="1,2,1"),
+                ReshardOptions(to="trtllm", mesh=Mesh.of(pp=3), stages="1,2,1"),
             )
 
     def test_a_file_that_is_missing(self, place):
@@ -276,12 +277,12 @@ class TestRefusals:
     def test_a_quantised_model(self, tmp_path):
         source = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
         with pytest.raises(UnsupportedError, match="forms of its own for quantised weights"):
-            reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(tp=2)))
+            reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
 
     def test_a_model_of_another_family(self, tmp_path):
         source = FIXTURES.parent / "deepseek_mp" / "bf16" / "source"
         with pytest.raises(UnsupportedError, match="arrays of DeepseekV3ForCausalLM are not known"):
-            reshard(source, tmp_path / "out", Wish(to="trtllm", mesh=Mesh.of(tp=2)))
+            reshard(source, tmp_path / "out", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
 
     def test_an_architecture_that_is_not_known(self, place):
         at = place("llama_tp8")
@@ -374,13 +375,13 @@ class TestConfigs:
         assert found.get("num_experts", found.get("num_local_experts")) == (4 if "router" in str(arrays) else None)
 
 
-def wish(name: str, **options: str) -> Wish:
-    return Wish(to="trtllm", mesh=MESHES[name], **options)
+def wish(name: str, **options: str) -> ReshardOptions:
+    return ReshardOptions(to="trtllm", mesh=MESHES[name], **options)
 
 
 def written(name: str, out: Path) -> Path:
     """A case's model as the layout writes it, its embedding cut where the exporter cut it."""
     said = json.loads((FIXTURES / name / "exported" / "config.json").read_text())
     options = {"trtllm_embedding": "vocabulary"} if said["use_parallel_embedding"] else {}
-    reshard(FIXTURES / name / "source", out, wish(name, **options), reading=Reading(kv_heads="replicate"))
+    reshard(FIXTURES / name / "source", out, wish(name, **options), reading=SourceOptions(kv_heads="replicate"))
     return out

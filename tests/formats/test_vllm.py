@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.formats import detect, scan
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.schemas.vllm import FAMILIES
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish, draft
+from shardctl.verbs.drafting import draft
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.plan_file import load, save
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -46,11 +47,11 @@ def source(owner: str) -> Path:
     return FIXTURES / owner.partition("/")[0] / "hf"
 
 
-def wish(owner: str, **options: object) -> Wish:
+def wish(owner: str, **options: object) -> ReshardOptions:
     profile, tp, *rest = owner.partition("/")[2].split("-")
     ranks = int(tp.removeprefix("tp"))
     ep = ranks if any(word.startswith("ep") for word in rest) else 1
-    return Wish(to="vllm", mesh=Mesh.of(tp=ranks, ep=ep), vllm_profile=profile, **options)
+    return ReshardOptions(to="vllm", mesh=Mesh.of(tp=ranks, ep=ep), vllm_profile=profile, **options)
 
 
 def ranks(at: Path) -> dict[tuple[str, str], torch.Tensor]:
@@ -96,7 +97,7 @@ def renamed(at: Path, old: str, new: str) -> None:
 class TestReading:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_what_vllm_saves_is_the_model_bit_for_bit(self, owner, tmp_path):
-        reshard(FIXTURES / owner, tmp_path / "hf", Wish(to="hf"))
+        reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(owner)))
         assert unequal(ours, theirs) == []
         assert (tmp_path / "hf" / "vocab.txt").read_bytes() == (source(owner) / "vocab.txt").read_bytes()
@@ -154,7 +155,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("owner", OWNERS)
     def test_there_and_back_is_the_same(self, owner, tmp_path):
-        reshard(FIXTURES / owner, tmp_path / "hf", Wish(to="hf"))
+        reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
         made = reshard(tmp_path / "hf", tmp_path / "again", wish(owner))
         assert verify(tmp_path / "again", against=str(FIXTURES / owner)).ok
         assert made.record.digest == digest(FIXTURES / owner).digest == digest(source(owner)).digest
@@ -174,11 +175,11 @@ class TestWriting:
         assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / want)) == []
 
     def test_the_newest_profile_is_written_where_none_is_asked_for(self, tmp_path):
-        reshard(source("llama/"), tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=8)))
+        reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=8)))
         assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / "llama" / "0.25-tp8")) == []
 
     def test_one_rank_needs_no_mesh(self, tmp_path):
-        reshard(FIXTURES / "llama" / "0.25-tp8", tmp_path / "out", Wish(to="vllm"))
+        reshard(FIXTURES / "llama" / "0.25-tp8", tmp_path / "out", ReshardOptions(to="vllm"))
         assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
         assert diff(source("llama/"), tmp_path / "out").equal
 
@@ -191,11 +192,11 @@ class TestWriting:
         assert all(tensor.dtype == torch.float32 for (_, name), tensor in found.items() if name.endswith("_scale"))
         assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
         for at in ("out", "llama"):
-            reshard(tmp_path / at, tmp_path / f"{at}-back", Wish(to="hf"))
+            reshard(tmp_path / at, tmp_path / f"{at}-back", ReshardOptions(to="hf"))
 
     def test_layers_that_predict_are_left_behind_and_said(self, tmp_path):
         deepseek = FIXTURES.parent / "deepseek_mp" / "predicting" / "source"
-        made = reshard(deepseek, tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+        made = reshard(deepseek, tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
         assert any("of layers that predict further tokens are left behind" in said for said in made.warnings)
         assert verify(tmp_path / "out").ok
 
@@ -225,7 +226,7 @@ class TestRefusals:
     )
     def test_a_mesh_that_does_not_fit(self, owner, mesh, message, tmp_path):
         with pytest.raises(CutError, match=message):
-            reshard(source(owner), tmp_path / "out", Wish(to="vllm", mesh=mesh))
+            reshard(source(owner), tmp_path / "out", ReshardOptions(to="vllm", mesh=mesh))
 
     def test_heads_that_can_neither_be_divided_nor_repeated(self, tmp_path):
         config = json.loads((source("llama/") / "config.json").read_text())
@@ -239,15 +240,15 @@ class TestRefusals:
         heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
         (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **heads}))
         with pytest.raises(CutError, match="3 key/value heads can neither be divided over tp=2 nor repeated evenly"):
-            reshard(tmp_path / "hf", tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+            reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     def test_a_profile_that_is_none(self, tmp_path):
         with pytest.raises(UsageError, match=r"unknown --vllm-profile '0\.9'"):
-            reshard(source("llama/"), tmp_path / "out", Wish(to="vllm", vllm_profile="0.9"))
+            reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="vllm", vllm_profile="0.9"))
 
     def test_a_profile_for_another_layout(self, tmp_path):
         with pytest.raises(UsageError, match="vllm-profile"):
-            reshard(source("llama/"), tmp_path / "out", Wish(to="hf", vllm_profile="0.11"))
+            reshard(source("llama/"), tmp_path / "out", ReshardOptions(to="hf", vllm_profile="0.11"))
 
     def test_a_model_that_is_not_known(self, tmp_path):
         minilm = FIXTURES.parent / "trtllm" / "qwen2_tp4" / "source"
@@ -257,12 +258,12 @@ class TestRefusals:
             json.dumps({**config, "model_type": "stablelm", "architectures": ["StableLmForCausalLM"]})
         )
         with pytest.raises(UnsupportedError, match="StableLm"):
-            reshard(tmp_path / "hf", tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+            reshard(tmp_path / "hf", tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     def test_a_quantised_model(self, tmp_path):
         fp8 = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
         with pytest.raises(UnsupportedError, match="quantised weights an order of their own"):
-            reshard(fp8, tmp_path / "out", Wish(to="vllm", mesh=Mesh.of(tp=2)))
+            reshard(fp8, tmp_path / "out", ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)))
 
     @pytest.mark.parametrize(
         ("name", "value", "message"),
@@ -374,5 +375,5 @@ class TestRefusals:
         (at / "config.json").unlink()
         with pytest.raises(SourceError, match="only a config says which model's tensors"):
             digest(at)
-        with opened(at, Reading(config=source("llama/"))) as found:
+        with opened(at, SourceOptions(config=source("llama/"))) as found:
             assert found.model is not None

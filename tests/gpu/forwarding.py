@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from gpu_models import LLAMA, MIXTRAL, cut, random_checkpoint
 
-from shardctl.verbs.on_devices import Trial, forward_level
-from shardctl.verbs.opening import Reading, opened
+from shardctl.options import SourceOptions, VerifyOptions
+from shardctl.verbs.on_devices import forward_level
+from shardctl.verbs.opening import opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,10 +63,10 @@ def one(model: str, mesh: str, source: Path, place: Path, dtype: str, device: st
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    reading = Reading(kv_heads="replicate")
+    reading = SourceOptions(kv_heads="replicate")
     with opened(place, reading) as checkpoint, opened(source, reading) as other:
         began = time.perf_counter()
-        level = forward_level(checkpoint, other, Trial(device=device, dtype=dtype, virtual=True), strict=False)
+        level = forward_level(checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), strict=False)
         seconds = time.perf_counter() - began
     result = level.forward
     peak = torch.cuda.max_memory_allocated(device) if cuda else None

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
 
 if TYPE_CHECKING:
@@ -110,5 +109,5 @@ def random_checkpoint(place: Path, config: dict[str, Any], seed: int = 3) -> Pat
 
 def cut(source: Path, place: Path, **degrees: int) -> Path:
     """The source, cut for a mesh."""
-    reshard(source, place, Wish(mesh=Mesh.of(**degrees)), reading=Reading(kv_heads="replicate"))
+    reshard(source, place, ReshardOptions(mesh=Mesh.of(**degrees)), reading=SourceOptions(kv_heads="replicate"))
     return place

@@ -12,7 +12,8 @@ from gpu_models import LLAMA, cut, random_checkpoint
 from safetensors.torch import load_file
 
 import shardctl
-from shardctl.verbs.verify import Trial, verify
+from shardctl.options import VerifyOptions
+from shardctl.verbs.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ def forget(file: Path) -> None:
 
 def proved(folder: Path, scale: Scale) -> Any:
     """The level `load` of `verify`, on the device, against the source; what `ways` wrote is there already."""
-    trial = Trial(device=scale.device)
+    trial = VerifyOptions(device=scale.device)
     found = verify(folder / "ranks", level="load", against=folder / "source", trial=trial)
     assert found.ok, found.findings
     return found.levels[-1]

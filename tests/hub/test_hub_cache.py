@@ -9,15 +9,15 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 
 from shardctl.errors import ChangedError, SourceError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
 pytestmark = pytest.mark.usefixtures("files")
 NAME = "someone/llama"
-WISH = Wish(mesh=Mesh.of(tp=2))
+WISH = ReshardOptions(mesh=Mesh.of(tp=2))
 SHARD = "model-00002-of-00003.safetensors"
 
 

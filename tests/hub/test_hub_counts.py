@@ -6,9 +6,9 @@ import pytest
 from hub_models import SHARDS, large, model
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
@@ -20,7 +20,7 @@ def test_a_plan_of_812_gb_takes_half_a_megabyte(hub):
     files = large()
     hub.add(NAME, files)
     assert sum(map(len, files.values())) > 811e9
-    planned = plan(NAME, Wish(mesh=Mesh.of(tp=8, pp=4)))
+    planned = plan(NAME, ReshardOptions(mesh=Mesh.of(tp=8, pp=4)))
     assert planned.parameters > 405e9
     asked = {route: len(hub.asked(route)) for route in ("info", "tree", "resolve", "cdn")}
     assert asked == {"info": 1, "tree": 5, "resolve": SHARDS + 2, "cdn": SHARDS}, "once to the Hub, once to the store"
@@ -55,7 +55,7 @@ def test_every_byte_comes_once(hub, tmp_path):
     """What was fetched with the headers is used again when the elements are read."""
     files = model(shards=3, hidden_size=256, vocab_size=4096)
     hub.add(NAME, files)
-    reshard(NAME, tmp_path / "out", Wish(mesh=Mesh.of(tp=2)))
+    reshard(NAME, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)))
     shards = sum(len(content) for path, content in files.items() if path.endswith(".safetensors"))
     assert shards <= hub.sent["cdn"] < shards * 1.02 + 3 * 65536
 

@@ -12,17 +12,16 @@ from safetensors.numpy import save
 
 from shardctl.errors import ChangedError, SourceError, TransientError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage import file_hashes
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"
-WISH = Wish(mesh=Mesh.of(tp=2))
+WISH = ReshardOptions(mesh=Mesh.of(tp=2))
 LARGE = {"hidden_size": 256, "vocab_size": 8192}
 """Of 38 MB, so that a shard takes more than one request."""
-TRUSTING = Reading(allow_unverified=True)
+TRUSTING = SourceOptions(allow_unverified=True)
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def test_archives_are_hashed_although_between_their_records_are_bytes_that_no_te
 
 
 def test_what_is_taken_in_part_is_said(files, tmp_path):
-    done = reshard(NAME, tmp_path / "out", Wish(include=r"model\.norm.*"))
+    done = reshard(NAME, tmp_path / "out", ReshardOptions(include=r"model\.norm.*"))
     assert sorted(done.proofs.unverified) == shards(files)
 
 

@@ -13,8 +13,8 @@ from hub_models import content, large, model, write
 from hub_server import dropped, status
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage.windows import KEPT
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"
@@ -55,7 +55,7 @@ def test_a_plan_is_made_and_followed_at_its_commit(hub, say, tmp_path):
     hub.repositories[NAME].push(model(seed=8))
     code, _, err = say("reshard", "--plan", "plan.json", "out")
     assert code == 0, err
-    reshard(write(model(), tmp_path / "here"), tmp_path / "right", Wish(mesh=Mesh.of(tp=2)))
+    reshard(write(model(), tmp_path / "here"), tmp_path / "right", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert content(tmp_path / "out") == content(tmp_path / "right")
     code, out, err = say("verify", "out", "--against", NAME, "--json")
     assert code == 3, "the branch has moved"
@@ -104,7 +104,7 @@ def test_a_signal_ends_a_run_that_waits_and_the_next_one_goes_on(hub, start, say
     code, out, err = say("reshard", NAME, "out", "--tp", 2, "--json")
     assert code == 0, err
     assert json.loads(out.splitlines()[-1])["kept_bytes"]
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", Wish(mesh=Mesh.of(tp=2)))
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert content(tmp_path / "out") == content(tmp_path / "right")
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_goes_on(hub, start, say, tmp_path):
     assert not (tmp_path / "out").exists()
     hub._faults.clear()
     assert say("reshard", NAME, "out", "--tp", 2)[0] == 0
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", Wish(mesh=Mesh.of(tp=2)))
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert content(tmp_path / "out") == content(tmp_path / "right")
 
 

@@ -4,8 +4,8 @@ import pytest
 from hub_models import content, model, write
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
@@ -29,7 +29,10 @@ def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
     assert digest(NAME).digest == digest(tmp_path / "here").digest
 
 
-@pytest.mark.parametrize("wish", [Wish(mesh=Mesh.of(tp=2, pp=2)), Wish(max_shard_size=100_000), Wish(dtype="bf16")])
+@pytest.mark.parametrize(
+    "wish",
+    [ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), ReshardOptions(max_shard_size=100_000), ReshardOptions(dtype="bf16")],
+)
 def test_it_is_converted_to_the_same_bytes(files, tmp_path, wish):
     here = reshard(write(files, tmp_path / "here"), tmp_path / "from-here", wish)
     there = reshard(NAME, tmp_path / "from-there", wish)

@@ -11,18 +11,18 @@ from huggingface_hub import constants
 
 from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.storage import patience
 from shardctl.storage.hub import listing, ranges
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.workers import Stop
 
 NAME = "someone/llama"
-WISH = Wish(mesh=Mesh.of(tp=2))
+WISH = ReshardOptions(mesh=Mesh.of(tp=2))
 SHARD = "model-00002-of-00003.safetensors"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.plan import plan
 
 PUBLIC = Path(__file__).parents[2] / "fixtures" / "configs_public"
@@ -15,7 +15,7 @@ BF16 = 2
 
 
 def planned(name, **mesh):
-    return plan(PUBLIC / f"{name}.json", Wish(mesh=Mesh.of(**mesh)))
+    return plan(PUBLIC / f"{name}.json", ReshardOptions(mesh=Mesh.of(**mesh)))
 
 
 def test_mixtral_on_eight_devices_with_one_expert_each():

@@ -12,9 +12,9 @@ from shardctl.memory.heaviest import Heaviest
 from shardctl.memory.search import Bulk, meshes, search
 from shardctl.memory.workload import Training
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.forecasting import needs
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.searching import Explorer, Quick
 from shardctl.verbs.subject import subject
 
@@ -31,8 +31,8 @@ WORKS = (
 
 
 def explorer(name, work, gpu="h100"):
-    with opened(FIXTURES / name, Reading(described=True)) as checkpoint:
-        about = subject(checkpoint, Wish(), trained=True)
+    with opened(FIXTURES / name, SourceOptions(described=True)) as checkpoint:
+        about = subject(checkpoint, ReshardOptions(), trained=True)
     return Explorer(about, work, device(gpu), Heaviest(about.inventory))
 
 

@@ -9,8 +9,7 @@ import transformers
 from model_oracle import FIXTURES, fixture
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
 
 SPEAKING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -57,7 +56,7 @@ def found(tmp_path_factory):
         logits = write(source, {**config, "dtype": "float32"})
         assert logits.std() > 0.02, f"{name}: too little for a comparison"
         torch.save(logits, folder / f"{number}.pt")
-        reshard(source, ranks, Wish(mesh=Mesh.of(tp=2)), reading=Reading(kv_heads="replicate"))
+        reshard(source, ranks, ReshardOptions(mesh=Mesh.of(tp=2)), reading=SourceOptions(kv_heads="replicate"))
         jobs[name] = {
             "path": str(ranks),
             "config": {**config, "dtype": "float32"},

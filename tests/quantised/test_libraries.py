@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from shardctl.errors import CutError
 from shardctl.mesh import Mesh
 from shardctl.models import describe
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.placement import boxes
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -112,8 +112,8 @@ def test_what_compressed_tensors_wrote_comes_back(compressed, tmp_path, name):
     assert (found.family, found.warnings) == ("llama", ())
     for number, mesh in enumerate((Mesh.of(tp=2, pp=2), Mesh.of(fsdp=3))):
         there, back = tmp_path / f"ranks{number}", tmp_path / f"back{number}"
-        reshard(source, there, Wish(mesh=mesh))
-        reshard(there, back, Wish(to="hf"))
+        reshard(source, there, ReshardOptions(mesh=mesh))
+        reshard(there, back, ReshardOptions(to="hf"))
         assert_same(read(back), read(source))
         assert digest(source).digest == digest(there).digest
         assert verify(there, level="full", against=source).ok
@@ -125,7 +125,7 @@ def test_compressed_tensors_reads_a_ranks_part_with_the_ranks_own_scales(compres
 
     source, scheme = compressed(name)
     reader, mesh = BaseCompressor.get_value_from_registry(scheme.format), Mesh.of(tp=4)
-    reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
     whole, plain = read(source), describe(LLAMA)
     for rank in range(4):
         mine, compared = read(tmp_path / "ranks", rank), 0
@@ -183,15 +183,15 @@ class TestBitsandbytes:
 
     @pytest.mark.parametrize("mesh", [Mesh.of(pp=2), Mesh.of(dp=2), Mesh.of(pp=2, cp=2)], ids=str)
     def test_pp_places_whole_layers(self, source, tmp_path, mesh):
-        reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
-        reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+        reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
+        reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(read(tmp_path / "back"), read(source))
         assert verify(tmp_path / "ranks", level="full", against=source).ok
         assert not inspect(source).warnings
 
     def test_the_config_alone_describes_as_many_bytes(self, source, tmp_path):
         (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-        with opened(source) as real, opened(tmp_path / "config.json", Reading(described=True)) as described:
+        with opened(source) as real, opened(tmp_path / "config.json", SourceOptions(described=True)) as described:
             there, here = real.manifest.tensors, described.manifest.tensors
         assert {n for n in there if not n.endswith("weight_format")} == here.keys()
         values = [n for n in here if "quant_state" not in n]
@@ -202,7 +202,7 @@ class TestBitsandbytes:
     @pytest.mark.parametrize("axis", ["tp", "fsdp"])
     def test_any_other_cut_is_refused_and_the_reason_said(self, source, tmp_path, axis):
         with pytest.raises(CutError, match=f"over {axis}=2: 1 .* which only pp or ep can place") as caught:
-            reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(**{axis: 2})))
+            reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(**{axis: 2})))
         assert caught.value.hint == f"use --{axis} 1"
 
 

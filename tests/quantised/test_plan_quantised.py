@@ -10,9 +10,8 @@ from codes import CODECS, LLAMA, encoded, write
 
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish
+from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.verbs.plan import plan
-from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.reshard import reshard
 
 MESHES = (Mesh.of(tp=2, pp=2), Mesh.of(fsdp=3), Mesh.of(tp=4))
@@ -28,8 +27,8 @@ def spans(file):
 
 
 def assert_planned(source, target, mesh):
-    wish = Wish(mesh=mesh)
-    planned = plan(source, wish, purpose=Purpose(use="serve"))
+    wish = ReshardOptions(mesh=mesh)
+    planned = plan(source, wish, purpose=PlanOptions(use="serve"))
     reshard(source, target, wish)
     said = set()
     for rank in planned.ranks:

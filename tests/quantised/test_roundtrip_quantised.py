@@ -10,9 +10,9 @@ from reading import assert_same, of, read
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe
+from shardctl.options import ReshardOptions
 from shardctl.placement import boxes
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -37,8 +37,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_there_and_back_is_the_identity(quantised, tmp_path, name, mesh):
     source = quantised(name)
-    reshard(source, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "back"), read(source))
     assert digest(source).digest == digest(tmp_path / "ranks").digest == digest(tmp_path / "back").digest
     assert verify(tmp_path / "ranks", level="full", against=source).ok
@@ -49,7 +49,7 @@ def test_there_and_back_is_the_identity(quantised, tmp_path, name, mesh):
 @pytest.mark.parametrize("name", CODECS)
 def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(quantised, tmp_path, name, tp):
     codec, source, mesh = CODECS[name], quantised(name), Mesh.of(tp=tp)
-    reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
     whole, plain = read(source), describe(LLAMA)
     for rank in range(tp):
         mine, compared = read(tmp_path / "ranks", rank), 0
@@ -65,7 +65,7 @@ def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(
 
 def test_a_cast_would_change_the_scales_alone_and_is_refused(quantised, tmp_path):
     with pytest.raises(UsageError, match="--dtype bf16 would change the scales of quantised weights") as caught:
-        reshard(quantised("gptq-4"), tmp_path / "out", Wish(dtype="bf16"))
+        reshard(quantised("gptq-4"), tmp_path / "out", ReshardOptions(dtype="bf16"))
     assert caught.value.hint == "leave --dtype out; what is quantised travels as it is"
 
 
@@ -73,18 +73,18 @@ def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_m
     state = plain_state(LLAMA)
     state["model.layers.0.mlp.up_proj.W_q"] = state.pop("model.layers.0.mlp.up_proj.weight")
     source = write(tmp_path / "source", {**LLAMA, "quantization_config": {"quant_method": "hqq"}}, state)
-    reshard(source, tmp_path / "hf", Wish(to="hf"))
+    reshard(source, tmp_path / "hf", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "hf"), read(source))
     with pytest.raises(UnsupportedError, match="quantised weights by 'hqq' are not known") as caught:
-        reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+        reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert "--rules FILE" in caught.value.hint
 
 
 def test_a_mesh_to_another_mesh_directly(quantised, tmp_path):
     source = quantised("gptq-4")
-    reshard(source, tmp_path / "tp2", Wish(mesh=Mesh.of(tp=2)))
-    reshard(tmp_path / "tp2", tmp_path / "tp4", Wish(mesh=Mesh.of(tp=4)))
-    reshard(source, tmp_path / "direct", Wish(mesh=Mesh.of(tp=4)))
+    reshard(source, tmp_path / "tp2", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "tp2", tmp_path / "tp4", ReshardOptions(mesh=Mesh.of(tp=4)))
+    reshard(source, tmp_path / "direct", ReshardOptions(mesh=Mesh.of(tp=4)))
     for rank in range(4):
         assert_same(read(tmp_path / "tp4", rank), read(tmp_path / "direct", rank))
 
@@ -97,8 +97,8 @@ def test_experts_are_placed_with_their_scales(tmp_path):
     state = encoded(codec, {n: t for n, t in plain.items() if n not in routers}) | routers
     source = write(tmp_path / "source", {**config, "quantization_config": codec.settings}, state)
     mesh = Mesh.of(tp=2, ep=2)
-    reshard(source, tmp_path / "ranks", Wish(mesh=mesh))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(read(tmp_path / "back"), read(source))
     assert digest(tmp_path / "ranks").digest == digest(source).digest
     mine = read(tmp_path / "ranks", 1)

@@ -6,9 +6,8 @@ import pytest
 from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded, save, side_files, stored
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -37,7 +36,7 @@ def cut(tiny, tmp_path_factory):
     def give(name, mesh):
         if (name, mesh) not in made:
             made[name, mesh] = tmp_path_factory.mktemp(name) / "ranks"
-            reshard(tiny(name).path, made[name, mesh], Wish(mesh=MESHES[mesh]))
+            reshard(tiny(name).path, made[name, mesh], ReshardOptions(mesh=MESHES[mesh]))
         return made[name, mesh]
 
     return give
@@ -47,7 +46,7 @@ def cut(tiny, tmp_path_factory):
 class TestEveryFamily:
     def test_there_and_back_is_the_identity(self, tiny, cut, tmp_path, name, mesh):
         source, there, back = tiny(name), cut(name, mesh), tmp_path / "back"
-        reshard(there, back, Wish(to="hf"))
+        reshard(there, back, ReshardOptions(to="hf"))
         assert_same(stored(back), stored(source.path))
         assert side_files(source.path) == side_files(there) == side_files(back)
         assert source.digest.digest == digest(back).digest
@@ -75,9 +74,9 @@ class TestEveryFamily:
 def test_replicated_key_value_heads_come_back_once(tiny, tmp_path, name, tp):
     source = tiny(name, divisible=False)
     assert config_of(name, divisible=False)["num_key_value_heads"] < tp
-    reading = Reading(kv_heads="replicate")
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=tp)), reading=reading)
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reading = SourceOptions(kv_heads="replicate")
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=tp)), reading=reading)
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert digest(tmp_path / "ranks").digest == digest(source.path).digest
     assert verify(tmp_path / "ranks", level="full", against=source.path).ok
@@ -87,7 +86,7 @@ def test_replicated_key_value_heads_come_back_once(tiny, tmp_path, name, tp):
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gpt2", "t5"])
 def test_without_a_mesh_rank_files_are_one_file_a_loader_takes(tiny, tmp_path, name):
     source = tiny(name)
-    reshard(source.path, tmp_path / "ranks", Wish(to="ranks"))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(to="ranks"))
     assert [f.name for f in tmp_path.glob("ranks/*.safetensors")] == ["shard-00001-model-00001-of-00001.safetensors"]
     assert_loaded(loaded(tmp_path / "ranks", source.kind), source)
 
@@ -101,8 +100,8 @@ def test_gpt2_with_and_without_its_prefix(tmp_path, architecture, mesh):
     told = (source.path / "config.json").read_text().replace("GPT2Model", architecture)
     (source.path / "config.json").write_text(told)
     assert "wte.weight" in stored(source.path)
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert digest(tmp_path / "ranks").digest == digest(source.path).digest
     kind = getattr(__import__("transformers"), architecture)
@@ -115,12 +114,12 @@ def test_keep_writes_the_names_of_the_source(tmp_path, mesh):
     source = save(tmp_path / "source", {**config_of("gpt2"), "architectures": ["GPT2Model"]})
     told = (source.path / "config.json").read_text().replace("GPT2Model", "GPT2LMHeadModel")
     (source.path / "config.json").write_text(told)
-    reshard(source.path, tmp_path / "kept", Wish(mesh=MESHES[mesh], names="keep"))
-    reshard(source.path, tmp_path / "canonical", Wish(mesh=MESHES[mesh]))
+    reshard(source.path, tmp_path / "kept", ReshardOptions(mesh=MESHES[mesh], names="keep"))
+    reshard(source.path, tmp_path / "canonical", ReshardOptions(mesh=MESHES[mesh]))
     names = {file.name: set(stored(file)) for file in sorted((tmp_path / "kept").glob("*.safetensors"))}
     assert set().union(*names.values()) == set(stored(source.path))
     assert digest(tmp_path / "kept").digest == digest(tmp_path / "canonical").digest == digest(source.path).digest
-    reshard(tmp_path / "kept", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "kept", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert verify(tmp_path / "kept", level="full", against=source.path).ok
 
@@ -144,7 +143,7 @@ def test_a_source_that_stores_both_names_of_a_tie_keeps_both(tmp_path):
     tensors = load_file(source.path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     save_file(tensors, source.path / "model.safetensors", {"format": "pt"})
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), tensors)
     assert verify(tmp_path / "ranks", level="full", against=source.path).ok

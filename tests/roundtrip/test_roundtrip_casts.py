@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from tiny_models import assert_same, config_of, loaded, save, side_files, stored
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -40,8 +39,8 @@ def cast(tensors, dtype, keep=r"(?!)"):
 def test_casts_are_those_of_torch(tmp_path, source, to, mesh):
     tiny = save(tmp_path / "source", {**config_of("llama"), "dtype": source})
     before = stored(tiny.path)
-    made = reshard(tiny.path, tmp_path / "cast", Wish(mesh=MESHES[mesh], dtype=to))
-    reshard(tmp_path / "cast", tmp_path / "back", Wish(to="hf"))
+    made = reshard(tiny.path, tmp_path / "cast", ReshardOptions(mesh=MESHES[mesh], dtype=to))
+    reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), cast(before, to))
     assert not made.warnings
     found = verify(tmp_path / "cast", level="full", against=tiny.path)
@@ -59,7 +58,7 @@ def test_the_config_says_the_new_type_and_nothing_else_changes(tmp_path, spellin
     told = json.loads((tiny.path / "config.json").read_text())
     told[spelling] = told.pop("dtype")
     (tiny.path / "config.json").write_text(json.dumps(told))
-    reshard(tiny.path, tmp_path / "cast", Wish(mesh=Mesh.of(tp=2), dtype="fp16"))
+    reshard(tiny.path, tmp_path / "cast", ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp16"))
     assert json.loads((tmp_path / "cast/config.json").read_text()) == told | {spelling: "float16"}
     before, after = side_files(tiny.path), side_files(tmp_path / "cast")
     assert {n: b for n, b in after.items() if n != "config.json"} == {
@@ -69,7 +68,7 @@ def test_the_config_says_the_new_type_and_nothing_else_changes(tmp_path, spellin
 
 def test_without_anything_to_cast_the_config_stays_as_it_is(tiny, tmp_path):
     source = tiny("llama").path
-    reshard(source, tmp_path / "same", Wish(dtype="bf16"))
+    reshard(source, tmp_path / "same", ReshardOptions(dtype="bf16"))
     assert side_files(tmp_path / "same") == side_files(source)
     assert digest(tmp_path / "same").digest == digest(source).digest
 
@@ -87,9 +86,9 @@ def test_what_is_not_a_float_of_16_bits_or_more_is_left_alone(tmp_path, mesh):
     (tmp_path / "source").mkdir()
     save_file(tensors, tmp_path / "source/model.safetensors")
     (tmp_path / "rules.toml").write_text('[rules]\n"weight" = ["tp", "fsdp"]\n"**" = []\n')
-    reading = Reading(rules=tmp_path / "rules.toml")
-    reshard(tmp_path / "source", tmp_path / "cast", Wish(mesh=MESHES[mesh], dtype="bf16"), reading=reading)
-    reshard(tmp_path / "cast", tmp_path / "back", Wish(to="hf"))
+    reading = SourceOptions(rules=tmp_path / "rules.toml")
+    reshard(tmp_path / "source", tmp_path / "cast", ReshardOptions(mesh=MESHES[mesh], dtype="bf16"), reading=reading)
+    reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), cast(tensors, "bf16"))
     assert verify(tmp_path / "cast", level="full", against=tmp_path / "source").ok
 
@@ -98,8 +97,8 @@ def test_what_is_not_a_float_of_16_bits_or_more_is_left_alone(tmp_path, mesh):
 def test_keep_fp32_keeps_what_it_names(tmp_path, mesh):
     tiny = save(tmp_path / "source", {**config_of("llama"), "dtype": "float32"})
     keep = r"norm|embed"
-    reshard(tiny.path, tmp_path / "cast", Wish(mesh=MESHES[mesh], dtype="bf16", keep_fp32=keep))
-    reshard(tmp_path / "cast", tmp_path / "back", Wish(to="hf"))
+    reshard(tiny.path, tmp_path / "cast", ReshardOptions(mesh=MESHES[mesh], dtype="bf16", keep_fp32=keep))
+    reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     expected = cast(stored(tiny.path), "bf16", keep)
     assert {t.dtype for t in expected.values()} == {torch.float32, torch.bfloat16}
     assert_same(stored(tmp_path / "back"), expected)
@@ -115,7 +114,7 @@ def test_overflow_is_counted_and_said_and_the_bits_are_torchs(tmp_path, to):
     values = torch.tensor(SPECIAL + [-v for v in SPECIAL])
     (tmp_path / "source").mkdir()
     save_file({"a": values.clone(), "b": values[3:6].clone()}, tmp_path / "source/model.safetensors")
-    made = reshard(tmp_path / "source", tmp_path / "cast", Wish(dtype=to))
+    made = reshard(tmp_path / "source", tmp_path / "cast", ReshardOptions(dtype=to))
     expected = cast({"a": values, "b": values[3:6]}, to)
     found = stored(tmp_path / "cast")
     nan = values.isnan()
@@ -131,7 +130,7 @@ def test_overflow_is_counted_and_said_and_the_bits_are_torchs(tmp_path, to):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_one_element_off_after_a_cast_is_found(tmp_path, mesh):
     tiny = save(tmp_path / "source", {**config_of("llama"), "dtype": "float32"})
-    reshard(tiny.path, tmp_path / "cast", Wish(mesh=MESHES[mesh], dtype="bf16"))
+    reshard(tiny.path, tmp_path / "cast", ReshardOptions(mesh=MESHES[mesh], dtype="bf16"))
     file, name = next((tmp_path / "cast").glob("*.safetensors")), "model.layers.0.mlp.up_proj.weight"
     flip(file, region(file, name)[0] + row_bytes(file, name) + 2 * 2)
     for level in ("quick", "full"):
@@ -146,6 +145,6 @@ def test_one_element_off_after_a_cast_is_found(tmp_path, mesh):
 
 
 def test_diff_between_types_says_so(tiny, tmp_path):
-    reshard(tiny("llama").path, tmp_path / "cast", Wish(dtype="fp32"))
+    reshard(tiny("llama").path, tmp_path / "cast", ReshardOptions(dtype="fp32"))
     kinds = {change.kind for change in diff(tiny("llama").path, tmp_path / "cast").changes}
     assert kinds == {"dtype"}

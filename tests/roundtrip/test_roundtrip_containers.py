@@ -12,8 +12,8 @@ from huggingface_hub import save_torch_state_dict
 from tiny_models import assert_same, config_of, loaded, stored
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -77,10 +77,10 @@ def test_any_container_gives_the_same_ranks_and_comes_back(tiny, tmp_path, name,
     here.mkdir()
     CONTAINERS[container](source, here)
     shutil.copy(source.path / "config.json", here)
-    reshard(here, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
+    reshard(here, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
     assert digest(here).digest == digest(tmp_path / "ranks").digest == digest(source.path).digest
     assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(loaded(tmp_path / "back", source.kind).state_dict(), source.model.state_dict())
     assert verify(tmp_path / "ranks", level="full", against=source.path).ok
 
@@ -88,8 +88,8 @@ def test_any_container_gives_the_same_ranks_and_comes_back(tiny, tmp_path, name,
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_of_a_given_size_come_with_an_index_that_transformers_follows(tiny, tmp_path, name):
     source = tiny(name)
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
-    reshard(tmp_path / "ranks", tmp_path / "hf", Wish(to="hf", max_shard_size=10_000))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "hf", ReshardOptions(to="hf", max_shard_size=10_000))
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert [f.name for f in files] == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
@@ -107,7 +107,7 @@ def test_shards_of_a_given_size_come_with_an_index_that_transformers_follows(tin
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rank_files_of_a_given_size_load_too(tiny, tmp_path, name):
     source = tiny(name)
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2), max_shard_size=10_000))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), max_shard_size=10_000))
     assert len(list(tmp_path.glob("ranks/shard-00001-*"))) > 2
     assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
     assert verify(tmp_path / "ranks", level="full", against=source.path).ok
@@ -134,9 +134,9 @@ def payloads(path):
 )
 def test_from_mesh_to_mesh_is_the_direct_conversion_byte_for_byte(tiny, tmp_path, name, first, second):
     source = tiny(name).path
-    reshard(source, tmp_path / "first", Wish(mesh=first))
-    reshard(tmp_path / "first", tmp_path / "second", Wish(mesh=second))
-    reshard(source, tmp_path / "direct", Wish(mesh=second))
+    reshard(source, tmp_path / "first", ReshardOptions(mesh=first))
+    reshard(tmp_path / "first", tmp_path / "second", ReshardOptions(mesh=second))
+    reshard(source, tmp_path / "direct", ReshardOptions(mesh=second))
     assert payloads(tmp_path / "second") == payloads(tmp_path / "direct")
 
 
@@ -144,7 +144,7 @@ def test_from_mesh_to_mesh_is_the_direct_conversion_byte_for_byte(tiny, tmp_path
 def test_threads_and_memory_change_no_byte(tiny, tmp_path, mesh):
     def made(**options):
         to = tmp_path / f"to-{len(list(tmp_path.iterdir()))}"
-        reshard(tiny("gpt2").path, to, Wish(mesh=mesh, **options))
+        reshard(tiny("gpt2").path, to, ReshardOptions(mesh=mesh, **options))
         return {f.relative_to(to).as_posix(): hashlib.sha256(f.read_bytes()).digest() for f in to.rglob("*.*")}
 
     first = made(threads=1)
@@ -155,7 +155,7 @@ def test_threads_and_memory_change_no_byte(tiny, tmp_path, mesh):
 
 def test_dp_and_cp_replicas_write_no_files(tiny, tmp_path):
     source = tiny("llama")
-    reshard(source.path, tmp_path / "replicated", Wish(mesh=Mesh.of(dp=2, cp=2, tp=2)))
+    reshard(source.path, tmp_path / "replicated", ReshardOptions(mesh=Mesh.of(dp=2, cp=2, tp=2)))
     files = sorted(f.name for f in tmp_path.glob("replicated/*.safetensors"))
     assert files == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
     assert_same(loaded(tmp_path / "replicated", source.kind).state_dict(), source.model.state_dict())
@@ -166,7 +166,7 @@ def test_uneven_stages_as_asked(tmp_path):
     from tiny_models import save
 
     source = save(tmp_path / "source", {**config_of("llama"), "num_hidden_layers": 5})
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(pp=3), stages="1,3,1"))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=3), stages="1,3,1"))
     layers = {
         file.name[6:11]: {name.split(".")[2] for name in stored(file) if ".layers." in name}
         for file in tmp_path.glob("ranks/*.safetensors")

@@ -16,8 +16,8 @@ from shardctl.cli.program import run
 from shardctl.errors import ChangedError
 from shardctl.execute import engine
 from shardctl.formats.zip_records import read_archive
+from shardctl.options import ReshardOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -120,7 +120,7 @@ def test_so_is_one_of_a_record_that_no_tensor_uses(source, shardctl):
 
 @pytest.mark.parametrize("source", ["file", "dcp"], indirect=True)
 def test_the_other_side_of_a_comparison_is_checked_too(source, tmp_path, shardctl):
-    reshard(source, tmp_path / "out", Wish(to="hf"))
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf"))
     path, found = place(source, 3)
     flip(path, found.offset)
     code, said = shardctl("verify", tmp_path / "out", "--against", source)
@@ -149,14 +149,14 @@ def test_what_two_workers_read_of_one_record_is_put_together(tmp_path, shardctl)
 
 @pytest.mark.parametrize("to", ["dcp", "universal"])
 def test_what_shardctl_wrote_itself_has_right_crcs(kept, tmp_path, to):
-    reshard(kept / "file", tmp_path / "out", Wish(to=to))
+    reshard(kept / "file", tmp_path / "out", ReshardOptions(to=to))
     level = verify(tmp_path / "out", level="full").levels[1]
     assert (level.status, [f for f in level.findings if f.check == "crc32"]) == ("passed", [])
 
 
 @pytest.mark.parametrize("source", ["bare"], indirect=True)
 def test_a_crc_that_torch_did_not_compute_is_unknown_and_no_damage(source, tmp_path, shardctl):
-    reshard(source, tmp_path / "out", Wish(to="hf"))
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf"))
     code, said = shardctl("verify", source, "--level", "full")
     assert code == 0
     assert said.count("10 records in pytorch_model.bin were written without a CRC-32") == 1
@@ -194,11 +194,11 @@ def test_a_record_that_two_runs_read_is_compared_with_what_both_read(source, tmp
     monkeypatch.setattr(LocalSource, "read_at", counted)
     kill = True
     with pytest.raises(KillError):
-        reshard(source, tmp_path / "out", Wish(to="hf", threads=1))
+        reshard(source, tmp_path / "out", ReshardOptions(to="hf", threads=1))
     kill = False
     reads.clear()
     with pytest.raises(ChangedError, match=r"the record 'data/0' \(layers.0.weight\) is damaged"):
-        reshard(source, tmp_path / "out", Wish(to="hf", threads=1))
+        reshard(source, tmp_path / "out", ReshardOptions(to="hf", threads=1))
     assert min(reads) > 0
     assert not (tmp_path / "out").exists()
 

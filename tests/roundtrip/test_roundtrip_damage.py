@@ -14,7 +14,7 @@ from tiny_models import config_of, save
 
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.reshard import reshard
 
 SHARDS = [f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, 5)]
@@ -27,7 +27,7 @@ def kept(tmp_path_factory):
     """A tied model, and its four ranks; not to be changed."""
     base = tmp_path_factory.mktemp("damage")
     save(base / "source", config_of("qwen2-tied"))
-    reshard(base / "source", base / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
+    reshard(base / "source", base / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
     return base
 
 
@@ -93,7 +93,7 @@ class TestTheRecordFinds:
         if layout == "ranks":
             shutil.copytree(kept / "ranks", place)
         else:
-            reshard(kept / "ranks", place, Wish(to="hf", max_shard_size=15_000))
+            reshard(kept / "ranks", place, ReshardOptions(to="hf", max_shard_size=15_000))
             assert (place / "model.safetensors.index.json").is_file()
         chance = random.Random(layout)
         files = sorted(file for file in place.rglob("*") if file.is_file() and file.stat().st_size)
@@ -295,7 +295,7 @@ class TestTheFilesThemselvesTell:
 
     def test_a_stale_shard_of_another_mesh(self, kept, shardctl, ranks, forget, tmp_path):
         """What is left of a tp4 run overlaps the boxes of this one, with the same or with older values."""
-        reshard(kept / "source", tmp_path / "tp4", Wish(mesh=Mesh.of(tp=4)))
+        reshard(kept / "source", tmp_path / "tp4", ReshardOptions(mesh=Mesh.of(tp=4)))
         forget()
         shutil.copy(tmp_path / "tp4" / SHARDS[3], ranks / "shard-00005-model-00001-of-00001.safetensors")
         code, said = shardctl("verify", ranks)

@@ -12,8 +12,8 @@ from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded,
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import describe
+from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -49,8 +49,8 @@ def shapes(path):
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_there_and_back_is_the_identity_and_transformers_loads_what_lies_between(tiny, tmp_path, name, mesh):
     source, there, back = tiny(name), tmp_path / "ranks", tmp_path / "back"
-    reshard(source.path, there, Wish(mesh=MESHES[mesh]))
-    reshard(there, back, Wish(to="hf"))
+    reshard(source.path, there, ReshardOptions(mesh=MESHES[mesh]))
+    reshard(there, back, ReshardOptions(to="hf"))
     assert_same(stored(back), stored(source.path))
     assert digest(there).digest == digest(source.path).digest
     assert verify(there, level="full", against=source.path).ok
@@ -60,8 +60,8 @@ def test_there_and_back_is_the_identity_and_transformers_loads_what_lies_between
 @pytest.mark.parametrize("name", MOE)
 def test_from_one_mesh_to_another(tiny, tmp_path, name):
     source = tiny(name)
-    reshard(source.path, tmp_path / "one", Wish(mesh=MESHES["tp4-ep2-etp2"]))
-    reshard(tmp_path / "one", tmp_path / "two", Wish(mesh=MESHES["fsdp4-ep2"], experts="keep"))
+    reshard(source.path, tmp_path / "one", ReshardOptions(mesh=MESHES["tp4-ep2-etp2"]))
+    reshard(tmp_path / "one", tmp_path / "two", ReshardOptions(mesh=MESHES["fsdp4-ep2"], experts="keep"))
     assert_loaded(loaded(tmp_path / "two", source.kind), source)
     assert digest(tmp_path / "two").digest == digest(source.path).digest
 
@@ -70,15 +70,15 @@ def test_from_one_mesh_to_another(tiny, tmp_path, name):
 class TestForms:
     def test_fused_files_hold_the_state_dict_and_transformers_loads_them(self, tiny, tmp_path, name):
         source, fused = tiny(name), tmp_path / "fused"
-        reshard(source.path, fused, Wish(experts="fused"))
+        reshard(source.path, fused, ReshardOptions(experts="fused"))
         assert_same(stored(fused), source.model.state_dict())
         assert_loaded(loaded(fused, source.kind), source)
 
     def test_fused_and_split_again_is_the_identity_with_one_digest(self, tiny, tmp_path, name):
         source, fused, split = tiny(name).path, tmp_path / "fused", tmp_path / "split"
-        reshard(source, fused, Wish(experts="fused"))
+        reshard(source, fused, ReshardOptions(experts="fused"))
         (fused / "shardctl.json").unlink()  # nothing but the arrays themselves says what they are
-        reshard(fused, split, Wish(experts="split"))
+        reshard(fused, split, ReshardOptions(experts="split"))
         assert_same(stored(split), stored(source))
         assert digest(fused).digest == digest(split).digest == digest(source).digest
         assert digest(fused).tensors == digest(source).tensors
@@ -86,17 +86,17 @@ class TestForms:
 
     def test_keep_gives_back_the_form_of_the_source(self, tiny, tmp_path, name):
         fused = tmp_path / "fused"
-        reshard(tiny(name).path, fused, Wish(experts="fused"))
+        reshard(tiny(name).path, fused, ReshardOptions(experts="fused"))
         (fused / "shardctl.json").unlink()
         for form in ("keep", "split", "fused"):
             there, back = tmp_path / f"{form}-ranks", tmp_path / f"{form}-back"
-            reshard(fused, there, Wish(mesh=Mesh.of(tp=2, ep=2), experts=form))
-            reshard(there, back, Wish(to="hf"))
+            reshard(fused, there, ReshardOptions(mesh=Mesh.of(tp=2, ep=2), experts=form))
+            reshard(there, back, ReshardOptions(to="hf"))
             assert_same(stored(back), stored(fused))
 
     def test_one_repository_may_have_both(self, tiny, tmp_path, name):
         source, fused, mixed = tiny(name), tmp_path / "fused", tmp_path / "mixed"
-        reshard(source.path, fused, Wish(experts="fused"))
+        reshard(source.path, fused, ReshardOptions(experts="fused"))
         apart, together = stored(source.path), stored(fused)
         first = next(fusion for fusion in MODELS[name].fusions.values() if len(fusion.tensors) > 1)
         tensors = {n: t for n, t in apart.items() if n not in first.tensors} | {first.name: together[first.name]}
@@ -104,8 +104,8 @@ class TestForms:
         (mixed / "config.json").write_bytes((source.path / "config.json").read_bytes())
         save_file(tensors, mixed / "model.safetensors", {"format": "pt"})
         assert digest(mixed).digest == digest(source.path).digest
-        reshard(mixed, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, ep=2)))
-        reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+        reshard(mixed, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, ep=2)))
+        reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(stored(tmp_path / "back"), tensors)
         save_file({**apart, first.name: together[first.name]}, mixed / "model.safetensors", {"format": "pt"})
         with pytest.raises(SourceError, match="are both"):
@@ -113,7 +113,7 @@ class TestForms:
 
     def test_split_rank_files_have_the_names_of_the_hub(self, tiny, tmp_path, name):
         source = tiny(name).path
-        reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(dp=4, ep=4), experts="split"))
+        reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(dp=4, ep=4), experts="split"))
         whole = shapes(source)
         found = {}
         for file in sorted((tmp_path / "ranks").glob("*.safetensors")):
@@ -122,7 +122,7 @@ class TestForms:
 
     def test_an_array_of_another_shape_is_refused(self, tiny, tmp_path, name):
         fused = tmp_path / "fused"
-        reshard(tiny(name).path, fused, Wish(experts="fused"))
+        reshard(tiny(name).path, fused, ReshardOptions(experts="fused"))
         (fused / "shardctl.json").unlink()
         file = fused / "model.safetensors"
         tensors = load_file(file)
@@ -133,7 +133,7 @@ class TestForms:
 
 
 def test_a_rank_of_ep_holds_its_experts_in_one_array(tiny, tmp_path):
-    reshard(tiny("mixtral").path, tmp_path / "ranks", Wish(mesh=Mesh.of(dp=2, ep=2)))
+    reshard(tiny("mixtral").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(dp=2, ep=2)))
     files = sorted((tmp_path / "ranks").glob("*.safetensors"))
     assert [f.name for f in files] == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
     second = shapes(files[1])
@@ -143,23 +143,23 @@ def test_a_rank_of_ep_holds_its_experts_in_one_array(tiny, tmp_path):
 
 def test_a_filter_leaves_parts_under_their_own_names(tiny, tmp_path):
     source = tiny("mixtral").path
-    reshard(source, tmp_path / "some", Wish(experts="fused", include=r"experts\.1\."))
+    reshard(source, tmp_path / "some", ReshardOptions(experts="fused", include=r"experts\.1\."))
     expected = {n: t for n, t in stored(source).items() if ".experts.1." in n}
     assert len(expected) == 6
     assert_same(stored(tmp_path / "some"), expected)
-    reshard(source, tmp_path / "layer", Wish(mesh=Mesh.of(tp=2), include=r"layers\.1\."))
-    reshard(tmp_path / "layer", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "layer", ReshardOptions(mesh=Mesh.of(tp=2), include=r"layers\.1\."))
+    reshard(tmp_path / "layer", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), {n: t for n, t in stored(source).items() if ".layers.1." in n})
 
 
 def test_experts_1_and_10_are_two_experts(tmp_path):
     source = save(tmp_path / "source", {**config_of("mixtral"), "num_local_experts": 12})
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(dp=12, ep=12), experts="split"))
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(dp=12, ep=12), experts="split"))
     for rank in range(12):
         (file,) = (tmp_path / "ranks").glob(f"shard-{rank + 1:05d}-*.safetensors")
         held = {name.split(".experts.")[1].split(".")[0] for name in stored(file) if ".experts." in name}
         assert held == {str(rank)}
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
 
 
@@ -176,27 +176,27 @@ def test_experts_1_and_10_are_two_experts(tmp_path):
 )
 def test_experts_that_cannot_be_divided_are_refused_with_what_can(tiny, tmp_path, mesh, message, hint):
     with pytest.raises(CutError, match=message) as caught:
-        reshard(tiny("mixtral").path, tmp_path / "out", Wish(mesh=mesh))
+        reshard(tiny("mixtral").path, tmp_path / "out", ReshardOptions(mesh=mesh))
     assert caught.value.hint.startswith(hint)
 
 
 def test_a_model_whose_experts_have_one_form_is_said_to(tiny, tmp_path):
     with pytest.raises(UsageError, match="LlamaForCausalLM has one"):
-        reshard(tiny("llama").path, tmp_path / "out", Wish(experts="split"))
+        reshard(tiny("llama").path, tmp_path / "out", ReshardOptions(experts="split"))
 
 
 def test_experts_of_several_types_are_not_fused(tiny, tmp_path):
     source = tmp_path / "source"
-    reshard(tiny("mixtral").path, source, Wish(to="hf"))
+    reshard(tiny("mixtral").path, source, ReshardOptions(to="hf"))
     (source / "shardctl.json").unlink()
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
     save_file({**tensors, name: tensors[name].to(torch.float32)}, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedError, match=r"cannot hold both .*, which is BF16, and .*, which is F32") as caught:
-        reshard(source, tmp_path / "out", Wish(mesh=Mesh.of(tp=2)))
+        reshard(source, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert caught.value.hint == "use --experts split"
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2), experts="split"))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), experts="split"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
 
 
@@ -213,8 +213,8 @@ def test_layers_that_predict_further_tokens_travel_along_and_transformers_passes
     further = {t.name: torch.randn(t.shape).bfloat16() for t in MODELS[name].tensors.values() if t.row.optional}
     assert any(".experts.3." in n for n in further)
     source = stored_with(tiny(name).path, tmp_path / "source", further)
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(pp=2, tp=2, ep=2)))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2, tp=2, ep=2)))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
     assert verify(tmp_path / "ranks", level="full", against=source).ok
     assert_loaded(loaded(tmp_path / "ranks", tiny(name).kind), tiny(name))
@@ -233,8 +233,8 @@ def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
     save_file({**others, **made}, source / "model.safetensors", {"format": "pt"})
-    reshard(source, tmp_path / "ranks", Wish(mesh=MESHES[mesh]))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
     assert verify(tmp_path / "ranks", level="full", against=source).ok
 
@@ -247,5 +247,5 @@ def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_
     (source / "config.json").write_text(json.dumps(config))
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
-        reshard(source, tmp_path / "out", Wish(mesh=Mesh.of(tp=4)))
+        reshard(source, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=4)))
     assert caught.value.hint == "use --etp 1 or 2"

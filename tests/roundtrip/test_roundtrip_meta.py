@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fixtures.meta import make as make_meta
 from shardctl.errors import ShardctlError, UnsupportedError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -159,7 +158,7 @@ def test_the_logits_are_those_of_metas_model(name, converted):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_to_ranks(name, converted, tmp_path):
-    reshard(FIXTURES / "meta" / name, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
+    reshard(FIXTURES / "meta" / name, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
     checked = verify(tmp_path / "ranks", level="full", against=converted[name])
     assert checked.ok, checked.findings
     assert checked.digest == digest(converted[name]).digest
@@ -191,7 +190,7 @@ def test_the_config_says_what_the_params_say(converted):
 
 
 def test_a_config_of_its_own_wins(original, tmp_path):
-    result = reshard(FIXTURES / "meta" / "llama2", tmp_path / "out", reading=Reading(config=original["llama2"]))
+    result = reshard(FIXTURES / "meta" / "llama2", tmp_path / "out", reading=SourceOptions(config=original["llama2"]))
     assert result.warnings == ()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == json.loads((original["llama2"] / "config.json").read_text())
@@ -204,7 +203,12 @@ def test_a_config_of_its_own_wins(original, tmp_path):
 def test_back_to_the_very_tensors_of_meta(name, converted, tmp_path):
     ranks = make_meta.RANKS[name]
     mesh = Mesh.of(tp=ranks) if ranks > 1 else None
-    reshard(converted[name], tmp_path / "meta", Wish(to="meta", mesh=mesh), reading=Reading(kv_heads="replicate"))
+    reshard(
+        converted[name],
+        tmp_path / "meta",
+        ReshardOptions(to="meta", mesh=mesh),
+        reading=SourceOptions(kv_heads="replicate"),
+    )
     for rank in range(ranks):
         file = f"consolidated.{rank:02d}.pth"
         found = torch.load(tmp_path / "meta" / file, weights_only=True, mmap=True)
@@ -217,7 +221,7 @@ def test_back_to_the_very_tensors_of_meta(name, converted, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_params_it_writes_describe_the_same_model(name, converted, tmp_path):
-    reshard(converted[name], tmp_path / "meta", Wish(to="meta"))
+    reshard(converted[name], tmp_path / "meta", ReshardOptions(to="meta"))
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     given = make_meta.PARAMS[name]
     same_fields = set(given) - {"multiple_of", "ffn_dim_multiplier", "vocab_size"}
@@ -242,7 +246,7 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
         architectures=["LlamaForCausalLM"],
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
-    reshard(tmp_path / "hf", tmp_path / "meta", Wish(to="meta", mesh=Mesh.of(tp=2)))
+    reshard(tmp_path / "hf", tmp_path / "meta", ReshardOptions(to="meta", mesh=Mesh.of(tp=2)))
     parts = [torch.load(tmp_path / "meta" / f"consolidated.{rank:02d}.pth") for rank in range(2)]
     whole = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
     for name in ("tok_embeddings.weight", "output.weight"):
@@ -253,25 +257,33 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
 @pytest.mark.parametrize(
     ("change", "wish", "message"),
     [
-        ({"attention_bias": True}, Wish(to="meta"), "has no place for model.layers.0.self_attn.q_proj.bias"),
-        ({"mlp_bias": True}, Wish(to="meta", mesh=Mesh.of(pp=2)), "has no place for model.layers.0.mlp.gate_proj.bias"),
+        ({"attention_bias": True}, ReshardOptions(to="meta"), "has no place for model.layers.0.self_attn.q_proj.bias"),
+        (
+            {"mlp_bias": True},
+            ReshardOptions(to="meta", mesh=Mesh.of(pp=2)),
+            "has no place for model.layers.0.mlp.gate_proj.bias",
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
-            Wish(to="meta"),
+            ReshardOptions(to="meta"),
             "no rotary embeddings of the type 'default' as this config has them",
         ),
-        ({"head_dim": 6}, Wish(to="meta"), "heads that together are as wide as the model, 16, not 24"),
-        ({"hidden_act": "gelu"}, Wish(to="meta"), "has the activation silu, not gelu"),
+        ({"head_dim": 6}, ReshardOptions(to="meta"), "heads that together are as wide as the model, 16, not 24"),
+        ({"hidden_act": "gelu"}, ReshardOptions(to="meta"), "has the activation silu, not gelu"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
-            Wish(to="meta"),
+            ReshardOptions(to="meta"),
             "no rotary embeddings of the type 'linear'",
         ),
-        ({}, Wish(to="meta", mesh=Mesh.of(pp=2)), "the mesh is pp2"),
-        ({}, Wish(to="meta", exclude="norm"), "was left out"),
-        ({}, Wish(to="meta", max_shard_size=1000), "a file for every rank"),
-        ({}, Wish(to="meta", optimizer_states="keep"), "no optimizer states"),
-        ({"vocab_size": 33}, Wish(to="meta", mesh=Mesh.of(tp=2)), r"lm_head.weight \[33, 16\] has no 2 equal parts"),
+        ({}, ReshardOptions(to="meta", mesh=Mesh.of(pp=2)), "the mesh is pp2"),
+        ({}, ReshardOptions(to="meta", exclude="norm"), "was left out"),
+        ({}, ReshardOptions(to="meta", max_shard_size=1000), "a file for every rank"),
+        ({}, ReshardOptions(to="meta", optimizer_states="keep"), "no optimizer states"),
+        (
+            {"vocab_size": 33},
+            ReshardOptions(to="meta", mesh=Mesh.of(tp=2)),
+            r"lm_head.weight \[33, 16\] has no 2 equal parts",
+        ),
     ],
 )
 def test_what_metas_code_has_no_place_for_is_refused(change, wish, message, tmp_path):
@@ -293,6 +305,6 @@ def test_another_model_is_refused_by_its_name(converted, tmp_path):
     config = json.loads((converted["llama2"] / "config.json").read_text())
     other = tmp_path / "config.json"
     other.write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
-    wish, reading = Wish(to="meta", mesh=Mesh.of(tp=2)), Reading(config=other)
+    wish, reading = ReshardOptions(to="meta", mesh=Mesh.of(tp=2)), SourceOptions(config=other)
     with pytest.raises(UnsupportedError, match="is for Llama 2 and 3, not for MistralForCausalLM"):
         reshard(converted["llama2"] / "model.safetensors", tmp_path / "meta", wish, reading=reading)

@@ -12,9 +12,9 @@ from tiny_models import assert_same, side_files, stored
 from transformers import AutoModel, AutoTokenizer
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -49,8 +49,8 @@ def steps(tmp_path_factory):
     base = tmp_path_factory.mktemp("minilm")
     source = base / "source"
     shutil.copytree(minilm(), source, ignore=shutil.ignore_patterns("__pycache__"))
-    reshard(source, base / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2)))
-    reshard(base / "ranks", base / "back", Wish(to="hf"))
+    reshard(source, base / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
+    reshard(base / "ranks", base / "back", ReshardOptions(to="hf"))
     return source, base / "ranks", base / "back"
 
 

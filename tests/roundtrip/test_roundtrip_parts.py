@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tiny_models import assert_same, stored
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -24,9 +24,9 @@ def errors(found):
 @pytest.mark.parametrize("include", ["layers.0", "embed", "norm"])
 def test_a_part_can_be_cut_and_put_together_like_a_whole(tiny, tmp_path, include):
     source = tiny("qwen2-tied").path
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, pp=2), include=include))
-    reshard(tmp_path / "ranks", tmp_path / "other", Wish(mesh=Mesh.of(tp=4)))
-    reshard(tmp_path / "other", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, pp=2), include=include))
+    reshard(tmp_path / "ranks", tmp_path / "other", ReshardOptions(mesh=Mesh.of(tp=4)))
+    reshard(tmp_path / "other", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), {n: t for n, t in stored(source).items() if include in n})
     for step in ("ranks", "other", "back"):
         assert verify(tmp_path / step, level="full", against=source).ok
@@ -35,14 +35,14 @@ def test_a_part_can_be_cut_and_put_together_like_a_whole(tiny, tmp_path, include
 
 def test_exclude_leaves_out(tiny, tmp_path):
     source = tiny("llama").path
-    reshard(source, tmp_path / "part", Wish(include="layers", exclude=r"layers\.1|norm"))
+    reshard(source, tmp_path / "part", ReshardOptions(include="layers", exclude=r"layers\.1|norm"))
     assert set(stored(tmp_path / "part")) == {n for n in stored(source) if "layers.0" in n and "norm" not in n}
 
 
 def test_a_cast_is_remembered_down_a_chain(tiny, tmp_path):
     source = tiny("llama").path
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2), dtype="fp32"))
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2), dtype="fp32"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert verify(tmp_path / "back", level="full", against=source).ok
     assert verify(tmp_path / "back", level="full", against=tmp_path / "ranks").ok
 
@@ -50,7 +50,7 @@ def test_a_cast_is_remembered_down_a_chain(tiny, tmp_path):
 @pytest.mark.parametrize("mesh", [None, Mesh.of(tp=2, pp=2)], ids=str)
 def test_checksums_are_those_of_sha256sum_and_verify_checks_them(tiny, tmp_path, mesh):
     made = tmp_path / "made"
-    reshard(tiny("llama").path, made, Wish(mesh=mesh), sha256=True)
+    reshard(tiny("llama").path, made, ReshardOptions(mesh=mesh), sha256=True)
     if shutil.which("sha256sum"):
         subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=made, check=True, capture_output=True)
     listed = {line.split("  ", 1)[1] for line in (made / "SHA256SUMS").read_text().splitlines()}
@@ -62,7 +62,7 @@ def test_checksums_are_those_of_sha256sum_and_verify_checks_them(tiny, tmp_path,
 @pytest.mark.parametrize("harm", ["changed", "missing", "garbled"])
 def test_a_directory_that_only_has_checksums_is_held_against_them(tiny, tmp_path, harm):
     made = tmp_path / "made"
-    reshard(tiny("llama").path, made, Wish(), sha256=True)
+    reshard(tiny("llama").path, made, ReshardOptions(), sha256=True)
     (made / "shardctl.json").unlink()
     assert verify(made, level="full").ok
     if harm == "changed":
@@ -81,7 +81,7 @@ def test_a_directory_that_only_has_checksums_is_held_against_them(tiny, tmp_path
 def test_one_file_of_a_directory_is_a_checkpoint_too(tiny, tmp_path):
     source = tiny("llama")
     file = source.path / "model.safetensors"
-    reshard(file, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+    reshard(file, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert digest(file).digest == digest(tmp_path / "ranks").digest == source.digest.digest
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(file))

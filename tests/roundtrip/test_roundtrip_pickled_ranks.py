@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from test_roundtrip_dcp import compare_with_torch, same
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -21,9 +20,9 @@ DCP = FIXTURES.parent / "dcp"
 MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "local", "local-padded")
 
 
-def reading(name: str) -> Reading:
+def reading(name: str) -> SourceOptions:
     of = {"hsdp": "tied.json", "local": "flat.json", "local-padded": "flat.json"}
-    return Reading(config=FIXTURES / of.get(name, "config.json"))
+    return SourceOptions(config=FIXTURES / of.get(name, "config.json"))
 
 
 def whole(name: str) -> dict:
@@ -51,9 +50,9 @@ def test_the_digest_is_that_of_other_formats():
 
 @pytest.mark.parametrize("name", ["fsdp-tp", "fsdp2"])
 def test_to_ranks_and_to_dcp_with_the_optimizer(name, tmp_path):
-    wish = Wish(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
+    wish = ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
     reshard(FIXTURES / name, tmp_path / "ranks", wish, reading=reading(name))
     checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, reading=reading(name))
     assert checked.ok, checked.findings
-    reshard(tmp_path / "ranks", tmp_path / "dcp", Wish(to="dcp"))
+    reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp"))
     compare_with_torch(tmp_path / "dcp", whole(name), tmp_path)

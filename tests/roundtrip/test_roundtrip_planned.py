@@ -11,10 +11,8 @@ from tiny_models import config_of, stored
 
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.plan import plan
-from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.reshard import reshard
 
 RULES = """
@@ -40,8 +38,8 @@ def written(file):
 
 def assert_planned(source, target, mesh, reading=None):
     """Of meshes without dp and cp, so that each rank has files of its own."""
-    wish = Wish(mesh=mesh)
-    planned = plan(source, wish, reading=reading, purpose=Purpose(use="serve"))
+    wish = ReshardOptions(mesh=mesh)
+    planned = plan(source, wish, reading=reading, purpose=PlanOptions(use="serve"))
     reshard(source, target, wish, reading=reading)
     for rank in planned.ranks:
         files = [target / name for name in rank.files]
@@ -67,7 +65,7 @@ def test_a_rule_file_is_planned_as_it_is_cut(tmp_path, text):
     save_file(tensors, source / "model.safetensors")
     rules = tmp_path / "rules.toml"
     rules.write_text(RULES)
-    assert_planned(source, tmp_path / "ranks", Mesh.parse(text), Reading(rules=rules))
+    assert_planned(source, tmp_path / "ranks", Mesh.parse(text), SourceOptions(rules=rules))
 
 
 @pytest.mark.parametrize("text", ["tp=2,ep=2", "tp=2,etp=2", "fsdp=2,tp=2,ep=4"])

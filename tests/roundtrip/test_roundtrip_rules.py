@@ -13,9 +13,8 @@ from tiny_models import assert_same, config_of, loaded, save, stored
 from shardctl.cli.program import run
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -38,11 +37,11 @@ def gpt2(tmp_path_factory):
     ids=str,
 )
 def test_a_vocabulary_that_does_not_divide_is_cut_in_ceil_sized_parts(gpt2, tmp_path, mesh, rows):
-    reshard(gpt2.path, tmp_path / "ranks", Wish(mesh=mesh))
+    reshard(gpt2.path, tmp_path / "ranks", ReshardOptions(mesh=mesh))
     held = [header(file).get("transformer.wte.weight") for file in tmp_path.glob("ranks/*.safetensors")]
     assert {array["shape"][0] for array in held if array} == rows
     assert_same(loaded(tmp_path / "ranks", gpt2.kind).state_dict(), gpt2.model.state_dict())
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(gpt2.path))
     assert digest(tmp_path / "ranks").digest == digest(gpt2.path).digest
     assert verify(tmp_path / "ranks", level="full", against=gpt2.path).ok
@@ -59,7 +58,7 @@ def test_a_vocabulary_that_does_not_divide_is_cut_in_ceil_sized_parts(gpt2, tmp_
 )
 def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do(tiny, tmp_path, name, mesh, hint):
     with pytest.raises(CutError) as refused:
-        reshard(tiny(name, divisible=False).path, tmp_path / "ranks", Wish(mesh=mesh))
+        reshard(tiny(name, divisible=False).path, tmp_path / "ranks", ReshardOptions(mesh=mesh))
     assert hint in (refused.value.hint or "")
     assert not (tmp_path / "ranks").exists()
 
@@ -104,7 +103,7 @@ def made_up(tmp_path_factory):
 class TestAnUnknownArchitecture:
     def test_the_error_lists_its_tensors_and_says_how_to_supply_rules(self, made_up, tmp_path):
         with pytest.raises(UnsupportedError) as refused:
-            reshard(made_up, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+            reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
         message, hint = refused.value.message, refused.value.hint or ""
         assert "the architecture MadeUpModel is not known" in message
         for pattern in ("embed.weight", "blocks.*.mixer.weight", "blocks.*.gate.weight", "blocks.*.bias", "out.weight"):
@@ -116,7 +115,7 @@ class TestAnUnknownArchitecture:
         (tmp_path / "bare").mkdir()
         (tmp_path / "bare/model.safetensors").write_bytes((made_up / "model.safetensors").read_bytes())
         with pytest.raises(SourceError, match=r"bare has no config\.json.*blocks\.\*\.mixer\.weight") as refused:
-            reshard(tmp_path / "bare", tmp_path / "ranks", Wish(mesh=Mesh.of(fsdp=2)))
+            reshard(tmp_path / "bare", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
         assert "--rules FILE" in (refused.value.hint or "")
         assert "--config PATH" in (refused.value.hint or "")
 
@@ -126,24 +125,24 @@ class TestAnUnknownArchitecture:
 
     def test_the_hint_is_a_rule_file_that_works(self, made_up, tmp_path):
         (tmp_path / "rules.toml").write_text('[rules]\n"embed.weight" = ["tp", "fsdp"]\n"**" = []\n')
-        reading = Reading(rules=tmp_path / "rules.toml")
-        reshard(made_up, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2, fsdp=2)), reading=reading)
+        reading = SourceOptions(rules=tmp_path / "rules.toml")
+        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), reading=reading)
         assert digest(tmp_path / "ranks").digest == digest(made_up).digest
 
     @pytest.mark.parametrize(
         "mesh", [Mesh.of(tp=2, fsdp=2), Mesh.of(fsdp=3), Mesh.of(pp=3), Mesh.of(tp=2, pp=2, fsdp=3)], ids=str
     )
     def test_with_rules_there_and_back_is_the_identity(self, made_up, tmp_path, mesh):
-        reading = Reading(rules=made_up / "rules.toml")
-        reshard(made_up, tmp_path / "ranks", Wish(mesh=mesh), reading=reading)
-        reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+        reading = SourceOptions(rules=made_up / "rules.toml")
+        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=mesh), reading=reading)
+        reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(stored(tmp_path / "back"), stored(made_up))
         assert digest(tmp_path / "ranks").digest == digest(made_up).digest == digest(tmp_path / "back").digest
         assert verify(tmp_path / "ranks", level="full", against=made_up).ok
         assert (tmp_path / "back/rules.toml").read_text() == RULES
 
     def test_on_one_device_it_needs_none(self, made_up, tmp_path):
-        reshard(made_up, tmp_path / "hf", Wish(max_shard_size=300))
+        reshard(made_up, tmp_path / "hf", ReshardOptions(max_shard_size=300))
         assert_same(stored(tmp_path / "hf"), stored(made_up))
         assert digest(tmp_path / "hf").digest == digest(made_up).digest
 
@@ -151,14 +150,22 @@ class TestAnUnknownArchitecture:
         (tmp_path / "rules.toml").write_text('[rules]\n"blocks.**" = []\n')
         with pytest.raises(UsageError, match=r"no rule of .* matches embed\.scale, embed\.weight, out\.weight"):
             reshard(
-                made_up, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)), reading=Reading(rules=tmp_path / "rules.toml")
+                made_up,
+                tmp_path / "ranks",
+                ReshardOptions(mesh=Mesh.of(tp=2)),
+                reading=SourceOptions(rules=tmp_path / "rules.toml"),
             )
 
 
 def test_a_rule_file_can_overrule_a_known_family(tiny, tmp_path):
     source = tiny("llama")
     (tmp_path / "rules.toml").write_text('[rules]\n"model.layers.*.mlp.up_proj.weight" = ["", "tp"]\n')
-    reshard(source.path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)), reading=Reading(rules=tmp_path / "rules.toml"))
+    reshard(
+        source.path,
+        tmp_path / "ranks",
+        ReshardOptions(mesh=Mesh.of(tp=2)),
+        reading=SourceOptions(rules=tmp_path / "rules.toml"),
+    )
     one = header(tmp_path / "ranks/shard-00001-model-00001-of-00001.safetensors")
     assert one["model.layers.0.mlp.up_proj.weight"]["shape"] == [48, 16]
     assert one["model.layers.0.mlp.gate_proj.weight"]["shape"] == [24, 32]

@@ -10,8 +10,8 @@ from tiny_models import assert_same, config_of, loaded, stored
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -42,7 +42,7 @@ def cut(tiny, tmp_path_factory):
     def give(name, mesh):
         ranks, state = base / f"{name}-{mesh}", base / f"{name}.pth"
         if (name, mesh) not in made:
-            reshard(tiny(name).path, ranks, Wish(mesh=MESHES[mesh]))
+            reshard(tiny(name).path, ranks, ReshardOptions(mesh=MESHES[mesh]))
             torch.save(tiny(name).model.state_dict(), state)
             made[name, mesh] = ranks, state
         return made[name, mesh]
@@ -130,6 +130,6 @@ def test_shardctl_reads_what_transformers_saved_on_two_ranks(tiny, outcomes, tmp
     assert not wrong["save", case]
     path, source = base / case, tiny(SAVED[case][0])
     assert digest(path).digest == digest(source.path).digest
-    reshard(path, tmp_path / "other", Wish(mesh=Mesh.of(fsdp=3)))
+    reshard(path, tmp_path / "other", ReshardOptions(mesh=Mesh.of(fsdp=3)))
     assert_same(loaded(tmp_path / "other", source.kind).state_dict(), torch.load(base / f"{case}.pth"))
     assert verify(tmp_path / "other", level="full", against=source.path).ok

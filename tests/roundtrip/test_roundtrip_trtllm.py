@@ -11,11 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardctl.amounts import memory_size
 from shardctl.mesh import Mesh
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.plan import plan
-from shardctl.verbs.purpose import Purpose
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -56,14 +54,14 @@ def logits(path) -> torch.Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back(source, name, tmp_path):
     tiny = source(name)
-    wish = Wish(to="trtllm", mesh=FAMILIES[name][1])
-    made = reshard(tiny.path, tmp_path / "trt", wish, reading=Reading(kv_heads="replicate"))
+    wish = ReshardOptions(to="trtllm", mesh=FAMILIES[name][1])
+    made = reshard(tiny.path, tmp_path / "trt", wish, reading=SourceOptions(kv_heads="replicate"))
     assert verify(tmp_path / "trt", against=str(tiny.path)).ok
-    back = reshard(tmp_path / "trt", tmp_path / "hf", Wish(to="hf"))
+    back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
     assert back.record.digest == made.record.digest
     if tiny.config["dtype"] == "float32" or not ("moe" in name or name == "mixtral"):
         assert back.record.digest == digest(tiny.path).digest
-    again = reshard(tmp_path / "hf", tmp_path / "again", wish, reading=Reading(kv_heads="replicate"))
+    again = reshard(tmp_path / "hf", tmp_path / "again", wish, reading=SourceOptions(kv_heads="replicate"))
     assert again.record.digest == made.record.digest
     for path in (tmp_path / "trt").glob("rank*"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -73,9 +71,9 @@ def test_there_and_back(source, name, tmp_path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_config_that_is_made_gives_the_same_logits(source, name, tmp_path):
     tiny = source(name)
-    reshard(tiny.path, tmp_path / "trt", Wish(to="trtllm", mesh=Mesh.of(tp=2)))
+    reshard(tiny.path, tmp_path / "trt", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)))
     (tmp_path / "trt" / "generation_config.json").unlink(missing_ok=True)
-    reshard(tmp_path / "trt", tmp_path / "hf", Wish(to="hf"))
+    reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
     made, given = AutoConfig.from_pretrained(tmp_path / "hf"), AutoConfig.from_pretrained(tiny.path)
     assert made.model_type == given.model_type
     assert made.rope_parameters == given.rope_parameters
@@ -88,6 +86,6 @@ def test_a_plan_says_that_each_rank_has_the_whole_embedding(tmp_path):
     config = {**config_of("llama"), "vocab_size": vocabulary, "hidden_size": hidden, "dtype": "float32"}
     source = save(tmp_path / "source", config).path
     more = memory_size(vocabulary * hidden * 4 // 2)
-    said = plan(source, Wish(to="trtllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
+    said = plan(source, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings
     assert any(f"rank 0 of layout trtllm holds {more} more than its part of the weights" in w for w in said)
-    assert not plan(source, Wish(to="vllm", mesh=Mesh.of(tp=2)), purpose=Purpose()).warnings
+    assert not plan(source, ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings

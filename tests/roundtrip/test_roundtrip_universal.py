@@ -15,9 +15,9 @@ from tiny_models import CONFIGS, build, config_of
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -41,7 +41,7 @@ def parameters(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(("save", "own"), [("z1-fp32", "universal-z1"), ("z3-fp32", "universal-z3")])
 def test_every_file_of_a_parameter_is_what_deepspeeds_converter_writes(save, own, tmp_path):
-    reshard(DEEPSPEED / save, tmp_path / "out", Wish(to="universal"))
+    reshard(DEEPSPEED / save, tmp_path / "out", ReshardOptions(to="universal"))
     assert (tmp_path / "out" / "latest_universal").read_bytes() == (DEEPSPEED / own / "latest_universal").read_bytes()
     expected, found = parameters(DEEPSPEED / own), parameters(tmp_path / "out")
     buffers = expected.keys() - found.keys()  # the converter makes floats of them; here the module's file has them
@@ -60,7 +60,7 @@ def test_every_file_of_a_parameter_is_what_deepspeeds_converter_writes(save, own
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_files_around_them_have_what_an_engine_asks_for(stage, tmp_path):
     save = f"z{stage}-fp32"
-    reshard(DEEPSPEED / save, tmp_path / "out", Wish(to="universal"))
+    reshard(DEEPSPEED / save, tmp_path / "out", ReshardOptions(to="universal"))
     prefix = "zero_pp_rank_0_" if stage > 2 else ""
     theirs = load(DEEPSPEED / f"universal-z{stage}" / "universal" / f"{prefix}mp_rank_00_model_states.pt")
     ours = load(tmp_path / "out" / "universal" / f"{prefix}mp_rank_00_model_states.pt")
@@ -87,7 +87,7 @@ def test_the_files_around_them_have_what_an_engine_asks_for(stage, tmp_path):
 
 @pytest.mark.parametrize("name", SAVES)
 def test_it_reads_back_bit_for_bit(name, tmp_path):
-    reshard(DEEPSPEED / name, tmp_path / "universal", Wish(to="universal"))
+    reshard(DEEPSPEED / name, tmp_path / "universal", ReshardOptions(to="universal"))
     checked = verify(tmp_path / "universal", level="full", against=DEEPSPEED / name)
     assert checked.ok, checked.findings
     assert checked.digest == digest(DEEPSPEED / name).digest
@@ -104,10 +104,10 @@ def test_it_reads_back_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_from_distributed_checkpoints_to_deepspeed_and_back_to_torch(name, tmp_path):
-    reshard(DCP / name, tmp_path / "universal", Wish(to="universal"), reading=CONFIG)
+    reshard(DCP / name, tmp_path / "universal", ReshardOptions(to="universal"), reading=CONFIG)
     held = parameters(tmp_path / "universal")
     same({key: kinds["fp32"] for key, kinds in held.items()}, whole(name)["weights"])
-    reshard(tmp_path / "universal", tmp_path / "dcp", Wish(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)))
+    reshard(tmp_path / "universal", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)))
     compare_with_torch(tmp_path / "dcp", whole(name), tmp_path)
 
 
@@ -118,20 +118,20 @@ def tiny(tmp_path) -> Path:
 
 
 def test_weights_alone_are_all_loaded_however_many_groups_the_engine_has(tiny, tmp_path):
-    reshard(tiny, tmp_path / "universal", Wish(to="universal"))
+    reshard(tiny, tmp_path / "universal", ReshardOptions(to="universal"))
     weights = load_file(tiny / "model.safetensors")
     same({key: kinds["fp32"] for key, kinds in parameters(tmp_path / "universal").items()}, weights)
     groups = load(tmp_path / "universal" / "universal" / "zero" / "optimizer_state.pt")["param_groups"]
     assert groups == [{"params": []}] * len(weights)
     assert digest(tmp_path / "universal").digest == digest(tiny).digest
-    reshard(tmp_path / "universal", tmp_path / "dcp", Wish(to="dcp"))  # which shows no optimizer
+    reshard(tmp_path / "universal", tmp_path / "dcp", ReshardOptions(to="dcp"))  # which shows no optimizer
     with opened(tmp_path / "dcp") as checkpoint:
         training = checkpoint.manifest.training
         assert training is None or not (training.states or training.groups)
 
 
 def test_what_nothing_trains_is_in_the_modules_file(tmp_path):
-    reshard(DEEPSPEED / "z2-frozen", tmp_path / "out", Wish(to="universal"))
+    reshard(DEEPSPEED / "z2-frozen", tmp_path / "out", ReshardOptions(to="universal"))
     expected = torch.load(DEEPSPEED / "z2-frozen.whole.pt", weights_only=True)
     assert parameters(tmp_path / "out").keys() == expected["master"].keys()
     module = load(tmp_path / "out" / "universal" / "mp_rank_00_model_states.pt")["module"]
@@ -140,24 +140,24 @@ def test_what_nothing_trains_is_in_the_modules_file(tmp_path):
 
 def test_options_and_states_without_a_place_are_refused(tiny, tmp_path):
     with pytest.raises(UsageError, match="layout universal has no ranks"):
-        reshard(tiny, tmp_path / "out", Wish(to="universal", mesh=Mesh.of(tp=2)))
+        reshard(tiny, tmp_path / "out", ReshardOptions(to="universal", mesh=Mesh.of(tp=2)))
     with pytest.raises(UsageError, match="layout universal has a file for every tensor"):
-        reshard(tiny, tmp_path / "out", Wish(to="universal", max_shard_size=1 << 30))
+        reshard(tiny, tmp_path / "out", ReshardOptions(to="universal", max_shard_size=1 << 30))
     (tmp_path / "strange").mkdir()
     tensors = {"a": torch.ones(2), "optimizer.momentum_buffer.a": torch.ones(2)}
     save_file(tensors, tmp_path / "strange" / "model.safetensors")
     with pytest.raises(UnsupportedError, match="a has a state momentum_buffer, and Universal Checkpoints have exp_avg"):
-        reshard(tmp_path / "strange", tmp_path / "out", Wish(to="universal"))
+        reshard(tmp_path / "strange", tmp_path / "out", ReshardOptions(to="universal"))
     (tmp_path / "outside").mkdir()
     save_file({"../a": torch.ones(2)}, tmp_path / "outside" / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"'\.\./a' cannot be the name of a folder"):
-        reshard(tmp_path / "outside", tmp_path / "out", Wish(to="universal"))
+        reshard(tmp_path / "outside", tmp_path / "out", ReshardOptions(to="universal"))
 
 
 def test_experts_keep_their_arrays_and_states(experts, tmp_path):  # noqa: F811
     place, expected = experts
-    reading = Reading(config=CONFIGS / "qwen3_moe.json")
-    reshard(place, tmp_path / "universal", Wish(to="universal"), reading=reading)
+    reading = SourceOptions(config=CONFIGS / "qwen3_moe.json")
+    reshard(place, tmp_path / "universal", ReshardOptions(to="universal"), reading=reading)
     checked = verify(tmp_path / "universal", level="full", against=place, reading=reading)
     assert checked.ok, checked.findings
     held = parameters(tmp_path / "universal")

@@ -13,7 +13,7 @@ from shardctl.memory.holding import hold
 from shardctl.memory.inventory import take_stock
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 
@@ -59,7 +59,7 @@ def dense(mesh, rank):
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_weights_of_each_rank_are_what_its_files_hold(tiny, tmp_path, name, text):
     source, mesh = tiny(name), Mesh.parse(text)
-    record = reshard(source.path, tmp_path / "ranks", Wish(mesh=mesh)).record
+    record = reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=mesh)).record
     with opened(source.path) as checkpoint:
         model, tensors = checkpoint.model, checkpoint.manifest.tensors
     specs = {tensor: model.tensors[tensor].spec for tensor in tensors}

@@ -17,13 +17,13 @@ from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.models import find, transformers_plan
 from shardctl.models.transformers_plan import read_plan
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading, opened
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 
-BORROWED = Reading(rules_from="transformers")
+BORROWED = SourceOptions(rules_from="transformers")
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -60,10 +60,10 @@ def foreign(tmp_path_factory):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_there_and_back_is_the_identity(foreign, tmp_path, kind, mesh):
     source = foreign(kind)
-    done = reshard(source.path, tmp_path / "ranks", Wish(mesh=mesh), reading=BORROWED)
+    done = reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=mesh), reading=BORROWED)
     assert done.warnings[0].startswith(f"how {UNKNOWN[kind]} is cut is what ")
     assert f"of transformers {transformers.__version__} says" in done.warnings[0]
-    reshard(tmp_path / "ranks", tmp_path / "back", Wish(to="hf"))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert digest(tmp_path / "ranks").digest == digest(source.path).digest
     assert_same(loaded(tmp_path / "ranks", source.kind).state_dict(), source.model.state_dict())
@@ -91,7 +91,7 @@ def test_what_is_cut_is_what_the_plan_of_the_loaded_class_cuts(foreign, kind):
 
 def test_heads_stay_whole_although_the_plan_does_not_know_them(foreign, tmp_path):
     with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 heads") as caught:
-        reshard(foreign("smollm3").path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=4)), reading=BORROWED)
+        reshard(foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), reading=BORROWED)
     assert caught.value.hint == "use --tp 1 or 2"
 
 
@@ -124,14 +124,14 @@ def test_the_command_line_says_where_the_rules_are_from(foreign, capfd):
 
 def test_without_it_an_unknown_architecture_is_refused_and_the_option_named(foreign, tmp_path):
     with pytest.raises(UnsupportedError, match="SmolLM3ForCausalLM is not known"):
-        reshard(foreign("smollm3").path, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=2)))
+        reshard(foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     assert not inspect(foreign("smollm3").path).rules
 
 
 def test_a_rule_file_goes_before_the_plan(foreign, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.up_proj.weight" = []\n')
-    reading = Reading(rules_from="transformers", rules=rules)
+    reading = SourceOptions(rules_from="transformers", rules=rules)
     with opened(foreign("smollm3").path, reading) as checkpoint:
         tensors = checkpoint.require_model("a test").tensors
     assert tensors["model.layers.0.mlp.up_proj.weight"].spec.cuts == ((), ())
@@ -185,9 +185,11 @@ class TestRefusals:
     )
     def test_what_cannot_be_followed_is_named(self, tmp_path, changes, message):
         with pytest.raises(UnsupportedError, match=message):
-            reshard(self.of(tmp_path, **changes), tmp_path / "out", Wish(mesh=Mesh.of(tp=2)), reading=BORROWED)
+            reshard(
+                self.of(tmp_path, **changes), tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)), reading=BORROWED
+            )
 
     def test_names_that_fit_in_two_places(self, tmp_path):
         state = {f"{tower}.layers.0.self_attn.q_proj.weight": torch.ones(4, 4) for tower in ("text", "vision")}
         with pytest.raises(UnsupportedError, match=r"in several places \(text., vision.\)"):
-            reshard(self.of(tmp_path, state), tmp_path / "out", Wish(mesh=Mesh.of(tp=2)), reading=BORROWED)
+            reshard(self.of(tmp_path, state), tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)), reading=BORROWED)

@@ -14,8 +14,9 @@ from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.layouts import COMPOSED, meta
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish, draft
-from shardctl.verbs.opening import Reading, opened
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.verbs.drafting import draft
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -38,15 +39,15 @@ def test_a_model_that_no_engine_knows_is_refused_by_its_name(name, tmp_path):
     with opened(tmp_path) as checkpoint:
         for layout in (*(each.name for each in COMPOSED), meta.NAME):
             with pytest.raises(UnsupportedError, match=architecture):
-                draft(checkpoint, Wish(to=layout, mesh=Mesh.of(tp=2)))
+                draft(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
             with pytest.raises(UnsupportedError, match=architecture):  # whatever is wrong with the mesh
-                draft(checkpoint, Wish(to=layout, mesh=Mesh.of(fsdp=2)))
+                draft(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(fsdp=2)))
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "megatron", "torch_dist", "vllm"])
 def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(layout):
     with opened(FIXTURES / "deepseek_mp" / "predicting" / "source") as checkpoint:
-        made = draft(checkpoint, Wish(to=layout))
+        made = draft(checkpoint, ReshardOptions(to=layout))
     (said,) = made.have.warnings
     assert said.startswith("model.layers.61.")
     assert " and 21 more of layers that predict further tokens" in said
@@ -57,7 +58,7 @@ def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(lay
 def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):
     saved(tmp_path, "llama", vocab_size=3, num_attention_heads=4)
     with opened(tmp_path) as checkpoint, pytest.raises(CutError, match=r"lm_head\.weight .* padding alone"):
-        draft(checkpoint, Wish(to="trtllm", mesh=Mesh.of(tp=4)))
+        draft(checkpoint, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)))
 
 
 @pytest.mark.parametrize("dense", [0, 1])
@@ -65,21 +66,21 @@ def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):
 def test_experts_in_some_layers_are_nothing_for_tensorrt(name, dense, tmp_path):
     saved(tmp_path, name, decoder_sparse_step=1, mlp_only_layers=[dense])
     with opened(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match=f"in every layer .* layer {dense} has"):
-        draft(checkpoint, Wish(to="trtllm"))
+        draft(checkpoint, ReshardOptions(to="trtllm"))
 
 
 @pytest.mark.parametrize("name", ["megatron/llama-tp2-pp2", "torch_dist/stacked/iter"])
 def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
     with (
         pytest.raises(SourceError, match=r"has [0-9]+ rows, but the model has 5,000 tokens") as error,
-        opened(FIXTURES / name, Reading(true_vocab=5000)),
+        opened(FIXTURES / name, SourceOptions(true_vocab=5000)),
     ):
         pass
     assert "--true-vocab" in error.value.hint
 
 
 def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
-    reading, name = Reading(true_vocab=128), "qwen3-moe-ep2-etp1"
+    reading, name = SourceOptions(true_vocab=128), "qwen3-moe-ep2-etp1"
     with opened(FIXTURES / "megatron" / name, reading) as checkpoint:
         assert not any("exchanged" in warning for warning in checkpoint.stored.warnings)
     folder = shutil.copytree(FIXTURES / "megatron" / name, tmp_path / name) / "iter_0000010"
@@ -93,7 +94,7 @@ def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
 @pytest.mark.parametrize(("layout", "name"), [("vllm", "model-rank-{}-part-0"), ("trtllm", "rank{}")])
 def test_rank_files_that_were_exchanged_are_found_by_their_content_alone(layout, name, tmp_path):
     source, at = FIXTURES / "trtllm" / "llama_tp2_pp2" / "source", tmp_path / "out"
-    reshard(source, at, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    reshard(source, at, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
     one, other = (at / f"{name.format(rank)}.safetensors" for rank in range(2))
     one.rename(at / "kept")
     other.rename(one)

@@ -12,8 +12,8 @@ import transformers
 
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
-from shardctl.verbs.opening import Reading, opened
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.verbs.opening import opened
 from shardctl.verbs.reshard import reshard
 from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
 from shardctl.verify.rank_files import rank_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 FIXTURES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
-REPLICATE = Reading(kv_heads="replicate")
+REPLICATE = SourceOptions(kv_heads="replicate")
 
 
 def config_of(name: str, **changes: object) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def save(path: Path, config: Mapping[str, Any]) -> Any:
 
 def cut(source: Path, target: Path, mesh: Mesh, **wish: Any) -> Path:
     """Cut a checkpoint over a mesh, key/value heads replicated where there are too few."""
-    reshard(source, target, Wish(mesh=mesh, **wish), reading=REPLICATE)
+    reshard(source, target, ReshardOptions(mesh=mesh, **wish), reading=REPLICATE)
     return target
 
 

@@ -117,10 +117,10 @@ def test_the_hidden_states_of_a_trained_model_are_the_same(sentences, tmp_path, 
 
 
 def test_what_comes_back_in_one_piece_is_bit_for_bit_the_same(made, tmp_path):
-    from shardctl.verbs.drafting import Wish
+    from shardctl.options import ReshardOptions
     from shardctl.verbs.reshard import reshard
 
-    reshard(made("llama", "pp=2,fsdp=2,tp=2"), tmp_path / "back", Wish(to="hf"))
+    reshard(made("llama", "pp=2,fsdp=2,tp=2"), tmp_path / "back", ReshardOptions(to="hf"))
     result = run(made("llama"), tmp_path / "back")
     assert (result.status, result.output_error, result.engine) == ("passed", 0.0, "one process, whole tensors")
 

@@ -19,13 +19,12 @@ import shardctl.verify.forward
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
 from shardctl.models import describe
+from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.annotations import MOST, github
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import Wish
 from shardctl.verbs.level import Level, Verified
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
-from shardctl.verbs.verify import Trial, verify
+from shardctl.verbs.verify import verify
 from shardctl.verify.finding import Finding
 from shardctl.verify.forward import BlockError, Continuation, ForwardResult, Generated, Opinion, Tolerance
 from shardctl.verify.forward.by_processes import usual_processes
@@ -49,7 +48,7 @@ def kept(tmp_path_factory):
     base = tmp_path_factory.mktemp("levels")
     checkpoint(base / "source", num_attention_heads=4, num_key_value_heads=2)
     for name, mesh in (("fsdp3", Mesh.of(fsdp=3)), ("tp2pp2", Mesh.of(tp=2, pp=2))):
-        reshard(base / "source", base / name, Wish(mesh=mesh))
+        reshard(base / "source", base / name, ReshardOptions(mesh=mesh))
     return base
 
 
@@ -96,7 +95,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 class TestLoad:
     def test_every_rank_is_loaded_and_equal_to_the_source(self, ranks, source):
-        found = verify(ranks, level="load", against=source, trial=Trial(device="cpu"))
+        found = verify(ranks, level="load", against=source, trial=VerifyOptions(device="cpu"))
         assert [(one.name, one.status) for one in found.levels] == [
             (name, "passed") for name in ("structure", "content", "identity", "load")
         ]
@@ -117,7 +116,7 @@ class TestLoad:
     @pytest.mark.parametrize("against", [True, False])
     def test_what_is_not_there_on_the_device_is_found(self, ranks, source, against):
         name = flip(shard(ranks, 1), UP)
-        found = verify(ranks, level="load", against=source if against else None, trial=Trial(device="cpu"))
+        found = verify(ranks, level="load", against=source if against else None, trial=VerifyOptions(device="cpu"))
         loaded = level(found, "load")
         assert loaded.status == "failed"
         (finding,) = loaded.findings
@@ -136,17 +135,17 @@ class TestLoad:
         )
 
     def test_a_cast_is_applied_before_it_is_compared(self, source, tmp_path):
-        reshard(source, tmp_path / "half", Wish(mesh=Mesh.of(tp=2), dtype="bf16"))
+        reshard(source, tmp_path / "half", ReshardOptions(mesh=Mesh.of(tp=2), dtype="bf16"))
         assert verify(tmp_path / "half", level="load", against=source).ok
 
     @pytest.mark.parametrize(
         ("config", "wish"),
         [
-            ("gpt2", Wish(mesh=Mesh.of(tp=2))),
-            ("mixtral", Wish(mesh=Mesh.of(dp=4, ep=2, etp=2), experts="fused")),
-            ("mixtral", Wish(mesh=Mesh.of(dp=2, ep=2), experts="split")),
-            ("qwen2-tied", Wish(mesh=Mesh.of(pp=2, tp=2))),
-            ("phi3", Wish(mesh=Mesh.of(fsdp=2, tp=2))),
+            ("gpt2", ReshardOptions(mesh=Mesh.of(tp=2))),
+            ("mixtral", ReshardOptions(mesh=Mesh.of(dp=4, ep=2, etp=2), experts="fused")),
+            ("mixtral", ReshardOptions(mesh=Mesh.of(dp=2, ep=2), experts="split")),
+            ("qwen2-tied", ReshardOptions(mesh=Mesh.of(pp=2, tp=2))),
+            ("phi3", ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2))),
         ],
     )
     def test_other_forms(self, tmp_path, config, wish):
@@ -159,7 +158,7 @@ class TestLoad:
 
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
-        whole = level(verify(ranks, level="load", trial=Trial(device="cpu")), "load")
+        whole = level(verify(ranks, level="load", trial=VerifyOptions(device="cpu")), "load")
         monkeypatch.setattr(shardctl.verbs.on_devices, "_BATCH", 5000)
         parts = level(verify(ranks, level="load"), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
@@ -254,7 +253,7 @@ class TestWrongFiles:
         checkpoint(tmp_path / "source", num_attention_heads=4, num_key_value_heads=2)
         values = load_file(tmp_path / "source" / "model.safetensors")
         save_file({n: v + 1 for n, v in values.items()}, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-        reshard(tmp_path / "source", tmp_path / "other", Wish(mesh=Mesh.of(tp=2, pp=2)))
+        reshard(tmp_path / "source", tmp_path / "other", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)))
         stale = shard(ranks, 2)
         shutil.copy(shard(tmp_path / "other", 2), stale)
         code, out, _ = say("verify", ranks, "--level", "full")
@@ -333,7 +332,7 @@ RESULT = ForwardResult(
 
 class TestForward:
     def test_the_model_of_the_shards_computes_what_the_source_computes(self, ranks, source):
-        found = verify(ranks, level="forward", against=source, trial=Trial(device="cpu"))
+        found = verify(ranks, level="forward", against=source, trial=VerifyOptions(device="cpu"))
         assert found.ok, found.findings
         result = level(found, "forward").forward
         assert result.worst.error < 1e-5
@@ -434,14 +433,14 @@ def test_annotations_are_at_most_ten_and_one_line_each():
 def test_boxes_of_one_name_in_one_file_are_loaded_each_for_itself(tmp_path, layout):
     """A rank of GPT-2 has three boxes of every fused c_attn, and one of Megatron has boxes of every layer."""
     source = checkpoint(tmp_path / "source", "gpt2")
-    reshard(source, tmp_path / layout, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    reshard(source, tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
     verified = verify(tmp_path / layout, level="load", against=source)
     assert level(verified, "load").status == "passed", verified.findings
 
 
 @pytest.mark.parametrize("layout", ["trtllm", "vllm"])
 def test_ranks_of_other_libraries_are_loaded_one_by_one(tmp_path, kept, layout):
-    reshard(kept / "source", tmp_path / layout, Wish(to=layout, mesh=Mesh.of(tp=2)))
+    reshard(kept / "source", tmp_path / layout, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
     load = level(verify(tmp_path / layout, level="load", against=kept / "source"), "load")
     assert load.status == "passed", load.findings
     assert [(rank.rank, rank.label, rank.planned_bytes) for rank in load.ranks] == [(0, "tp0", None), (1, "tp1", None)]
@@ -451,9 +450,9 @@ def test_what_orbax_wrote_is_verified_too(tmp_path):
     """Its arrays are no files of the directory; what was made of it has the names of the rule file already."""
     pytest.importorskip("tensorstore", reason="needs tensorstore")
     orbax, right = CONFIGS.parent / "orbax", CONFIGS.parent / "trtllm" / "llama_pp3" / "source"
-    reading = Reading(rules=orbax / "names.toml", config=right / "config.json")
+    reading = SourceOptions(rules=orbax / "names.toml", config=right / "config.json")
     found = verify(orbax / "zarr", level="full", reading=reading)
     assert found.ok, found.findings
     assert found.digest == digest(right).digest
-    reshard(orbax / "zarr", tmp_path / "cut", Wish(mesh=Mesh.of(tp=2)), reading=reading)
+    reshard(orbax / "zarr", tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)), reading=reading)
     assert verify(tmp_path / "cut", against=orbax / "zarr", reading=reading).ok

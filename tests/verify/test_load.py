@@ -25,9 +25,8 @@ from shardctl.errors import Interrupted, SourceError, UnsupportedError, UsageErr
 from shardctl.manifest import Chunk, Region, dense_strides
 from shardctl.mesh import Mesh
 from shardctl.models import describe
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.load import load
-from shardctl.verbs.opening import Reading
 from shardctl.verbs.reshard import reshard
 from shardctl.verify.load import Grid, Wanted, devices
 from shardctl.verify.load import load as load_tensors
@@ -65,7 +64,7 @@ def llama(tmp_path_factory):
 
 
 def cut(source, place, **degrees):
-    reshard(source, place, Wish(mesh=Mesh.of(**degrees)))
+    reshard(source, place, ReshardOptions(mesh=Mesh.of(**degrees)))
     return place
 
 
@@ -129,7 +128,7 @@ def test_what_another_rank_wrote_for_it_is_read_from_there(llama, tmp_path):
 def test_experts_of_one_rank_and_all_else_of_another(tmp_path):
     source = checkpoint(tmp_path / "mixtral", "mixtral")
     place = tmp_path / "ranks"
-    reshard(source, place, Wish(mesh=Mesh.of(dp=2, ep=2), experts="split"))
+    reshard(source, place, ReshardOptions(mesh=Mesh.of(dp=2, ep=2), experts="split"))
     whole = [load_file(next(place.glob(f"shard-{rank + 1:05d}-*"))) for rank in range(2)]
     experts = set(whole[1])
     assert experts < set(load_file(source / "model.safetensors"))
@@ -140,7 +139,7 @@ def test_experts_of_one_rank_and_all_else_of_another(tmp_path):
 
 def test_experts_in_one_array(tmp_path):
     source = checkpoint(tmp_path / "mixtral", "mixtral")
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(dp=4, ep=2, etp=2), experts="fused"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(dp=4, ep=2, etp=2), experts="fused"))
     for rank in range(4):
         found = shardctl.load(tmp_path / "ranks", rank=rank)
         name = next(n for n in found if n.endswith("experts.gate_up_proj"))
@@ -151,7 +150,7 @@ def test_experts_in_one_array(tmp_path):
 
 def test_heads_that_several_ranks_hold(tmp_path):
     source = checkpoint(tmp_path / "gemma", "llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    reshard(source, tmp_path / "ranks", Wish(mesh=Mesh.of(tp=4)), reading=Reading(kv_heads="replicate"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), reading=SourceOptions(kv_heads="replicate"))
     for rank in range(4):
         same(
             shardctl.load(tmp_path / "ranks", rank=rank),
