@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -395,6 +396,53 @@ def too_long(handler, content, start, stop):
     handler.end_headers()
     body = content[start:stop] + b"more"
     handler.write(b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n")
+
+
+def trickle(handler, content, start, stop):
+    """A byte every tenth of a second, which no silence ends."""
+    _head(handler, stop - start, f"bytes {start}-{stop - 1}/{len(content)}")
+    _pour(handler, iter(lambda: b"x", b""), 0.1)
+
+
+def without_end(number, **headers):
+    """An answer whose body never ends."""
+
+    def without_end(handler, *_):
+        handler.send_response(number)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.end_headers()
+        _pour(handler, iter(lambda: b"x" * 65536, b""), 0)
+
+    return without_end
+
+
+def only_interim(handler, *_):
+    """One interim answer after the other, and never a final one."""
+    _pour(handler, iter(lambda: b"HTTP/1.1 100 Continue\r\n\r\n", b""), 0.01)
+
+
+def next_page(link):
+    """A page of a listing that names the next one; `{hub}` and `{path}` stand for the server and what was asked."""
+
+    def next_page(handler, *_):
+        address = link.format(hub=handler.hub.url, path=handler.path)
+        handler.json([], Link=f'<{address}>; rel="next"')
+
+    return next_page
+
+
+def _pour(handler, pieces, pause):
+    """Send pieces until the other side has enough."""
+    handler.close_connection = True
+    handler.wfile.flush()
+    try:
+        for piece in pieces:
+            handler.connection.sendall(piece)
+            handler.hub.count("poured", len(piece))
+            time.sleep(pause)
+    except OSError:
+        pass
 
 
 def flipped_bit(handler, content, start, stop):

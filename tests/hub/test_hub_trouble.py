@@ -13,7 +13,7 @@ from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage import patience
-from shardctl.storage.hub import listing, ranges
+from shardctl.storage.hub import ranges
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -207,7 +207,7 @@ def test_another_file_than_was_listed_is_refused(hub, tmp_path, header):
 
 def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, right, tmp_path):
     hub.fail("cdn", *[None] * 5, server.flipped_bit)
-    with pytest.raises(ChangedError, match=r"its sha256 is .* was promised"):
+    with pytest.raises(ChangedError, match=r"its sha256 is .* was promised|were read twice"):
         reshard(NAME, tmp_path / "out", WISH)
     assert not (tmp_path / "out").exists()
     done = reshard(NAME, tmp_path / "out", WISH)
@@ -230,14 +230,13 @@ def test_the_hub_is_not_there(hub, monkeypatch):
 
 
 def test_a_hub_that_says_nothing_is_asked_again(hub, monkeypatch):
-    """huggingface_hub waits for a page of a listing for ever."""
-    monkeypatch.setattr(listing, "_SILENCE", 0.5)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     said = threading.Event()
     hub.fail("tree", lambda *_: said.wait(30))
     try:
         assert inspect(NAME).files
         hub.fail("tree", *[lambda *_: said.wait(30)] * 3)
-        with pytest.raises(TransientError, match=r"it said nothing for 0\.5 s"):
+        with pytest.raises(TransientError, match=r"cannot be reached: .*timed out"):
             inspect(NAME)
     finally:
         said.set()

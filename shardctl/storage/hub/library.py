@@ -12,6 +12,14 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     get_session,
     hf_raise_for_status,
+    validate_repo_id,
 )
 
-__all__ = ["HfHubHTTPError", "TransportError", "build_hf_headers", "get_session", "hf_raise_for_status"]
+__all__ = [
+    "HfHubHTTPError",
+    "TransportError",
+    "build_hf_headers",
+    "get_session",
+    "hf_raise_for_status",
+    "validate_repo_id",
+]

@@ -6,34 +6,32 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.storage import HIDDEN
 from shardctl.storage.byte_names import is_unicode
+from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import offline, refusal, unreachable
 from shardctl.storage.hub.statuses import PASSING, retry_after
 from shardctl.storage.patience import Patience, TroubleError
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import TypeVar
 
     from shardctl.storage.hub.address import Address
     from shardctl.workers import Stop
 
     Answer = TypeVar("Answer")
-    Entry = TypeVar("Entry")
 
-_SHA256: Final = 64
+_SHA1, _SHA256 = 40, 64
 """Hexadecimal digits."""
+_HEX: Final = re.compile(r"[0-9a-f]*")
 _FIRST_TRIES: Final = 3
 """Before the Hub has answered at all: whoever is not connected should not wait long to hear of it."""
-_SILENCE: Final = 60.0
-"""Seconds without an entry after which a listing is asked for again."""
 _LARGEST: Final = 2**63 - 1
 """Bytes; file systems, and the Hub's own, have no larger files."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -54,6 +52,8 @@ class HubFile:
     """Git's SHA-1 of it, or of the pointer that stands for it; empty where the cache does not say."""
     sha256: str = ""
     """Of its content, where it is stored by LFS or Xet: the larger ones."""
+    xet: str = ""
+    """Its name in Xet, if it is stored there."""
     cached: str = ""
     """Where it lies on this machine, if it does: relative to the listing's `cache`."""
 
@@ -88,55 +88,52 @@ def take_listing(address: Address, stop: Stop) -> Listing:
 
 
 def _from_hub(address: Address, stop: Stop) -> Listing:
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.hf_api import RepoFile
+    from huggingface_hub import constants
 
-    api = HfApi(library_name="shardctl", library_version=__version__)
-    name, timeout = address.repository, constants.HF_HUB_DOWNLOAD_TIMEOUT
+    from shardctl.storage.hub.library import build_hf_headers, validate_repo_id
+
+    headers = build_hf_headers(library_name="shardctl", library_version=__version__)
+    hub = HubQuestions(constants.ENDPOINT, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    api = f"{constants.ENDPOINT}/api/models/{address.repository}"
 
     def resolve() -> str:
-        found = api.repo_info(name, revision=address.revision, timeout=timeout)
-        if not isinstance(found.sha, str) or _COMMIT.fullmatch(found.sha) is None:
-            raise SourceError(f"the Hub does not say at which commit {address.revision} of {name} is")
-        return found.sha
+        validate_repo_id(address.repository)
+        found, _ = hub.ask(f"{api}/revision/{quote(address.revision, safe='')}?expand=sha")
+        commit = found.get("sha") if isinstance(found, dict) else None
+        if not isinstance(commit, str) or _COMMIT.fullmatch(commit) is None:
+            raise SourceError(f"the Hub does not say at which commit {address.revision} of {address.repository} is")
+        return commit
 
     def files(commit: str) -> dict[str, HubFile]:
-        entries = _steadily(lambda: api.list_repo_tree(name, recursive=True, revision=commit))
-        return {
-            entry.path: HubFile(
-                entry.lfs.size if entry.lfs else entry.size, entry.blob_id, entry.lfs.sha256 if entry.lfs else ""
-            )
-            for entry in entries
-            if isinstance(entry, RepoFile)
-        }
+        validate_repo_id(address.repository)
+        entries = (entry for page in hub.pages(f"{api}/tree/{commit}?recursive=true") for entry in _entries(page))
+        return {entry["path"]: _file(entry) for entry in entries if entry.get("type") == "file"}
 
     commit = address.commit or _asked(resolve, address, stop)
     return Listing(commit, _visible(_asked(lambda: files(commit), address, stop)), _folder(address))
 
 
-def _steadily(entries: Callable[[], Iterable[Entry]]) -> Iterator[Entry]:
-    """What the library lists, page by page; it waits for a page for ever, and this raises TimeoutError."""
-    found: SimpleQueue[Entry | BaseException | None] = SimpleQueue()
+def _entries(page: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - it is any JSON
+    """What a page of a listing has; raises SourceError for what is no such page."""
+    if not isinstance(page, list) or not all(isinstance(e, dict) and isinstance(e.get("path"), str) for e in page):
+        raise SourceError("the Hub's list of files is no list of files", hint="is HF_ENDPOINT right?")
+    return page
 
-    def listed() -> None:
-        try:
-            for entry in entries():
-                found.put(entry)
-            found.put(None)
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
-            found.put(error)
 
-    Thread(target=listed, daemon=True).start()
-    while True:
-        try:
-            entry = found.get(timeout=_SILENCE)
-        except Empty as error:
-            raise TimeoutError from error
-        if entry is None:
-            return
-        if isinstance(entry, BaseException):
-            raise entry
-        yield entry
+def _file(entry: dict[str, Any]) -> HubFile:
+    lfs = entry.get("lfs")
+    large = lfs if isinstance(lfs, dict) else {}
+    return HubFile(
+        size=large.get("size", entry.get("size", -1)),
+        blob=_hexadecimal(entry.get("oid"), _SHA1),
+        sha256=_hexadecimal(large.get("oid"), _SHA256),
+        xet=_hexadecimal(entry.get("xetHash"), _SHA256),
+    )
+
+
+def _hexadecimal(value: object, digits: int) -> str:
+    """A hash as it is written in hexadecimal; empty for anything else, which can prove nothing."""
+    return value if isinstance(value, str) and len(value) == digits and _HEX.fullmatch(value) else ""
 
 
 def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answer:
@@ -159,8 +156,8 @@ def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answ
             patience.wait(TroubleError(str(error) or type(error).__name__), last=cause)
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
-        except TimeoutError:
-            patience.wait(TroubleError(f"it said nothing for {_SILENCE:g} s"))
+        except TroubleError as trouble:
+            patience.wait(trouble)
         except _NOT_AN_ANSWER as error:
             patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
 

@@ -11,10 +11,20 @@ import re
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
 from shardctl.errors import ChangedError, SourceError
+from shardctl.storage.hub.limits import (
+    ANSWER_TIMEOUTS,
+    EXPLAINED,
+    PaceMeter,
+    answer_within,
+    body_is_short,
+    read_bounded,
+)
+from shardctl.storage.hub.origins import origin_of, same_origin
 from shardctl.storage.hub.refusals import refusal
 from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
@@ -40,8 +50,6 @@ _PROGRESS: Final = 64 << 10
 """Bytes after which a connection that breaks was worth it, and the tries are counted anew."""
 _SLICE: Final = 256 << 10
 """Bytes received at once, between two looks at whether to stop."""
-_EXPLAINED: Final = 1_000_000
-"""Bytes of an error's body that are read for its explanation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,7 @@ class Ranges:
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._resolving: dict[str, threading.Lock] = {}
+        self._patient = ANSWER_TIMEOUTS * self._timeout
         self._sockets = Sockets(self._timeout)
 
     def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
@@ -138,7 +147,7 @@ class Ranges:
         commit = self._listing.commit
         url = f"{self._endpoint}/{self._address.repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
         for _ in range(_MOST_REDIRECTS):
-            place = _Place(url, ours=_origin(url) == _origin(self._endpoint))
+            place = _Place(url, ours=same_origin(url, self._endpoint))
             with ExitStack() as attempt:
                 response = attempt.enter_context(self._request(place, start, stop))
                 status, location = response.status_code, response.headers.get("location")
@@ -164,12 +173,11 @@ class Ranges:
                 yield body
             return
         session = get_session()
+        ask = partial(session.stream, "GET", place.url, headers=headers, follow_redirects=False, timeout=self._timeout)
         try:
-            with session.stream(
-                "GET", place.url, headers=headers, follow_redirects=False, timeout=self._timeout
-            ) as response:
-                if response.status_code in REDIRECTS:
-                    response.read()  # so that the connection can be used again
+            with answer_within(self._patient, ask) as response:
+                if response.status_code in REDIRECTS and body_is_short(response):
+                    read_bounded(response, EXPLAINED, self._patient)  # so that the connection can be used again
                 yield response
         except TransportError as error:
             raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
@@ -180,10 +188,11 @@ class Ranges:
 
         if isinstance(response, Body):
             return self._receive(response, skip, into, stop)
-        done = -skip
+        done, pace = -skip, PaceMeter(self._timeout)
         try:
             for piece in response.iter_raw():
                 heed(stop)
+                pace.add(len(piece))
                 new = memoryview(piece)[max(-done, 0) :]
                 place = max(done, 0)
                 done += len(piece)
@@ -201,7 +210,7 @@ class Ranges:
     def _receive(self, body: Body, skip: int, into: memoryview, stop: Stop) -> int:
         """The same, straight into memory."""
         spare = memoryview(bytearray(min(skip, _SLICE)))
-        done = -skip
+        done, pace = -skip, PaceMeter(self._timeout)
         try:
             while done < len(into):
                 heed(stop)
@@ -209,6 +218,7 @@ class Ranges:
                 if not got:
                     break
                 done += got
+                pace.add(got)
             if body.status_code == 206 and done == len(into) and not body.ended():  # noqa: PLR2004 - a part
                 raise TroubleError("more bytes came back than were asked for")
         except BROKEN:
@@ -220,10 +230,8 @@ class Ranges:
 
         if isinstance(response, Body):
             return SourceError(f"the place that the Hub has {path} at answers with HTTP {response.status_code}")
-        if int(response.headers.get("content-length", 0)) <= _EXPLAINED:
-            response.read()
         try:
-            hf_raise_for_status(response)
+            hf_raise_for_status(read_bounded(response, EXPLAINED, self._patient))
         except HfHubHTTPError as error:
             return refusal(error, self._address, path)
         return SourceError(f"the Hub answers a request for {path} with HTTP {response.status_code}")
@@ -292,7 +300,7 @@ def _followed(url: str, location: str, path: str) -> str:
     """Where a redirect leads; raises SourceError if that is no address, without saying it: it may be a signed one."""
     try:
         found = urljoin(url, location)
-        scheme, host, _ = _origin(found)
+        scheme, host, _ = origin_of(found)
         host.encode("idna")
     except ValueError:
         scheme = host = ""
@@ -303,9 +311,3 @@ def _followed(url: str, location: str, path: str) -> str:
 
 def _bare(etag: str) -> str:
     return etag.removeprefix("W/").strip('"')
-
-
-def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(url)
-    usual = {"http": 80, "https": 443}.get(parts.scheme)
-    return parts.scheme, (parts.hostname or "").lower(), parts.port or usual

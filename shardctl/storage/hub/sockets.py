@@ -10,13 +10,16 @@ that may do otherwise (`huggingface_hub.set_client_factory`).
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import urllib.request
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit
 
+from shardctl.storage.hub.limits import ANSWER_TIMEOUTS, ended_after
 from shardctl.storage.patience import TroubleError
 
 if TYPE_CHECKING:
@@ -96,8 +99,9 @@ class Sockets:
         while True:
             connection, used = self._connection(parts)
             try:
-                connection.request("GET", target, headers=dict(headers))
-                return connection, connection.getresponse()
+                with ended_after(ANSWER_TIMEOUTS * self._timeout, partial(_break, connection)):
+                    connection.request("GET", target, headers=dict(headers))
+                    return connection, connection.getresponse()
             except BROKEN as error:
                 connection.close()
                 if not used or isinstance(error, TimeoutError):
@@ -130,6 +134,12 @@ class Sockets:
                 with suppress(OSError):
                     connection.close()
             self._idle.clear()
+
+
+def _break(connection: http.client.HTTPConnection) -> None:
+    """Make a thread fail that waits for an answer: interim ones may come without end, each with a timeout anew."""
+    if connection.sock is not None:
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _usual_client() -> bool:
