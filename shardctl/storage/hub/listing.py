@@ -38,7 +38,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 _NOT_AN_ANSWER: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What the library raises when it takes an answer apart that is no JSON, as of a page that asks to log in to a network,
+"""What is raised when an answer is taken apart that is no JSON, as of a page that asks to log in to a network,
 or JSON of another shape."""
 
 
