@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from damage import flip
 from torch.distributed.checkpoint import FileSystemReader
 
 from shardctl.cli.program import run
-from shardctl.errors import ChangedError
+from shardctl.errors import ChangedError, SourceError
 from shardctl.execute import engine
 from shardctl.formats.zip_records import read_archive
 from shardctl.options import ReshardOptions
@@ -116,6 +117,27 @@ def test_so_is_one_of_a_record_that_no_tensor_uses(source, shardctl):
     assert code == 3, said
     assert "is damaged" in said
     assert "no tensor uses it" in said
+
+
+@pytest.mark.parametrize("source", ["file", "dcp"], indirect=True)
+def test_no_bit_of_any_record_flips_unseen(source):
+    """One of each record: `data.pkl` and `byteorder` end the reading, others are findings."""
+    path = place(source, 0)[0]
+    window = {}
+    if path.suffix == ".distcp":
+        item = next(iter(FileSystemReader(source).read_metadata().storage_data.values()))
+        window = {"start": item.offset, "size": item.length}
+    archive, intact, random = read_archive(LocalSource(path), path.name, **window), path.read_bytes(), Random(0)
+    for found in archive.records.values():
+        flip(path, found.offset + random.randrange(found.size), random.randrange(8))
+        if found.name in {"data.pkl", "byteorder"}:
+            with pytest.raises(SourceError, match=f"the record '{found.name}' is damaged"):
+                verify(source, level="full")
+        else:
+            findings = verify(source, level="full").levels[1].errors
+            assert [(f.check, f.file) for f in findings] == [("crc32", path.name)]
+            assert f"the record '{found.name}' (" in findings[0].message
+        path.write_bytes(intact)
 
 
 @pytest.mark.parametrize("source", ["file", "dcp"], indirect=True)
