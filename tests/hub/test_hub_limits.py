@@ -110,6 +110,6 @@ NO_PAGES = [b"{}", b"[1]", b'[{"type": "file"}]', b'[{"type": "file", "path": "a
 
 @pytest.mark.parametrize("page", NO_PAGES, ids=lambda page: page[:30].decode())
 def test_a_listing_that_is_none_is_an_error(hub, page):
-    hub.fail("tree", lambda handler, *_: handler.answer(200, page))
-    with pytest.raises(SourceError):
+    hub.fail("tree", *[lambda handler, *_: handler.answer(200, page)] * 3)
+    with pytest.raises((SourceError, TransientError)):
         inspect(NAME)
