@@ -34,6 +34,8 @@ def main() -> int:
         found = fuzzer.outcome(case)
         counts[case.kind][found.code] += 1
         slowest[case.kind] = max(slowest[case.kind], found.seconds)
+        if number % 1000 == 0:
+            print(f"{number:,} cases", file=sys.stderr, flush=True)
         if found.wrong:
             faults += 1
             print(f"case {number}: {found.wrong}: {' '.join(case.args)!a}\n{found.err[-6000:]}", file=sys.stderr)

@@ -17,6 +17,7 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ import numpy as np
 from cli_checkpoints import CONFIGS, llama, told
 from hub_server import HubServer
 from safetensors.numpy import load_file, save_file
+from typer.main import get_command
 
 from shardctl.cli.program import run
 
@@ -308,7 +310,7 @@ class TextFuzzer:
     def outcome(self, case: FuzzCase) -> FuzzOutcome:
         """Run a case; what it writes is removed."""
         try:
-            with self._hub_says(case), mock.patch.dict(os.environ, case.environment):
+            with self._hub_says(case), _commands_kept(), mock.patch.dict(os.environ, case.environment):
                 return self._run(list(case.args))
         finally:
             for name in ("out", ".out.shardctl", "out.json"):
@@ -585,6 +587,16 @@ class TextFuzzer:
         if draw.random() < 0.7:
             args = (*args, "--dry-run")
         return FuzzCase("arguments", args, text.encode("utf-8", "surrogateescape"), {})
+
+
+@cache
+def _command(app: Any) -> Any:
+    return get_command(app)
+
+
+def _commands_kept() -> contextlib.AbstractContextManager[object]:
+    """The parser of the command line is made once: making it takes longer than reading most of the texts."""
+    return mock.patch("typer.main.get_command", _command)
 
 
 def _saying(text: bytes) -> Callable[..., None]:
