@@ -145,6 +145,17 @@ def test_norms_and_activations_of_published_models_are_those_that_transformers_b
     check_norms_and_activations(shrunk(json.loads((CONFIGS.with_name("configs_public") / f"{name}.json").read_text())))
 
 
+@pytest.mark.parametrize("name", [name for name in FIXTURES if "num_experts_per_tok" in fixture(name)])
+def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
+    config = fixture(name)
+    for layer, modules in zip(anatomy(config).layers, modules_of_layers(config), strict=True):
+        routers = [m for m in modules.values() if type(m).__name__.endswith("Router")]
+        assert bool(routers) == (layer.experts is not None)
+        for router in routers:
+            made = router(torch.ones((3, layer.hidden), device="meta", dtype=torch.bfloat16))
+            assert made[1].dtype == (torch.float32 if layer.experts.wide else torch.bfloat16)
+
+
 def text_part(family):
     """The traits of a family's text model and the config that its class assumes."""
     classes = next(iter(family.classes))
@@ -168,6 +179,8 @@ def test_a_silent_config_means_what_its_class_assumes(family):
     dropouts = {key for key in assumed.to_dict() if "drop" in key and not ELSEWHERE.search(key)}
     assert dropouts <= spoken
     assert getattr(assumed, "num_experts_per_tok", None) == traits.experts_per_token
+    windowed = {"sliding_window", "attention_chunk_size"} & set(assumed.to_dict())
+    assert windowed == ({traits.window.key} if traits.window else set())
     caps = {"attn_logit_softcapping", "final_logit_softcapping"} & set(assumed.to_dict())
     assert caps == {traits.score_cap[0], traits.logit_cap[0]} - {""}
 

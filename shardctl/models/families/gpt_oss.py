@@ -68,6 +68,10 @@ GPT_OSS: Final = Family(
     },
     prefixes=("model",),
     traits=LayerTraits(
-        activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(128, "even"), experts_per_token=4
+        activation=("hidden_act", "silu"),
+        norm="rms32",
+        window=WindowRule(128, "even"),
+        experts_per_token=4,
+        narrow_experts=True,
     ),
 )

@@ -69,6 +69,8 @@ LLAMA4_TEXT: Final = Family(
     facts=_facts,
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
-    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_CHUNKS, experts_per_token=1),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), norm="rms", window=_CHUNKS, experts_per_token=1, narrow_experts=True
+    ),
     weightless=(Row(f"{LAYER}.self_attn.qk_norm.weight", "head", when="qk_norm rotary"),),
 )

@@ -80,5 +80,7 @@ PHIMOE: Final = Family(
     prefixes=("model",),
     renamed={"PhiMoEForCausalLM": "PhimoeForCausalLM"},
     fused=(Fused(f"{LAYER}.mlp.router.weight", (_ROUTER,)), *_FUSED),
-    traits=LayerTraits(activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2),
+    traits=LayerTraits(
+        activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2, narrow_experts=True
+    ),
 )
