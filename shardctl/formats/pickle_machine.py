@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import gc
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
@@ -18,6 +19,8 @@ from shardctl.formats.pickle_tree import Call, Global, Persistent, Pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from shardctl.formats.pickle_budget import PickleBudget
 
 _HIGHEST_PROTOCOL: Final = 5
 _INTEGER: Final = 1 << 10
@@ -32,14 +35,31 @@ _i4 = struct.Struct("<i").unpack_from
 _f8 = struct.Struct(">d").unpack_from
 
 
-def load(data: bytes, where: str, *, start: int = 0, limits: Limits = Limits()) -> Pickle:  # noqa: B008 - frozen
+def load(
+    data: bytes,
+    where: str,
+    *,
+    start: int = 0,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+    budget: PickleBudget | None = None,
+) -> Pickle:
     """Read the pickle that begins at `start` of `data`; `where` names it in messages.
+
+    `budget` is that of all pickles of a checkpoint, and is charged.
 
     Raises TruncatedError if `data` ends first, SourceError if it is malformed, HostileError if it mentions a name
     that runs code or exceeds `limits`, UnsupportedError if only its writer could resolve it.
     """
-    with _no_collection():
-        return _Machine(data, where, start, limits).run()
+    if budget is not None:
+        budget.collect_cycles()
+        limits = replace(limits, opcodes=max(min(limits.opcodes, budget.opcodes), 0))
+    machine = _Machine(data, where, start, limits)
+    try:
+        with _no_collection():
+            return machine.run()
+    finally:
+        if budget is not None:
+            budget.take_run(machine.ran, machine.spent)
 
 
 @contextlib.contextmanager
@@ -80,7 +100,8 @@ class _Machine(PickleState):
 
     def _steps(self) -> None:
         data, handlers, limits = self.data, _HANDLERS, self.limits
-        for _ in range(0, limits.opcodes, _STRETCH):
+        for before in range(0, limits.opcodes, _STRETCH):
+            self.ran = before
             for _ in range(_STRETCH):
                 code = data[self.pos]
                 self.pos += 1
@@ -89,7 +110,8 @@ class _Machine(PickleState):
                 handlers[code](self)
             if self.spent > limits.memory:
                 self.hostile(f"asks for more than {limits.memory >> 20} MiB of objects")
-        self.hostile(f"has more than {limits.opcodes:,} opcodes")
+        self.ran = limits.opcodes
+        self.hostile(f"has more than {limits.opcodes:,} opcodes, or those of the checkpoint's files do together")
 
     # Stack and memo
 
@@ -296,11 +318,15 @@ class _Machine(PickleState):
         args = self.stack.pop()
         self.push_call(self.stack.pop(), args)
 
+    def newobj(self) -> None:
+        args = self.stack.pop()
+        self.push_call(self.stack.pop(), args, new=True)
+
     def newobj_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
         if not isinstance(kwargs, dict):
             self.malformed("calls with keyword arguments that are no dict")
-        self.push_call(self.stack.pop(), args, kwargs)
+        self.push_call(self.stack.pop(), args, kwargs, new=True)
 
     def inst(self) -> None:
         module = self.line().decode()
@@ -396,7 +422,7 @@ _HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
     ord("B"): _Machine.binbytes,
     ord("C"): _Machine.short_binbytes,
     0x80: _Machine.proto,
-    0x81: _Machine.reduce,  # NEWOBJ
+    0x81: _Machine.newobj,
     0x82: _Machine.extension,
     0x83: _Machine.extension,
     0x84: _Machine.extension,

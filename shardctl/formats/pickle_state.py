@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 from shardctl.errors import HostileError, SourceError
 from shardctl.formats.pickle_names import executes, is_getattr, reaches
-from shardctl.formats.pickle_tree import Call, Global, Persistent
+from shardctl.formats.pickle_tree import MAPPINGS, Call, Global, Persistent
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
@@ -23,6 +23,11 @@ _HOLE: Final = object()
 _FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), Global, Call, Persistent})
 _SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), Global, Call, Persistent})
 """Types whose hash is secret, an address or one of a few, so that collisions cannot be arranged."""
+_KEY_PARTS: Final = 64
+"""Parts of a tuple that is a key: a tuple is hashed anew wherever it is one."""
+_SNAPSHOT: Final = 64
+"""Entries of a list that a call takes as it is then; torch takes its sizes so, and has no more dims."""
+_TORCH: Final = frozenset({"torch", "torch._utils", "torch._tensor"})
 _BATCH: Final = 1_000
 """`pickle` stores the items of a dict in batches of this many."""
 
@@ -68,6 +73,7 @@ class PickleState:
         "odd",
         "persistents",
         "pos",
+        "ran",
         "spent",
         "stack",
         "where",
@@ -86,6 +92,9 @@ class PickleState:
         self.attributes: set[Global] = set()
         """`getattr`, in each spelling that was mentioned."""
         self.spent = 0
+        """Bytes, and as many for work that takes as long as making them."""
+        self.ran = 0
+        """Opcodes, up to the last few."""
         self.odd = 0
 
     def malformed(self, what: str) -> NoReturn:
@@ -204,13 +213,13 @@ class PickleState:
         self.spent += 16 * len(values)
         if isinstance(target, list):
             target.extend(values)
-        elif isinstance(target, Call):
+        elif isinstance(target, Call) and target.function not in MAPPINGS:
             if target.elements is None:
                 target.elements = []
                 self.spent += NODE
             target.elements.extend(values)
         else:
-            self.malformed(f"appends to a {type(target).__name__}")
+            self.malformed(f"appends to a {target if isinstance(target, Call) else type(target).__name__}")
 
     def store(self, target: object, items: list[Any]) -> None:
         """Store alternating keys and values in a dict or in whatever a call would have returned."""
@@ -235,6 +244,8 @@ class PickleState:
     def _admit(self, key: object, before: int) -> None:
         """Count a key whose collisions can be arranged; integers in sequence cannot collide."""
         if type(key) is tuple:
+            if len(key) > _KEY_PARTS:
+                self.malformed(f"has a tuple of {len(key):,} parts as a key; real ones have a few")
             if any(type(part) not in _FLAT for part in key):  # its hash would recurse
                 self.malformed("has a nested tuple as a key")
         elif type(key) is int:
@@ -264,8 +275,10 @@ class PickleState:
                 self.attributes.add(known)
         return known
 
-    def push_call(self, function: object, args: object, kwargs: dict[Any, Any] | None = None) -> None:
-        """Push the note that `function` was to be called.
+    def push_call(
+        self, function: object, args: object, kwargs: dict[Any, Any] | None = None, *, new: bool = False
+    ) -> None:
+        """Push the note that `function` was to be called, or its `__new__` if it is `new`.
 
         `getattr` of a name is a longer name and is judged as one: pickled enums need it, and so do attacks that
         reach a module through another. As an argument of another function nobody needs it.
@@ -275,12 +288,39 @@ class PickleState:
         if not isinstance(args, tuple):
             self.malformed(f"calls with a {type(args).__name__} for arguments")
         self.spent += NODE
+        if self.attributes:
+            self.spent += 32 * len(args)  # the same tuple may be looked through again and again
         if self.attributes and any(type(argument) is Global and argument in self.attributes for argument in args):
             self.hostile("hands getattr to another function")
         if isinstance(function, Global) and function in self.attributes:
             self.stack.append(self._attribute(function, args))
+        elif function in MAPPINGS:
+            self.stack.append(self._mapping(function, args if not kwargs else (None,), new=new))
         else:
+            if isinstance(function, Global) and function.module in _TORCH and len(args) <= _SNAPSHOT:
+                args = tuple(tuple(a) if type(a) is list and len(a) <= _SNAPSHOT else a for a in args)
             self.stack.append(Call(function, args, kwargs))
+
+    def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> Call:  # noqa: ANN401 - of a tree
+        """A mapping with the items that it was made of: they are those that were there then.
+
+        Python 2 wrote an ordered dict as a call with a list of pairs. `__new__` would ignore them.
+        """
+        given = args[1:] if function.name == "defaultdict" and args else args
+        made = Call(function, args[: len(args) - len(given)])
+        if not given:
+            return made
+        (items,) = given if len(given) == 1 else (None,)
+        if new or not isinstance(items, list | dict):
+            self.malformed(f"makes a {function} of something else than pairs or a dict")
+        self.spent += NODE * len(items)
+        if self.spent > self.limits.memory:
+            self.hostile(f"asks for more than {self.limits.memory >> 20} MiB of objects")
+        pairs = items.items() if isinstance(items, dict) else items
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004 - a pair
+            self.malformed(f"makes a {function} of something else than pairs")
+        self.store(made, [part for pair in pairs for part in pair])
+        return made
 
     def _attribute(self, function: Global, args: tuple[Any, ...]) -> Global | Call:
         if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _NAME:  # noqa: PLR2004 - object and name

@@ -67,22 +67,13 @@ class Pickle:
 
 
 def mapping(node: object) -> dict[Any, Any] | None:
-    """The items of a dict or of a `collections` mapping; None for anything else.
-
-    Python 2 wrote an ordered dict as a call with a list of pairs.
-    """
+    """The items of a dict or of a `collections` mapping; None for anything else."""
     if isinstance(node, dict):
         return node
-    if not isinstance(node, Call) or str(node.function) not in _MAPPINGS:
+    if not isinstance(node, Call) or node.function not in MAPPINGS:
         return None
-    if node.items is not None or not node.args or not isinstance(node.args[0], list):
-        return node.items or {}
-    pairs = {p[0]: p[1] for p in node.args[0] if _is_pair(p)}
-    return pairs if len(pairs) == len(node.args[0]) else None
+    return node.items or {}
 
 
-_MAPPINGS: Final = frozenset({"collections.OrderedDict", "collections.defaultdict"})
-
-
-def _is_pair(node: object) -> bool:
-    return isinstance(node, list | tuple) and len(node) == 2 and isinstance(node[0], str)  # noqa: PLR2004 - a pair
+MAPPINGS: Final = frozenset({Global("collections", "OrderedDict"), Global("collections", "defaultdict")})
+"""Classes that hold what a dict holds."""

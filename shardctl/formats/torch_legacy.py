@@ -9,10 +9,11 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.pickle_budget import budget_of
 from shardctl.formats.pickle_machine import load
 from shardctl.formats.pickle_state import Limits, TruncatedError
 from shardctl.formats.pickle_tree import Pickle, mapping
-from shardctl.formats.torch_tensors import Saved, storage
+from shardctl.formats.torch_tensors import Saved, check_storages, storage
 from shardctl.formats.torch_zip import LARGEST_PICKLE
 from shardctl.storage import read
 
@@ -60,12 +61,13 @@ def read_legacy(source: Source, path: str) -> Saved:
         raise UnsupportedError(f"{path} has a version of torch's old format other than {_PROTOCOL}")
     if (mapping(system.value) or {}).get("little_endian") is False:
         raise UnsupportedError(f"{path} holds big-endian data", hint="save it again on a little-endian machine")
+    check_storages(saved.persistents, path)
     itemsizes: dict[str, int] = {}
     for node in saved.persistents:
         if isinstance(node.id, tuple) and node.id and node.id[0] == "module":
             continue  # the source code of a pickled class
         found = storage(node, path)
-        itemsizes.setdefault(found.key, found.itemsize)  # the first mention decides, as in `_legacy_load`
+        itemsizes.setdefault(found.key, found.itemsize)
     if not isinstance(keys.value, list):
         raise SourceError(f"{path} does not list its storages")
     extents, end = _extents(source, path, keys, itemsizes)
@@ -73,7 +75,7 @@ def read_legacy(source: Source, path: str) -> Saved:
     if more and read(source, path, end, 1) != _PROTO:
         raise SourceError(f"{path} has {more:,} bytes after its last storage")
     left = f"{path}: {more:,} bytes behind the first save, a second one, are left behind, as torch.load leaves them"
-    return Saved(path, saved.value, extents, (left,) if more else ())
+    return Saved(path, saved.value, extents, (left,) if more else (), saved.globals)
 
 
 def _pickles(source: Source, path: str) -> Sequence[Pickle]:
@@ -86,7 +88,7 @@ def _pickles(source: Source, path: str) -> Sequence[Pickle]:
         try:
             for part, limits in _PARTS.items():
                 start = pickles[-1].end if pickles else 0
-                pickles.append(load(data, f"{path} ({part})", start=start, limits=limits))
+                pickles.append(load(data, f"{path} ({part})", start=start, limits=limits, budget=budget_of(source)))
                 if pickles[0].value != _NUMBER:
                     raise SourceError(
                         f"{path} does not begin with torch's magic number, so torch.save did not write it"

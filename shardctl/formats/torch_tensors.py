@@ -16,7 +16,7 @@ from shardctl.formats.pickle_tree import Call, Global, Persistent, mapping
 from shardctl.manifest import Region, dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _STORAGES: Final = {storage: name for name, storage in STORAGES.items()}
 _OTHER_STORAGES: Final = {
@@ -30,6 +30,7 @@ _OTHER_STORAGES: Final = {
     "_UntypedStorage": 1,
 }
 """Element sizes, in bytes, of the storages that say nothing of a dtype, or of one that safetensors lacks."""
+_REBUILDERS: Final = frozenset({"torch._utils", "torch._tensor"})
 _STORAGE_MODULES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
 _PLAIN: Final = frozenset(
     {
@@ -56,6 +57,15 @@ _UNREADABLE: Final = {
     "torch.distributed.tensor._api.DTensor": "is one rank's part of a DTensor",
 }
 """Tensors that would be lost if they were taken for something opaque."""
+_CLASSES: Final = ("Tensor", "Parameter", "Buffer")
+"""How the names of torch's classes of tensors end."""
+_SET_BYTES: Final = frozenset({"data", "imag", "real"})
+"""Attributes whose setting gives a tensor other elements."""
+_ID_PARTS: Final = 6
+_ARGUMENTS: Final = 16
+"""Arguments of a function that makes a tensor; `_rebuild_wrapper_subclass` has most."""
+_LONGEST: Final = 1_000
+"""Characters of a storage's key or location; real ones have ten."""
 _WRAPPINGS: Final = 8
 """Calls around a tensor, such as a Parameter of a subclass; real files have two."""
 _DIMS: Final = 64
@@ -114,6 +124,8 @@ class Saved:
     """Absolute byte offset in the file and bytes of each storage, by key."""
     warnings: tuple[str, ...] = ()
     """What else is in the file, which torch does not read either."""
+    globals: tuple[Global, ...] = ()
+    """Every name that its pickle mentions."""
 
     def region(self, view: View, name: str) -> Region:
         """Where a view's elements are in the file.
@@ -134,7 +146,7 @@ class Saved:
 
 def storage(node: Persistent, where: str) -> Storage:
     """The storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
-    match node.id:
+    match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
         case ("storage", Global() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
             view = rest[0] if rest else None
         case _:
@@ -162,19 +174,23 @@ def as_tensor(node: object, where: str) -> View | None:
         UnsupportedError: a tensor whose elements are not plainly in a storage, or of a type that safetensors lacks.
     """
     subclass = ""
-    for _ in range(_WRAPPINGS):
-        if not isinstance(node, Call) or not isinstance(node.function, Global):
+    for depth in range(_WRAPPINGS):
+        if not isinstance(node, Call) or not _makes_tensor(node.function):
+            if depth:
+                raise UnsupportedError(f"{where} wraps something that shardctl does not know as a tensor")
             return None
         function, args = str(node.function), node.args
         if function in _UNREADABLE:
             raise UnsupportedError(f"{where} {_UNREADABLE[function]}", hint="save its plain, full tensor instead")
+        _check_unchanged(node, where)
         match function, args:
             case (("torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor"), (Persistent(), _, _, _, *rest)):
                 source = storage(args[0], where)
                 return _view(source, source.dtype, (*args[1:4], rest[2:]), where, subclass)
             case "torch._utils._rebuild_tensor_v3", (Persistent(), _, _, _, _, _, Global() as kind, *rest):
                 return _view(storage(args[0], where), _dtype(kind, where), (*args[1:4], rest), where, subclass)
-            case (("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state"), (inner, *_)):
+            case (("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state"), (inner, *rest)):
+                _check_state(rest[2:], where)
                 node = inner
             case (
                 ("torch._tensor._rebuild_from_type_v2" | "torch._tensor._rebuild_from_type"),
@@ -182,16 +198,91 @@ def as_tensor(node: object, where: str) -> View | None:
                     Global() as inner_function,
                     Global() as kind,
                     tuple() as inner_args,
-                    *_,
+                    *rest,
                 ),
             ):
+                if function.endswith("_v2") and str(kind) in _PLAIN:
+                    _check_state(rest, where)
                 subclass = subclass if str(kind) in _PLAIN else str(kind)
                 node = Call(inner_function, inner_args)
-            case _ if function.startswith("torch._utils._rebuild_"):
-                raise UnsupportedError(f"{where} is made by {function}, which shardctl does not know")
             case _:
-                return None
+                raise UnsupportedError(
+                    f"{where} is made by {function} in a way that shardctl does not know",
+                    hint="load it with a version of torch that reads it, and save it again",
+                )
     raise SourceError(f"{where} is wrapped more than {_WRAPPINGS} times")
+
+
+def check_storages(persistents: Iterable[Persistent], path: str) -> None:
+    """Raise SourceError if two mentions of a storage differ: torch believes the first of them, for all.
+
+    Storages without bytes are made anew at each mention, so their types may differ. A view of a storage, as legacy
+    files have, has a key of its own.
+    """
+    known: dict[str, tuple[Any, ...]] = {}
+    for node in persistents:
+        match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
+            case ("storage", Global() as kind, str() as key, str() as location, int() as numel):
+                views: tuple[Any, ...] = ()
+            case ("storage", Global() as kind, str() as key, str() as location, int() as numel, None):
+                views = ()
+            case (
+                "storage",
+                Global() as kind,
+                str() as key,
+                str() as location,
+                int() as numel,
+                (str(), int(), int()) as views,
+            ):
+                pass
+            case _:
+                continue  # not a storage, or one that no tensor can have
+        if len(key) > _LONGEST or len(location) > _LONGEST or (views and len(views[0]) > _LONGEST):
+            raise SourceError(f"{path} has a storage whose key or location has more than {_LONGEST:,} characters")
+        meant = ("ByteStorage" if "Untyped" in kind.name else kind.name, numel, location)
+        _check_mention(known, key, meant if numel else ("", 0, location), path)
+        if views:
+            _check_mention(known, views[0], (*meant, key, *views[1:]), path)
+
+
+def _check_mention(known: dict[str, tuple[Any, ...]], key: str, meant: tuple[Any, ...], path: str) -> None:
+    if known.setdefault(key, meant) != meant:
+        raise SourceError(
+            f"{path} mentions the storage {key!r} with different types, sizes or places",
+            hint="torch.save never writes this, and torch.load would take the first mention for all",
+        )
+
+
+def _makes_tensor(function: object) -> bool:
+    """Whether a call of this makes a tensor in torch, be it one that is read here or not."""
+    if not isinstance(function, Global) or not function.module.startswith("torch"):
+        return False
+    if function.module in _REBUILDERS:
+        return function.name.startswith("_rebuild_")
+    return function.name.endswith(_CLASSES) or str(function) in _UNREADABLE
+
+
+def _check_unchanged(node: Call, where: str) -> None:
+    """Raise SourceError if something is set on a tensor after it is made: torch would give it other elements."""
+    if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
+        raise SourceError(
+            f"{where} has state, items or keywords set on it, by which torch would take other elements for it",
+            hint="torch.save never writes this; do not load this file with anything that unpickles",
+        )
+    if len(node.args) > _ARGUMENTS:
+        raise SourceError(f"{where} is made of {len(node.args):,} arguments")
+
+
+def _check_state(rest: Sequence[Any], where: str) -> None:
+    """Raise SourceError if the attributes of a tensor that are set on it hold its elements."""
+    state = rest[0] if rest else None
+    parts = state if isinstance(state, tuple) and len(state) <= 2 else (state,)  # noqa: PLR2004 - dict and slots
+    for part in parts:
+        attributes = mapping(part) if part is not None else {}
+        if attributes is None or not _SET_BYTES.isdisjoint(attributes):
+            raise SourceError(
+                f"{where} has a state that gives it other elements", hint="torch.save never writes such a state"
+            )
 
 
 def _dtype(kind: Global, where: str) -> DType:
@@ -237,6 +328,8 @@ def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str,
 def sizes(node: object) -> tuple[int, ...] | None:
     """The extents, strides or offsets in a tuple, a list or a `torch.Size` of them; None for anything else."""
     if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
+        if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
+            return None
         node = node.args[0]
     if not isinstance(node, tuple | list) or len(node) > _DIMS:
         return None

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError, some
+from shardctl.formats.pickle_budget import budget_of
 from shardctl.formats.pickle_machine import load
-from shardctl.formats.torch_tensors import Saved
+from shardctl.formats.torch_tensors import Saved, check_storages
 from shardctl.formats.zip_records import read_archive, read_record
 
 if TYPE_CHECKING:
@@ -59,13 +60,14 @@ def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = No
             raise SourceError(f"{path} has the byte order {found!r}, which is neither little nor big")
     if pickle.size > LARGEST_PICKLE:
         raise HostileError(f"{path} has a pickle of {pickle.size:,} bytes; more than {LARGEST_PICKLE:,} are not read")
-    saved = load(read_record(source, path, pickle), f"{path} (data.pkl)")
+    saved = load(read_record(source, path, pickle), f"{path} (data.pkl)", budget=budget_of(source))
+    check_storages(saved.persistents, path)
     extents = {
         name.removeprefix(_DATA): (record.offset, record.size)
         for name, record in records.items()
         if name.startswith(_DATA)
     }
-    return Saved(path, saved.value, extents, tuple(_left_behind(path, records, saved)))
+    return Saved(path, saved.value, extents, tuple(_left_behind(path, records, saved)), saved.globals)
 
 
 def _left_behind(path: str, records: Mapping[str, Record], saved: Pickle) -> Iterator[str]:
@@ -73,7 +75,8 @@ def _left_behind(path: str, records: Mapping[str, Record], saved: Pickle) -> Ite
     more = records["data.pkl"].size - saved.end
     if more:
         yield f"{path}: {more:,} bytes behind the end of the pickle in data.pkl are left behind, as torch leaves them"
-    used = {f"{_DATA}{node.id[2]}" for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _KEY}
+    keys = (node.id[2] for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _KEY)
+    used = {f"{_DATA}{key}" for key in keys if isinstance(key, str)}
     unused = [name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER)]
     if unused:
         yield f"{path}: records that nothing in the pickle refers to are left behind: {some(map(ascii, unused))}"
