@@ -3,6 +3,7 @@ import signal
 
 import pytest
 import torch
+from cli_checkpoints import shardctl as shardctl_run
 
 import shardctl.verbs.digest
 import shardctl.verbs.inspect
@@ -236,3 +237,10 @@ def test_a_tensor_whose_name_is_not_text_is_the_sources_fault(say, tmp_path, pro
     torch.save({"a\ud800": torch.zeros(2)}, tmp_path / "model.bin", pickle_protocol=protocol)
     for verb in ("inspect", "plan", "verify", "digest"):
         assert say(verb, tmp_path / "model.bin").code == 4
+
+
+@pytest.mark.parametrize("verb", [["inspect", "hf://me/model"], ["verify", "{source}", "--forward"]], ids=" ".join)
+def test_a_setting_that_a_library_cannot_be_imported_with_is_a_usage_error(source, verb):
+    found = shardctl_run(*(part.format(source=source) for part in verb), HF_HUB_ETAG_TIMEOUT="abc")
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: HF_HUB_ETAG_TIMEOUT is 'abc', which is not a number of seconds\n")

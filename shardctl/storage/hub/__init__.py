@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shardctl.storage.hub.source import HubSource
 
 _SECONDS: Final = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
-"""What huggingface_hub takes for whole numbers as it is imported, and fails if they are none (`constants.py`)."""
+"""What huggingface_hub takes for whole numbers as it is imported, and fails if they are none (`constants.py`); so does
+transformers, which imports it."""
 _LONGEST: Final = 86_400
 """Seconds in a day; a wait of more than about 292 years is an error in the system's own calls."""
 

@@ -6,11 +6,13 @@ The conversion is semi-private (transformers 5.17 to 5.23, `transformers/core_mo
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.storage.hub import check_settings
 from shardctl.verify.forward.inputs import SEED
 
 if TYPE_CHECKING:
@@ -31,7 +33,11 @@ def versions() -> dict[str, str]:
 
 
 def class_of(architecture: str) -> Torch:
-    """The class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none."""
+    """The class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none.
+
+    Raises UsageError for a setting of the environment with which transformers cannot be imported.
+    """
+    check_settings(os.environ)
     try:
         import torch
         import transformers
