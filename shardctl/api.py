@@ -3,7 +3,7 @@
 from shardctl.errors import ShardctlError
 from shardctl.execute.worker import Worker
 from shardctl.mesh import Mesh
-from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.verbs.contribute import Contributed, contribute
 from shardctl.verbs.diff import Diffed, diff
 from shardctl.verbs.digest import Digested, digest
@@ -23,12 +23,14 @@ __all__ = [
     "Finished",
     "Inspected",
     "Mesh",
+    "PlanOptions",
     "Planned",
     "ReshardOptions",
     "Resharded",
     "ShardctlError",
     "SourceOptions",
     "Verified",
+    "VerifyOptions",
     "Worker",
     "contribute",
     "diff",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from inspect import Parameter
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
@@ -34,8 +34,7 @@ class OmittedOptions(frozenset[str]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(NamedTuple):
     """A parameter of the function that is a dataclass of options."""
 
     kind: type[object]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -67,8 +67,7 @@ class ValueFlags(Protocol):
         """The value; raises UsageError for flags that contradict each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptionGroup:
+class OptionGroup(NamedTuple):
     """Several flags of the command line that make the value of one field, as `--tp` and `--mesh` make the mesh."""
 
     flags: type[ValueFlags]
@@ -76,8 +75,7 @@ class OptionGroup:
     """What plan files call the value; by default as the field."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredOption:
+class DeclaredOption(NamedTuple):
     """A field that is an option."""
 
     name: str
