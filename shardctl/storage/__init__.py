@@ -81,6 +81,9 @@ class Source(Protocol):
         `allow_unverified` nothing is read again, and nothing but what is known to be wrong is an error.
         """
 
+    def cautions(self) -> tuple[str, ...]:
+        """What may go wrong with reading these files, to be said before it is begun."""
+
     def restat(self, path: str) -> Stat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
 
@@ -104,6 +107,10 @@ class UnpromisedSource:
     """The half of a `Source` that speaks of hashes, for a place that promises none."""
 
     promised: Collection[str] = ()
+
+    def cautions(self) -> tuple[str, ...]:
+        """Nothing is known to go wrong."""
+        return ()
 
     def proofs(self) -> FileProofs:
         """Nothing was promised."""

@@ -119,6 +119,15 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: Checkpoint, second:
     pairs.sort(key=lambda pair: first_byte(pair[side]))
 
 
+def _scanned(source: Source, reading: SourceOptions) -> Manifest:
+    """What the container holds, with warnings of what may go wrong with reading it."""
+    stored = formats.scan(
+        source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
+    )
+    cautions = source.cautions()
+    return replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
+
+
 @uncollected()
 def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
     record = load(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
@@ -127,9 +136,7 @@ def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Reco
     only = _only_config(source, reading)
     if only is not None:
         return _described(source, only, reading)
-    stored = formats.scan(
-        source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
-    )
+    stored = _scanned(source, reading)
     if stored.training is None:
         stored = found_states(stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None)
     config = _config(source, reading.config)

@@ -22,6 +22,7 @@ PAGE = 50
 """Entries of a page of a tree; the Hub gives 1,000."""
 _REVISION = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?")
 _TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
+_XET_TOKEN = re.compile(r"/api/models/([^/]+/[^/]+)/xet-read-token/([^/]+)")
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -66,6 +67,10 @@ class Repository:
     """By commit, the content of each file by path."""
     references: dict = field(default_factory=dict)
     gated: bool = False
+    xet: dict = field(default_factory=dict)
+    """Names in Xet of what is kept there, by path."""
+    cas: str = ""
+    """The address of Xet's server."""
     large: tuple = (".safetensors", ".bin", ".distcp")
     """Suffixes of what LFS keeps."""
 
@@ -249,6 +254,8 @@ class _Hub(_Handler):
         path = parts.path
         if tree := _TREE.fullmatch(path):
             self._tree(tree[1], unquote(tree[2]), parse_qs(parts.query))
+        elif xet := _XET_TOKEN.fullmatch(path):
+            self._xet_token(xet[1])
         elif info := _REVISION.fullmatch(path):
             self._info(info[1], unquote(info[2] or "main"))
         elif file := _RESOLVE.fullmatch(path):
@@ -285,6 +292,12 @@ class _Hub(_Handler):
             self.json({"_id": "1", "id": name, "modelId": name, "sha": found[1], "siblings": [], "tags": []})
         return None
 
+    def _xet_token(self, name):
+        if fault := self.began("xet", name):
+            return fault(self, b"", 0, 0)
+        repository = self.hub.repositories[name]
+        return self.json({"casUrl": repository.cas, "exp": int(time.time()) + 3600, "accessToken": "xet"})
+
     def _tree(self, name, revision, query):
         if fault := self.began("tree", name):
             return fault(self, b"", 0, 0)
@@ -297,6 +310,8 @@ class _Hub(_Handler):
             entry = {"type": "file", "path": path, "size": len(content), "oid": git_name(content)}
             if path.endswith(repository.large):
                 entry["lfs"] = {"oid": sha256(content), "size": len(content), "pointerSize": 134}
+            if path in repository.xet:
+                entry["xetHash"] = repository.xet[path]
             entries.append(entry)
         folders = sorted({path.rpartition("/")[0] for path in repository.commits[commit]} - {""})
         entries += [{"type": "directory", "path": folder, "size": 0, "oid": "0" * 40} for folder in folders]

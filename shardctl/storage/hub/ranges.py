@@ -25,9 +25,11 @@ from shardctl.storage.hub.limits import (
     read_bounded,
 )
 from shardctl.storage.hub.origins import origin_of, same_origin
+from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import refusal
 from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
+from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
 from shardctl.storage.patience import Patience, TroubleError
 from shardctl.version import __version__
 from shardctl.workers import heed
@@ -79,6 +81,8 @@ class Ranges:
         self._resolving: dict[str, threading.Lock] = {}
         self._patient = ANSWER_TIMEOUTS * self._timeout
         self._sockets = Sockets(self._timeout)
+        token_url = f"{self._endpoint}/api/models/{address.repository}/xet-read-token/{listing.commit}"
+        self._xet = XetRanges(HubQuestions(self._endpoint, self._headers, self._timeout), token_url, self._headers)
 
     def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
         """Fill `into` from byte `offset`.
@@ -87,12 +91,17 @@ class Ranges:
         that is not the one of the listing, AccessError, TransientError after the last try, Interrupted.
         """
         patience = Patience(f"reading {path} of {self._address.repository}", stop)
+        file = self._listing.files[path]
+        by_xet = bool(file.xet) and needs_xet(file) and has_xet()
         done = recent = 0
         while done < len(into):
             heed(stop)
             try:
-                with self._answer(path, offset + done, offset + len(into)) as (response, skip):
-                    got = self._take(response, skip, into[done:], stop)
+                if by_xet:
+                    got = self._by_xet(path, offset + done, into[done:], stop)
+                else:
+                    with self._answer(path, offset + done, offset + len(into)) as (response, skip):
+                        got = self._take(response, skip, into[done:], stop)
             except TroubleError as trouble:
                 got, problem = 0, trouble
             else:
@@ -102,7 +111,29 @@ class Ranges:
                 patience.succeed()
                 recent = 0
             if done < len(into):
-                patience.wait(problem)
+                patience.wait(problem, last=self._too_large(path) if needs_xet(file) and not by_xet else None)
+
+    def _by_xet(self, path: str, offset: int, into: memoryview, stop: Stop) -> int:
+        from shardctl.storage.hub.library import HfHubHTTPError, TransportError
+
+        try:
+            return self._xet.fetch(self._listing.files[path], offset, into, stop)
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in PASSING:
+                raise TroubleError(f"HTTP {status} came back", retry_after(error.response.headers)) from error
+            raise refusal(error, self._address, path) from error
+        except TransportError as error:
+            raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise TroubleError("the Hub gives no token for Xet") from error
+
+    def _too_large(self, path: str) -> SourceError:
+        name = self._address.repository
+        return SourceError(
+            f"{path} of {name} has {self._listing.files[path].size:,} bytes, and its place refuses to give parts of it",
+            hint=f"pip install hf_xet; or hf download {name} --local-dir DIR, and give DIR as the source",
+        )
 
     @contextmanager
     def _answer(self, path: str, start: int, stop: int) -> Iterator[tuple[Response, int]]:

@@ -11,6 +11,7 @@ from shardctl.storage import FileProofs, Stat, require_span
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes, PromisedHash
 from shardctl.storage.hub.listing import take_listing
 from shardctl.storage.hub.ranges import Ranges
+from shardctl.storage.hub.xet import has_xet, needs_xet
 from shardctl.storage.local import LocalSource
 from shardctl.storage.windows import KEPT, Windows
 from shardctl.workers import Stop
@@ -89,6 +90,16 @@ class HubSource:
             return (note + "all with the hashes that it promises",)
         others = some(f"{path} ({reason})" for path, reason in found.unverified.items())
         return (note + f"{len(found.verified):,} with the hashes that it promises; not compared: {others}",)
+
+    def cautions(self) -> tuple[str, ...]:
+        """Which files the Hub may refuse to give parts of, because they are above 50 GB and hf_xet is not there."""
+        files = self._listing.files
+        large = [path for path in self._promised if needs_xet(files[self._prefix + path])]
+        if not large or (has_xet() and all(files[self._prefix + path].xet for path in large)):
+            return ()
+        which, name = some(sorted(large)), self._address.repository
+        text = f"the Hub may refuse to give parts of files above 50 GB, and there is no hf_xet that does: {which}; "
+        return (text + f"pip install hf_xet, or hf download {name} --local-dir DIR and give DIR as the source",)
 
     @property
     def promised(self) -> Collection[str]:
