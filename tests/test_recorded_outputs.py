@@ -42,8 +42,8 @@ CONVERSIONS = {
     "megatron llama to hf": ("megatron/llama-tp2-pp2", "--config", "megatron/hf/llama"),
     "megatron qwen3-moe to hf": ("megatron/qwen3-moe-ep2-etp2", "--config", "megatron/hf/qwen3-moe"),
     **{
-        f"torch_dist {name} to hf": (f"torch_dist/{name}/iter", "--config", f"torch_dist/{name}/hf")
-        for name in ("qwen3", "moe", "trained")
+        f"torch_dist {name} to hf": (f"torch_dist/{name}/iter", "--config", f"torch_dist/hf/{of}")
+        for name, of in (("qwen3", "qwen3-bf16"), ("moe", "mixtral"), ("trained", "llama-bf16"))
     },
     **{f"vllm {name} to hf": (f"vllm/{name}/0.25-tp2",) for name in ("gemma2", "qwen3_moe")},
     "trtllm llama to hf": ("trtllm/llama_tp2_pp2/exported",),

@@ -32,13 +32,14 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 JOINED = ("z1", "z2", "z1-fp32", "z2-fp16", "z2-robin", "z2-aligned", "z1-elastic", "z1-frozen", "z2-frozen",
           "z2-legacy", "bf16", "z0", "z0-fp32", "z2-tied", "z2-experts", "pipeline", "tp-z1")  # fmt: skip
 SCATTERED = ("z3", "z3-fp32", "z3-sub", "z3-persisted", "z3-frozen", "z3-gathered", "z3-tied", "tp-z3")
-UNIVERSAL = ("universal-z1", "universal-z3")
+UNIVERSAL = {"universal-z1": "z1-fp32", "universal-z3": "z3-fp32"}
+"""What DeepSpeed's converter made, and of which checkpoint."""
 ALL = [*JOINED, *SCATTERED, *UNIVERSAL]
 
 
 def whole(name: str) -> dict:
     """What the live engine had when it saved."""
-    return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
+    return torch.load(FIXTURES / f"{UNIVERSAL.get(name, name)}.whole.pt", weights_only=True)
 
 
 def check(root: Path, found, expected: dict[str, torch.Tensor]) -> None:

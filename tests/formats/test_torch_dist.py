@@ -56,6 +56,8 @@ CASES = {
     "qwen2-moe": Mesh.of(tp=2),
     "deepseek-v3": Mesh.of(tp=2, ep=2, etp=1),
 }
+MODELS = json.loads((HERE / "models.json").read_text())
+"""The directory of each case's model, below `fixtures`."""
 WRITTEN_ALIKE = ("stacked", "qwen2_tied", "qwen3", "moe", "gpt2", "qwen2-moe", "deepseek-v3")
 """Cases in the keying that shardctl writes, for the mesh that wrote them."""
 MASTER = 1 + 2**-12
@@ -64,8 +66,7 @@ MASTER = 1 + 2**-12
 
 def model(name: str) -> Path:
     """The model that a case was made of."""
-    own = HERE / name / "hf"
-    return own if own.exists() else FIXTURES / "megatron" / "hf" / name
+    return FIXTURES / MODELS[name]
 
 
 def published(name: str) -> dict[str, torch.Tensor]:

@@ -21,12 +21,14 @@ MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "local", "local-padded")
 
 
 def reading(name: str) -> SourceOptions:
-    of = {"hsdp": "tied.json", "local": "flat.json", "local-padded": "flat.json"}
-    return SourceOptions(config=FIXTURES / of.get(name, "config.json"))
+    flat = FIXTURES / "flat.json"
+    of = {"hsdp": DCP / "tied.json", "local": flat, "local-padded": flat}
+    return SourceOptions(config=of.get(name, DCP / "config.json"))
 
 
 def whole(name: str) -> dict:
-    return torch.load(FIXTURES / f"{name}.whole.pt", weights_only=True)
+    own = FIXTURES / f"{name}.whole.pt"
+    return torch.load(own if own.exists() else DCP / own.name, weights_only=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
