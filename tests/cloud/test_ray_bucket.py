@@ -8,7 +8,7 @@ import pytest
 from cloud_models import llama, on_disk
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.drafting import Wish
+from shardctl.options import ReshardOptions
 from shardctl.verbs.reshard import reshard
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -17,7 +17,7 @@ LIMIT = 400
 
 def test_ray_writes_into_a_bucket_what_one_machine_writes(open_place, tmp_path):
     place, source = open_place("s3"), llama(tmp_path / "source")
-    reshard(source, tmp_path / "one", Wish(mesh=Mesh.of(tp=2)))
+    reshard(source, tmp_path / "one", ReshardOptions(mesh=Mesh.of(tp=2)))
     command = [sys.executable, "-m", "shardctl", "reshard", str(source), place.address("out"), "--tp", "2"]
     command += ["--engine", "ray", "--threads", "1"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -108,8 +108,8 @@ def test_nothing_of_transformers_is_run(foreign):
     code = f"""
 import sys
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import Reading
-assert inspect({str(foreign("smollm3").path)!r}, reading=Reading(rules_from="transformers")).rules
+from shardctl.options import SourceOptions
+assert inspect({str(foreign("smollm3").path)!r}, reading=SourceOptions(rules_from="transformers")).rules
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
