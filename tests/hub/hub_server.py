@@ -107,6 +107,8 @@ class HubServer:
         self.sent = Counter()
         """Bytes of bodies by route."""
         self.connections = 0
+        self.other = ""
+        """The address of another server, where an answer may lead."""
         self.uses = None
         """How often a signed address is good, if not for ever."""
         self._signed = {}
@@ -360,7 +362,11 @@ class _Store(_Handler):
 
 
 def status(number, **headers):
-    return lambda handler, *_: handler.answer(number, b"trouble", **headers)
+    def status(handler, *_):
+        named = {name: value.replace("{other}", handler.hub.other) for name, value in headers.items()}
+        handler.answer(number, b"trouble", **named)
+
+    return status
 
 
 def ignored_range(handler, content, _start, _stop):
@@ -441,7 +447,7 @@ def next_page(link):
     """A page of a listing that names the next one; `{hub}` and `{path}` stand for the server and what was asked."""
 
     def next_page(handler, *_):
-        address = link.format(hub=handler.hub.url, path=handler.path)
+        address = link.format(hub=handler.hub.url, other=handler.hub.other, path=handler.path)
         handler.json([], Link=f'<{address}>; rel="next"')
 
     return next_page

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from shardctl.storage.hub.sockets import Body
-
     Response = Any
     """A response of httpx, under whichever name huggingface_hub ships it."""
 
@@ -122,7 +120,7 @@ def read_bounded(response: Response, most: int, seconds: float) -> Response:
     return type(response)(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
 
-def body_is_short(response: Response | Body) -> bool:
+def body_is_short(response: Response) -> bool:
     """Whether an answer announces so short a body that reading it is quicker than a new connection."""
     length = response.headers.get("content-length", "")
     return length.isascii() and length.isdecimal() and int(length) <= EXPLAINED
