@@ -66,6 +66,21 @@ class Budget:
         return self.threads * self.per_thread + self.reserved
 
 
+def require_bookkeeping(tensors: int, chunks: int, limit: int) -> None:
+    """Raise MemoryBudgetError if `limit` bytes cannot even hold the list of what is converted.
+
+    It needs the numbers of the source's tensors and chunks only, so it can be asked before a plan is made of them; the
+    optimizer's states, which may be left behind, are not counted.
+    """
+    least = INTERPRETER + PER_THREAD + PER_TENSOR * tensors + PER_CHUNK * chunks
+    if least > limit:
+        raise MemoryBudgetError(
+            f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs more than {-(-least // MIB)} MiB",
+            needed=least,
+            hint=f"the source has {tensors:,} tensors in {chunks:,} chunks; allow more memory",
+        )
+
+
 def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budget:
     """Divide `limit` bytes; blocks shrink before threads are given up. `beside` are those that the source holds.
 

@@ -25,14 +25,15 @@ _BUILTINS: Final = _words("""
 """What runs or reaches code in `builtins`; `getattr` is not here (see `is_getattr`), `__import__` is in `_REACHED`."""
 
 _PATHS: Final = _words("""
-    _io.FileIO _io.open _pickle.Unpickler _pickle.load _pickle.loads cPickle.load cPickle.loads code.InteractiveConsole
-    code.InteractiveInterpreter code.interact codecs.open copyreg.add_extension copyreg.pickle http.client http.server
-    io.FileIO io.open numpy.f2py numpy.load numpy.testing operator.attrgetter operator.methodcaller pandas.eval
-    pandas.read_pickle pickle.Unpickler pickle.load pickle.loads platform.popen profile.Profile profile.run
-    profile.runctx requests.api test.support torch._dynamo.guards torch._inductor torch.distributed.rpc torch.fx
-    torch.hub torch.jit torch.load torch.ops torch.package torch.serialization.load torch.utils._config_module
+    _codecs.lookup _io.FileIO _io.open _pickle.Unpickler _pickle.load _pickle.loads cPickle.load cPickle.loads
+    code.InteractiveConsole code.InteractiveInterpreter code.interact codecs.lookup codecs.open
+    copyreg.add_extension copyreg.pickle http.client http.server io.FileIO io.open numpy.f2py numpy.load
+    numpy.testing operator.attrgetter operator.methodcaller pandas.eval pandas.read_pickle pickle.Unpickler
+    pickle.load pickle.loads platform.popen profile.Profile profile.run profile.runctx requests.api test.support
+    torch._dynamo.guards torch._inductor torch.distributed.rpc torch.fx torch.hub torch.jit torch.load torch.ops
+    torch.package torch.serialization.load torch.storage._load_from_bytes torch.utils._config_module
     torch.utils.bottleneck torch.utils.collect_env torch.utils.cpp_extension torch.utils.data.datapipes trace.Trace
-    types.CodeType types.FunctionType
+    types.CodeType types.FunctionType uuid._get_command_stdout
 """)
 """Dotted prefixes that load or run code from elsewhere; the lists of picklescan were a start."""
 
@@ -62,6 +63,28 @@ def executes(module: str, name: str) -> bool:
         return True
     path = [*module.split("."), *parts][:8]  # the longest of _PATHS is shorter
     return any(".".join(path[:end]) in _PATHS for end in range(2, len(path) + 1))
+
+
+_HARMLESS_MODULES: Final = _words("""
+    _codecs argparse collections copy_reg copyreg datetime decimal enum fractions numpy pathlib torch._tensor
+    torch._utils torch.cuda torch.distributed torch.nn.parameter torch.serialization torch.storage types uuid
+""")
+"""Modules whose names make values and nothing else; those of them that run code are in `_PATHS`."""
+_HARMLESS_BUILTINS: Final = _words("""
+    bool bytearray bytes complex dict float frozenset getattr int list object range set slice str tuple
+""")
+
+
+def is_harmless(module: str, name: str) -> bool:
+    """Whether this is a name that honest checkpoints have, and that only makes values; what executes apart.
+
+    >>> is_harmless("torch._utils", "_rebuild_tensor_v2"), is_harmless("mine.models", "Net")
+    (True, False)
+    """
+    if module in _BUILTIN_MODULES:
+        return name in _HARMLESS_BUILTINS
+    path = module.split(".")
+    return module == "torch" or any(".".join(path[:end]) in _HARMLESS_MODULES for end in (1, 2, 3))
 
 
 def reaches(attribute: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Final
@@ -21,10 +21,11 @@ from shardctl.formats.impostors import (
 )
 from shardctl.formats.index import Index, read_index
 from shardctl.formats.links import check_link
+from shardctl.formats.pickle_budget import budget_of
 from shardctl.formats.rank_files import rank_file
 from shardctl.formats.side_files import side_files
 from shardctl.formats.torch_legacy import MAGICS, read_legacy
-from shardctl.formats.torch_state import StateDict, state_dict
+from shardctl.formats.torch_state import StateDict, state_dict, unknown_globals
 from shardctl.formats.torch_zip import read_zip
 from shardctl.formats.zip_records import MAGIC
 from shardctl.manifest import Chunk, File, Manifest, Opaque, Region, Tensor
@@ -90,6 +91,7 @@ def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
     for path in chosen.files:
         read_files[path] = found = read_weights(source, path)
         warnings += (*found.saved.warnings, *found.state.warnings)
+        warnings += unknown_globals(found.saved.globals, found.state, path)
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
     weight_map = chosen.index.weight_map if chosen.index is not None else {}
@@ -247,13 +249,15 @@ def read_weights(source: Source, path: str) -> WeightsFile:
     saved = open_saved(source, path)
     state = state_dict(saved.tree, path)
     check_total(source, path, state.views.values())
-    return WeightsFile(saved, state)
+    return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it
 
 
 def check_total(source: Source, path: str, views: Iterable[View]) -> None:
-    """Raise HostileError if the tensors of a file are much larger than it."""
+    """Charge the tensors of a file; raise HostileError if they are too many, or much larger than it."""
     size = source.files()[path].size
-    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in set(views))
+    known = set(views)
+    budget_of(source).take_tensors(len(known), path)
+    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in known)
     if total > _REPEATED * size + _REPEATED_FREE:
         raise HostileError(
             f"{path} has {size:,} bytes, but its tensors would have {total:,}: their strides repeat elements",

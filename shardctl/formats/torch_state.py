@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, some
-from shardctl.formats.pickle_tree import Call, Persistent, mapping
+from shardctl.formats.pickle_names import is_harmless
+from shardctl.formats.pickle_tree import Call, Global, Persistent, mapping
 from shardctl.formats.torch_tensors import View, as_tensor
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ def state_dict(tree: object, path: str) -> StateDict:
     return StateDict(views, {**inner.others, **_kinds(outer)}, (warning, *inner.warnings))
 
 
+def unknown_globals(names: Iterable[Global], state: StateDict, path: str) -> tuple[str, ...]:
+    """A warning that names what a pickle mentions and nobody knows to be harmless, unless another warning names it."""
+    said = {view.subclass for view in state.views.values()} | set(state.others.values())
+    unknown = [str(name) for name in names if not is_harmless(name.module, name.name) and str(name) not in said]
+    if not unknown:
+        return ()
+    return (f"{path} mentions names that no tensor needs, and that are left behind: {some(unknown, _SHOWN)}",)
+
+
 def kind(node: object) -> str:
     """What a node is, for messages."""
     if isinstance(node, Call):
@@ -77,7 +87,7 @@ def _state(held: dict[Any, Any], views: dict[Any, View], path: str) -> StateDict
     for key in views:
         if not isinstance(key, str):
             raise SourceError(
-                f"{path} has a tensor under the {type(key).__name__} {ascii(key)[:100]}, not under a name"
+                f"{path} has a tensor under the {type(key).__name__} {_name(key)[:100]}, not under a name"
             )
         if not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
             raise SourceError(f"{path} has a tensor whose name {ascii(key)[:100]} is not Unicode text")
@@ -118,7 +128,9 @@ def _join(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _name(key: object) -> str:
-    return key[:200] if isinstance(key, str) else ascii(key)[:200]
+    if isinstance(key, tuple):  # it may hold the same long text many times
+        return f"({', '.join(_name(part) for part in key[:4])})"
+    return key[:200] if isinstance(key, str) else ascii(key[:200] if isinstance(key, bytes) else key)[:200]
 
 
 def _where(path: str, key: object) -> str:

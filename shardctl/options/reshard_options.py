@@ -86,6 +86,15 @@ class ReshardOptions:
     exclude: Annotated[
         str | None, CommandOption(HelpPanel.WRITING, "No tensors whose name matches.", metavar="REGEX")
     ] = None
+    allow_expansion: Annotated[
+        bool,
+        CommandOption(
+            HelpPanel.WRITING,
+            "Write tensors that take more than four times the bytes of the source.",
+            shapes_result=False,
+        ),
+    ] = False
+    """Many names of one storage, or strides that repeat elements, turn a small file into a full disk."""
     optimizer_states: Annotated[
         Literal["keep", "drop"] | None,
         CommandOption(

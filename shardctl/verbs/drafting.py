@@ -12,7 +12,7 @@ from shardctl.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.copyplan import CopyPlan, join
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
-from shardctl.execute.budget import Budget, budget
+from shardctl.execute.budget import Budget, budget, require_bookkeeping
 from shardctl.layouts import COMPOSED, LAYOUTS, dcp, dcp_files, hf, meta, ranks, universal
 from shardctl.layouts.composed import Order
 from shardctl.layouts.form import EXPERTS, form
@@ -25,6 +25,7 @@ from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
 from shardctl.verbs.collecting import uncollected
 from shardctl.verbs.described import CONFIG
+from shardctl.verbs.expansion import check_expansion
 from shardctl.verbs.optimizer import (
     filtered_states,
     settings_file,
@@ -122,6 +123,8 @@ def draft(checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
     mesh, layout = wish.mesh or Mesh.of(), layout_of(wish)
+    tensors = checkpoint.manifest.tensors.values() if wish.include is None and wish.exclude is None else ()
+    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), wish.host_memory)
     _check_castable(checkpoint, wish)
     have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
     dtypes = chosen_dtypes(have, wish)
@@ -141,6 +144,8 @@ def draft(checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
     want = _packed(checkpoint, wish, layout, have, placed, arrays, dtypes)
     have = replace(have, warnings=(*have.warnings, *want.warnings))
     plan = join(have, want)
+    if not wish.allow_expansion:
+        check_expansion(plan)
     return Draft(
         checkpoint=checkpoint,
         wish=wish,

@@ -163,7 +163,7 @@ NAMES = """
     torch.serialization.os torch._utils.sys numpy.testing._private.utils.runstring numpy.load pickle.loads _pickle.loads
     marshal.loads types.CodeType types.FunctionType operator.attrgetter operator.methodcaller collections.__builtins__
     collections.OrderedDict.__init__.__globals__ torch.Tensor.__class__.__base__.__subclasses__
-    _posixsubprocess.fork_exec
+    _posixsubprocess.fork_exec uuid._get_command_stdout _codecs.lookup codecs.lookup torch.storage._load_from_bytes
 """.split()  # noqa: SIM905 - a list of words
 
 

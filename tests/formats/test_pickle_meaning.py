@@ -184,3 +184,91 @@ def test_all_pickles_of_a_checkpoint_share_a_budget(tmp_path):
     assert budget_of(source) is budget_of(source)
     assert budget_of(source).opcodes == PickleBudget().opcodes + (1 << 20) // 128
     source.close()
+
+
+# What is left behind
+
+
+def test_names_that_are_not_known_to_be_harmless_are_left_behind_and_said(tmp_path):
+    names = b"".join(b"U\x01" + bytes([97 + n]) + b"cmine.code\nThing%d\n" % n for n in range(9))
+    inside = b"}(U\x06nested](" + names + b"eu"
+    (warning,) = [
+        text
+        for text in scan(write(tmp_path / "m.pt", pickled(("w", tensor()), ("o", inside)))).warnings
+        if "mentions" in text
+    ]
+    assert "mine.code.Thing0, mine.code.Thing1" in warning
+    assert warning.endswith("and 4 more")
+
+
+def test_a_shared_dict_is_walked_a_bounded_number_of_times(tmp_path):
+    """Thirty levels of a dict with ten names for the next one are 10 ** 30 values in 3 kB."""
+    from shardctl.formats import pickled_ranks
+
+    levels = b"}(U\x01w" + tensor() + b"u"
+    for level in range(30):
+        levels += b"q%c0}(" % level + b"".join(b"U\x01%ch%c" % (97 + n, level) for n in range(10)) + b"u"
+    path = write(tmp_path / "model_world_size_2_rank_0.pt", b"\x80\x02" + levels + b".")
+    write(tmp_path / "model_world_size_2_rank_1.pt", b"\x80\x02" + levels + b".")
+    source = LocalSource(path.parent)
+    with pytest.raises(HostileError, match="same dicts and lists inside of each other"):
+        pickled_ranks.scan(source)
+    source.close()
+
+
+def test_trees_are_dropped_as_soon_as_their_tensors_are_known(tmp_path):
+    source = LocalSource(write(tmp_path / "m.pt", pickled(("w", tensor()))))
+    assert torch_save.read_weights(source, "m.pt").saved.tree is None
+    source.close()
+
+
+# A small file that asks for a large result
+
+
+def ties(path: Path, count: int) -> Path:
+    base = torch.zeros(1 << 20)
+    torch.save({f"t{n}": base[: (1 << 20) - n] for n in range(count)}, path)
+    return path
+
+
+def test_names_that_share_a_storage_are_not_written_out_beyond_a_factor(tmp_path):
+    from shardctl.options import ReshardOptions
+    from shardctl.verbs.drafting import draft
+    from shardctl.verbs.opening import opened
+
+    path = ties(tmp_path / "m.pt", 80)
+    with opened(path) as checkpoint:
+        with pytest.raises(
+            HostileError, match=r"the source stores 4\.2 MB, but its tensors would take 335\.5 MB"
+        ) as caught:
+            draft(checkpoint, ReshardOptions())
+        assert "--allow-expansion" in (caught.value.hint or "")
+        assert draft(checkpoint, ReshardOptions(allow_expansion=True)).write_bytes > 300_000_000
+    with opened(ties(tmp_path / "n.pt", 60)) as checkpoint:
+        assert draft(checkpoint, ReshardOptions()).write_bytes > 240_000_000
+
+
+def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
+    from shardctl.options import ReshardOptions
+    from shardctl.verbs import expansion
+    from shardctl.verbs.drafting import draft
+    from shardctl.verbs.opening import opened
+
+    monkeypatch.setattr(expansion, "_FREE", 0)
+    torch.save({"w": torch.zeros(1000, 100, dtype=torch.bfloat16)}, tmp_path / "m.pt")
+    with opened(tmp_path / "m.pt") as checkpoint:
+        assert draft(checkpoint, ReshardOptions(dtype="fp32")).write_bytes > 400_000
+
+
+def test_memory_for_too_many_tensors_is_refused_before_a_plan_is_made(tmp_path, monkeypatch):
+    from shardctl.errors import MemoryBudgetError
+    from shardctl.options import ReshardOptions
+    from shardctl.verbs import drafting
+    from shardctl.verbs.opening import opened
+
+    torch.save({f"t{n}": torch.zeros(1) for n in range(3000)}, tmp_path / "m.pt")
+    monkeypatch.setattr(drafting, "join", lambda *_: pytest.fail("a plan is made"))
+    refused = pytest.raises(MemoryBudgetError, match=r"--memory 60MiB cannot hold .* needs more than 68 MiB")
+    with opened(tmp_path / "m.pt") as checkpoint, refused as caught:
+        drafting.draft(checkpoint, ReshardOptions(host_memory=60 << 20))
+    assert "3,000 tensors in 3,000 chunks" in (caught.value.hint or "")

@@ -7,11 +7,12 @@ The dictionary is that of `generate_state_dict` in `megatron/training/checkpoint
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
 from shardctl.formats.namespace import namespace
+from shardctl.formats.pickle_budget import VisitCounter
 from shardctl.formats.pickle_tree import mapping
 from shardctl.formats.torch_save import check_total, open_saved
 from shardctl.formats.torch_tensors import as_tensor
@@ -70,9 +71,10 @@ def read_rank(source: Source, path: str) -> RankFile:
     stored: dict[str, str] = {}
     others = {str(key): 1 for key in top if not isinstance(key, str) or not _MODEL.fullmatch(key)}
     layers, scales, old = [], False, False
+    visits = VisitCounter(path)
     for number, key in chunks:
         count = 0
-        for own, node in _leaves(top[key], _DEPTH):
+        for own, node in _leaves(top[key], _DEPTH, visits):
             if own.endswith(EXTRA_STATE):
                 others[EXTRA_STATE] = others.get(EXTRA_STATE, 0) + 1
                 scales = scales or node is not None
@@ -96,7 +98,7 @@ def read_rank(source: Source, path: str) -> RankFile:
     version, iteration = top.get("checkpoint_version", 0), top.get("iteration")
     return RankFile(
         path,
-        saved,
+        replace(saved, tree=None),
         namespace(top.get("args")),
         float(version) if isinstance(version, int | float) else -1.0,
         iteration if type(iteration) is int else None,
@@ -109,13 +111,15 @@ def read_rank(source: Source, path: str) -> RankFile:
     )
 
 
-def _leaves(node: object, depth: int) -> Iterator[tuple[str, Any]]:
+def _leaves(node: object, depth: int, visits: VisitCounter) -> Iterator[tuple[str, Any]]:
     """What a model's dictionaries hold, their keys joined by dots; a wrapper's ``module.`` is left out."""
-    for key, value in (mapping(node) or {}).items():
+    held = mapping(node) or {}
+    visits.visit(len(held))
+    for key, value in held.items():
         name = str(key).removeprefix("module.")
         inner = mapping(value) if depth else None
         if inner is None:
             yield name, value
         else:
-            for rest, leaf in _leaves(value, depth - 1):
+            for rest, leaf in _leaves(value, depth - 1, visits):
                 yield (f"{name}.{rest}" if name != "module" else rest), leaf

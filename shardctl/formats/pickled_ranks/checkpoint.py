@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box, subtract_all
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, some
+from shardctl.formats.pickle_budget import VisitCounter
 from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.formats.pickled_ranks.parts import as_part
 from shardctl.formats.torch_save import check_total, open_saved
@@ -144,8 +145,10 @@ def _leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
         raise UnsupportedError(
             f"{path} holds something else than a dict of tensors", hint="torch.save(model.state_dict(), ...) makes one"
         )
+    visits = VisitCounter(path)
     while todo:
         way, node = todo.pop()
+        visits.visit(len(node) if isinstance(node, list | dict) else 1)
         inside = mapping(node)
         if inside is None and isinstance(node, list) and any(isinstance(each, Call | dict) for each in node):
             inside = dict(enumerate(node))

@@ -37,6 +37,8 @@ _SHARDED: Final = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _PLACEMENTS: Final = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
 _FAR: Final = 1 << 63
 _AXES: Final = 16
+_NESTED: Final = 3
+"""Axes flattened within each other."""
 _FEWEST: Final = 3
 """Arguments of a wrapper, up to its shape: class, type, shape."""
 
@@ -170,10 +172,10 @@ def _mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _product(extent: object) -> int | None:
+def _product(extent: object, depth: int = _NESTED) -> int | None:
     """The ranks of one axis, which may be several axes flattened."""
-    if isinstance(extent, tuple | list) and len(extent) <= _AXES:
-        parts = [_product(part) for part in extent]
+    if isinstance(extent, tuple | list) and len(extent) <= _AXES and depth:
+        parts = [_product(part, depth - 1) for part in extent]
         known = [part for part in parts if part is not None]
         return prod(known) if len(known) == len(parts) else None
     return extent if type(extent) is int and 0 < extent < _FAR else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.items import NUMBERS, float_or_int
 from shardctl.formats.namespace import namespace
+from shardctl.formats.pickle_budget import VisitCounter
 from shardctl.formats.pickle_tree import Call, mapping
 from shardctl.formats.sharded_backend import COMMON
 from shardctl.formats.torch_save import open_saved
@@ -86,7 +87,7 @@ def _common(where: str, saved: Saved, tree: object, source: Source, file: str) -
 
 def _step(optimizer: object, saved: Saved, source: Source) -> int | None:
     """The number of steps, which groups of parameters or their common state say."""
-    for node in _dicts(optimizer, _DEPTH):
+    for node in _dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
         for name in ("common_step", "step"):
             done = as_steps(_number(node.get(name), saved, source))
             if done is not None:
@@ -105,12 +106,13 @@ def _number(node: object, saved: Saved, source: Source) -> float | None:
     return float_or_int(view.dtype.name, read(source, region.file, region.offset, view.dtype.unit_bytes))
 
 
-def _dicts(node: object, depth: int) -> Iterator[dict[Any, Any]]:
+def _dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
     """The dicts in dicts and lists, the outermost first, few enough to be looked at."""
     found = mapping(node)
+    visits.visit(1)
     if found is not None:
         yield found
     inside = list(found.values()) if found is not None else node
     if depth and isinstance(inside, list | tuple):
         for part in inside[:100]:
-            yield from _dicts(part, depth - 1)
+            yield from _dicts(part, depth - 1, visits)
