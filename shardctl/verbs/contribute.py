@@ -16,9 +16,10 @@ from shardctl.execute.worker import Worker
 from shardctl.shares import divide, share
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
+from shardctl.verbs.assembling import result_name
 from shardctl.verbs.frame import framed, overflow_warnings, to_json
 from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.reshard import result_name, worked_out
+from shardctl.verbs.preparing import worked_out
 from shardctl.verbs.sampling import sample_source
 from shardctl.version import __version__
 from shardctl.workers import Effort, Stop, heed

@@ -15,9 +15,9 @@ from shardctl.execute.worker import Worker
 from shardctl.record import RECORD, Record, load
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.places import check_destination
+from shardctl.verbs.assembling import assembled
 from shardctl.verbs.contribute import PATIENCE
 from shardctl.verbs.frame import from_json, overflow_warnings
-from shardctl.verbs.reshard import assembled
 from shardctl.workers import Stop
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.contribute import contribute
 from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.reshard import worked_out
+from shardctl.verbs.preparing import worked_out
 from shardctl.workers import Stop, heed, usual_threads
 
 if TYPE_CHECKING:

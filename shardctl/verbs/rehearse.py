@@ -13,7 +13,7 @@ from shardctl.storage.cloud import is_bucket
 from shardctl.storage.room import existing
 from shardctl.verbs.drafting import understood
 from shardctl.verbs.plan import describe
-from shardctl.verbs.reshard import worked_out
+from shardctl.verbs.preparing import worked_out
 
 if TYPE_CHECKING:
     from shardctl.options import SourceOptions

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardctl.errors import DestinationError
 from shardctl.execute.interrupt import stopping
 from shardctl.execute.journal import Journal
 from shardctl.execute.progress import Progress, Silent
 from shardctl.execute.staging import Staging
-from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.record import RECORD, SUMS, Record, dump, load
+from shardctl.record import RECORD, Record, load
 from shardctl.shares import whole
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
-from shardctl.storage.durable import told
-from shardctl.storage.local import LocalSource
-from shardctl.storage.places import check_destination
-from shardctl.verbs.drafting import Draft, draft
-from shardctl.verbs.frame import PendingRecord, completed, framed, overflow_warnings, sums_file, with_sums
+from shardctl.verbs.assembling import assembled, result_name
+from shardctl.verbs.frame import framed, overflow_warnings
 from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.opening import opened
-from shardctl.workers import Stop, heed
+from shardctl.verbs.preparing import worked_out
+from shardctl.workers import Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from shardctl.execute.part import Part
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.verbs.drafting import Draft
     from shardctl.verbs.plan_file import PlanFile
 
 
@@ -117,69 +110,6 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
         frame = framed(work, identity)
         record, warnings = assembled(frame, [part], staging, stop, sha256=sha256)
     return _result(work, staging.destination, record, [part], (*overflow_warnings(frame, [part]), *warnings))
-
-
-def result_name(*result: object) -> str:
-    """A name that two results share only if their bytes are the same."""
-    return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
-
-
-def assembled(
-    frame: PendingRecord, parts: Sequence[Part], staging: Staging, stop: Stop, *, sha256: bool
-) -> tuple[Record, tuple[str, ...]]:
-    """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings."""
-    record = completed(frame, parts)
-    if sha256:
-        content = sums_file(parts)
-        staging.write(SUMS, content)
-        record = with_sums(record, content)
-    content = dump(record)
-    staging.write(RECORD, content)
-    heed(stop)
-    return record, staging.publish({**record.files, RECORD: len(content)})
-
-
-@contextmanager
-def worked_out(
-    path: str | Path,
-    destination: str | Path,
-    wish: ReshardOptions | None,
-    reading: SourceOptions | None,
-    plan: PlanFile | None,
-) -> Iterator[Draft]:
-    """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
-
-    Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
-    writing it would touch the source.
-    """
-    check_destination(destination)
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
-        _check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or ReshardOptions())
-        if is_bucket(destination):
-            from shardctl.verbs.into_bucket import with_sending
-
-            work = with_sending(work)
-        yield work
-
-
-def _check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
-    """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
-    source: PurePath
-    wanted: PurePath
-    if is_bucket(destination):
-        source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
-        same = source == wanted
-    elif isinstance(checkpoint.source, LocalSource):
-        source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
-        with told(destination, "looking at"):
-            same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
-    else:
-        return
-    if same or wanted.is_relative_to(source):
-        raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
-    if source.is_relative_to(wanted):
-        raise DestinationError(f"{destination} contains the source", hint="write to another directory")
 
 
 def _result(
