@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     Response = Any
-    """A response of httpx, under whichever name huggingface_hub ships it."""
+    """A response of httpx, under whichever name huggingface_hub ships it, or a `Body` of `sockets`."""
 
 ANSWER_TIMEOUTS: Final = 6
 """An answer's head, and a short body, may take this many of the library's timeouts: a minute, usually. The Hub answers
