@@ -63,6 +63,7 @@ def into_bucket(
             return load(uploads.published), None, ()
         sender = ShareSender(work, versions, scratch, uploads, progress, stop, sha256)
         parts = sender.send(groups, work.carried)
+        work.checkpoint.prove()
         record = concluded(frame, parts, uploads, stop, sha256=sha256)
     return record, parts, (*overflow_warnings(frame, parts), *replacement_warnings(bucket, uploads))
 

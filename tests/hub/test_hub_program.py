@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hub_models import content, large, model, write
-from hub_server import dropped, status
+from hub_server import dropped, sha256, status
 
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
@@ -91,9 +91,10 @@ def test_the_hub_that_is_not_there_is_passing_trouble(say):
 def test_a_signal_ends_a_run_that_waits_and_the_next_one_goes_on(hub, start, say, tmp_path):
     files = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, files)
-    hub.fail("cdn", *[None] * 7, *[status(429, Retry_After="100")] * 500)
+    last = sha256(files["model-00003-of-00003.safetensors"])
+    hub.fail("cdn", None, None, *[status(429, Retry_After="100")] * 498, path=last)
     child = start("reshard", NAME, "out", "--tp", 2)
-    while hub.faults_left > 499 and child.poll() is None:
+    while hub.faults_left > 497 and child.poll() is None:
         time.sleep(0.05)
     began = time.monotonic()
     child.send_signal(signal.SIGINT)

@@ -51,10 +51,10 @@ class HubFile:
     """Git's SHA-1 of it, or of the pointer that stands for it; empty where the cache does not say."""
     sha256: str = ""
     """Of its content, where it is stored by LFS or Xet: the larger ones."""
-    xet: str = ""
-    """Its name in Xet, if it is stored there."""
     cached: str = ""
     """Where it lies on this machine, if it does: relative to the listing's `cache`."""
+    xet: str = ""
+    """Its name in Xet, if it is stored there."""
 
     @property
     def etag(self) -> str:
