@@ -260,8 +260,9 @@ def check_total(source: Source, path: str, views: Iterable[View]) -> None:
     total = sum(prod(v.shape) * v.dtype.bits // 8 for v in known)
     if total > _REPEATED * size + _REPEATED_FREE:
         raise HostileError(
-            f"{path} has {size:,} bytes, but its tensors would have {total:,}: their strides repeat elements",
-            hint="if that is meant, save x.clone() of the expanded tensors",
+            f"{path} has {size:,} bytes, but its tensors would have {total:,}: they overlap, "
+            "or their strides repeat elements",
+            hint="if that is meant, save x.clone() of the tensors that are views",
         )
 
 

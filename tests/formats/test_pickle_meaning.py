@@ -226,8 +226,7 @@ def test_trees_are_dropped_as_soon_as_their_tensors_are_known(tmp_path):
 
 
 def ties(path: Path, count: int) -> Path:
-    base = torch.zeros(1 << 20)
-    torch.save({f"t{n}": base[: (1 << 20) - n] for n in range(count)}, path)
+    torch.save(dict.fromkeys((f"t{n}" for n in range(count)), torch.zeros(1 << 20)), path)
     return path
 
 
@@ -246,6 +245,18 @@ def test_names_that_share_a_storage_are_not_written_out_beyond_a_factor(tmp_path
         assert draft(checkpoint, ReshardOptions(allow_expansion=True)).write_bytes > 300_000_000
     with opened(ties(tmp_path / "n.pt", 60)) as checkpoint:
         assert draft(checkpoint, ReshardOptions()).write_bytes > 240_000_000
+
+
+def test_the_command_line_refuses_it_and_says_how_to_allow_it(tmp_path, capsys):
+    from shardctl.cli.program import run
+
+    path = ties(tmp_path / "m.pt", 80)
+    assert run(["reshard", str(path), str(tmp_path / "out")]) == 4
+    said = capsys.readouterr().err
+    assert "would take 335.5 MB when each name is written out" in said
+    assert "add --allow-expansion" in said
+    assert not (tmp_path / "out").exists()
+    assert run(["reshard", str(path), str(tmp_path / "out"), "--allow-expansion", "--dry-run"]) == 0
 
 
 def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
