@@ -26,6 +26,8 @@ _GONE: Final = frozenset({errno.EPIPE, errno.EIO, errno.ENXIO, errno.ENOTCONN, e
 """How writing fails when the other end has left: a pipe, a terminal that was closed, a socket."""
 _SURROGATE: Final = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 """How JSON of ASCII has the half of a character, of which two may be one."""
+_MOST_COLUMNS: Final = 10_000
+"""No terminal is wider: 4K in the smallest font has 1,280."""
 _PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "▚": "*", "·": "."})
 """For terminals and locales without the block characters."""
 
@@ -36,6 +38,10 @@ def prepare() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+    for name in ("COLUMNS", "LINES"):
+        told = os.environ.get(name, "").strip()
+        if told.isdecimal() and not 0 < int(told[:6]) <= _MOST_COLUMNS:
+            del os.environ[name]  # rich would lay out, and fill with spaces, lines of any length
 
 
 def show(view: RenderableType) -> None:

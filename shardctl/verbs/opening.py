@@ -160,7 +160,7 @@ def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Reco
         models.refuse_flat(manifest)
         _refuse_unbound(manifest, problem, reading)
     if record:
-        manifest = _as_recorded(manifest, record)
+        manifest = _as_recorded(manifest, record, model)
     _heed(manifest, reading)
     return Checkpoint(
         source,
@@ -275,12 +275,20 @@ def _described(source: Source, config: Mapping[str, Any], reading: SourceOptions
     return Checkpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
 
 
-def _as_recorded(manifest: Manifest, record: Record) -> Manifest:
-    """The manifest with what only the record remembers: which arrays are one tensor, and their original names."""
+def _as_recorded(manifest: Manifest, record: Record, model: models.Model | None) -> Manifest:
+    """The manifest with what only the record remembers: which arrays are one tensor, and their original names.
+
+    Raises SourceError for a record that calls a tensor of the model by a name that the model does not have.
+    """
     names = _only_tensors(record)
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in manifest.tensors.items():
         known = name in record.tensors
+        if not known and model is not None and name in model.tensors and names.get(name, name) not in model.tensors:
+            raise SourceError(
+                f"{RECORD} calls {name} {names[name]!r:.200}, and the model has no tensor of that name",
+                hint=f"remove {RECORD} to read the files without it; its digests are lost then",
+            )
         groups.setdefault(name if known else names.get(name, name), []).append(tensor)
     tensors = {}
     for name, group in groups.items():

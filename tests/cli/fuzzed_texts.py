@@ -339,7 +339,7 @@ class TextFuzzer:
 
     @contextlib.contextmanager
     def _hub_says(self, case: FuzzCase) -> Iterator[None]:
-        from huggingface_hub import constants
+        from huggingface_hub import close_session, constants
 
         from shardctl.storage import patience
 
@@ -353,11 +353,15 @@ class TextFuzzer:
             mock.patch.object(constants, "HF_HUB_OFFLINE", new=False),
             mock.patch.object(patience, "FIRST_WAIT", 0.0001),
         ):
+            if case.kind == "environment":
+                close_session()  # it keeps the proxies and certificates that it was made with
             if case.kind == "listing":
                 route = case.environment.get("FUZZED_ROUTE", "tree")
                 self.hub.fail(route, *[_saying(case.text)] * 8)
             yield
             self.hub._faults.clear()
+        if case.kind == "environment":
+            close_session()
 
     def _written(self, folder: str, name: str, text: bytes) -> Path:
         """A copy of a directory, in which one file has another text."""

@@ -129,3 +129,11 @@ def test_what_plan_and_reshard_share_is_said_alike():
 def test_python_dash_m_is_the_same_program():
     done = shardctl("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"shardctl {__version__}\n", "")
+
+
+@pytest.mark.parametrize("columns", ["9" * 20, "10001", "0"])
+def test_help_for_a_terminal_that_cannot_be_so_wide(say, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    found = say("plan", "--help")
+    assert found.code == 0
+    assert max(map(len, found.out.splitlines())) < 1000

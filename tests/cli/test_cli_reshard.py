@@ -139,3 +139,16 @@ def test_a_record_whose_spellings_would_give_two_tensors_one_name_is_the_sources
         found = say(*verb)
         assert found.code == 4
         assert f"would both be written as {names[0]}" in found.err
+
+
+def test_a_record_that_calls_a_tensor_by_a_name_that_the_model_has_not_is_the_sources_fault(say, source, tmp_path):
+    made = tmp_path / "made"
+    assert say("reshard", source, made).code == 0
+    record = load((made / "shardctl.json").read_bytes())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = {known.upper() if known == name else known: tensor for known, tensor in record.tensors.items()}
+    (made / "shardctl.json").write_bytes(dump(replace(record, tensors=tensors)))
+    for verb in (["inspect", made], ["plan", made, "--tp", 2], ["plan", made, "--for", "serve"]):
+        found = say(*verb)
+        assert found.code == 4
+        assert f"shardctl.json calls {name} '{name.upper()}'" in found.err

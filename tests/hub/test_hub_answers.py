@@ -1,6 +1,7 @@
 """Settings and answers with which no model can be read: each is told as what it is, never as a bug."""
 
 import pytest
+from huggingface_hub import close_session
 
 from shardctl.errors import SourceError, TransientError, UsageError
 from shardctl.storage.hub import open_hub
@@ -66,3 +67,15 @@ def test_an_entry_without_what_every_entry_has(hub, missing):
 def test_an_entry_that_is_none(hub, entry):
     with pytest.raises(TransientError, match="not what the Hub would say"):
         listing(hub, entry)
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(("name", "value"), [("SSL_CERT_FILE", "/none"), ("HTTPS_PROXY", "abc://x")])
+def test_a_setting_with_which_no_connection_can_be_made(monkeypatch, name, value):
+    close_session()
+    monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(UsageError, match="cannot make connections"):
+            open_hub("me/model")
+    finally:
+        close_session()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from shardctl.errors import HostileError, SourceError
+from shardctl.errors import HostileError, SourceError, UsageError
 from shardctl.storage import HIDDEN
 from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.questions import HubQuestions
@@ -91,6 +91,7 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
 
     from shardctl.storage.hub.library import build_hf_headers, validate_repo_id
 
+    _check_connections()
     headers = build_hf_headers(library_name="shardctl", library_version=__version__)
     hub = HubQuestions(constants.ENDPOINT, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT)
     api = f"{constants.ENDPOINT}/api/models/{address.repository}"
@@ -110,6 +111,19 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
 
     commit = address.commit or _asked(resolve, address, stop)
     return Listing(commit, _visible(_asked(lambda: files(commit), address, stop)), _folder(address))
+
+
+def _check_connections() -> None:
+    """Raise UsageError for certificates or proxies of the environment with which no connection can be made."""
+    from shardctl.storage.hub.library import get_session
+
+    try:
+        get_session()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the Hub's library cannot make connections: {error}",
+            hint="check SSL_CERT_FILE, SSL_CERT_DIR, HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or unset them",
+        ) from error
 
 
 def _entries(page: Any) -> list[Any]:  # noqa: ANN401 - it is any JSON
