@@ -25,22 +25,22 @@ _ADDED: Final = {GAMMA_LESS_ONE: np.float32(1)}
 _FLOATS: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
-def meant(stored: NDArray[Any], dtype: DType, affine: str) -> NDArray[Any]:
+def decode_affine(stored: NDArray[Any], dtype: DType, affine: str) -> NDArray[Any]:
     """The elements that are meant by stored ones, both as bits of `dtype`; a sum is rounded to nearest, ties to even.
 
     Raises UnsupportedError for a change that is not known, or of a type that is not changed.
     """
-    return _moved(stored, dtype, affine, 1)
+    return _shift_elements(stored, dtype, affine, 1)
 
 
-def stored(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -> NDArray[Any]:
+def encode_affine(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -> NDArray[Any]:
     """The elements to store for those that are meant, both as bits of `dtype`.
 
-    Raises UnsupportedError as `meant`, and, naming the array, if the difference cannot be told exactly: whoever reads
-    it would get other elements than were meant.
+    Raises UnsupportedError as `decode_affine`, and, naming the array, if the difference cannot be told exactly:
+    whoever reads it would get other elements than were meant.
     """
-    found = _moved(meaning, dtype, affine, -1)
-    back = _moved(found, dtype, affine, 1)
+    found = _shift_elements(meaning, dtype, affine, -1)
+    back = _shift_elements(found, dtype, affine, 1)
     if not np.array_equal(back, meaning):
         wrong = int(np.count_nonzero(back != meaning))
         raise UnsupportedError(
@@ -50,7 +50,7 @@ def stored(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -> NDArr
     return found
 
 
-def _moved(bits: NDArray[Any], dtype: DType, affine: str, sign: int) -> NDArray[Any]:
+def _shift_elements(bits: NDArray[Any], dtype: DType, affine: str, sign: int) -> NDArray[Any]:
     if affine not in _ADDED or dtype.name not in _FLOATS:
         raise UnsupportedError(f"elements of {dtype} cannot be changed by {affine!r}")
     kind = np.dtype(_FLOATS[dtype.name])

@@ -12,7 +12,7 @@ _HOUR: Final = 3600
 _LARGE: Final = 100
 
 
-def file_size(nbytes: float) -> str:
+def format_file_size(nbytes: float) -> str:
     """Bytes on disk or on the wire.
 
     >>> file_size(90_868_376), file_size(512), file_size(141_100_000_000)
@@ -24,7 +24,7 @@ def file_size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def memory_size(nbytes: int) -> str:
+def format_memory_size(nbytes: int) -> str:
     """Bytes of memory, in GiB from a tenth of one on.
 
     >>> memory_size(118_111_600), memory_size(5 << 20), memory_size(700), memory_size(141 << 30)
@@ -37,7 +37,7 @@ def memory_size(nbytes: int) -> str:
     return f"{nbytes / 1024:.1f} KiB"
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """Parameters, in words of three digits.
 
     >>> count(22_713_216), count(70_553_706_496), count(999)
@@ -49,7 +49,7 @@ def count(number: int) -> str:
     return str(number)
 
 
-def plural(number: int, noun: str) -> str:
+def format_plural(number: int, noun: str) -> str:
     """A number and its noun.
 
     >>> plural(1, "file"), plural(1200, "file")
@@ -58,16 +58,16 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def rate(nbytes: int, seconds: float) -> str:
+def format_rate(nbytes: int, seconds: float) -> str:
     """Bytes a second; empty if there is nothing to say.
 
     >>> rate(10**9, 2.0), rate(0, 1.0)
     ('500.0 MB/s', '')
     """
-    return f"{file_size(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
+    return f"{format_file_size(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time span.
 
     >>> duration(0.034), duration(75), duration(7384)
@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if seconds >= _HOUR else f"{minutes}:{rest:02d}"
 
 
-def percent(part: int, whole: int) -> str:
+def format_percent(part: int, whole: int) -> str:
     """A share, never 100 before all is done.
 
     >>> percent(999, 1000), percent(1000, 1000), percent(0, 0)

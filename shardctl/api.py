@@ -1,37 +1,37 @@
 """The public Python API: every verb as a function that returns a dataclass and raises a `ShardctlError`."""
 
 from shardctl.errors import ShardctlError
-from shardctl.execute.worker import Worker
+from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.verbs.contribute import Contributed, contribute
-from shardctl.verbs.diff import Diffed, diff
-from shardctl.verbs.digest import Digested, digest
-from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.inspect import Inspected, inspect
+from shardctl.verbs.contribute import ContributeResult, contribute
+from shardctl.verbs.diff import DiffResult, diff
+from shardctl.verbs.digest import DigestResult, digest
+from shardctl.verbs.finish import FinishResult, finish
+from shardctl.verbs.inspect import InspectResult, inspect
 from shardctl.verbs.load import lens, load
-from shardctl.verbs.plan import Planned, plan
-from shardctl.verbs.reshard import Resharded, reshard
-from shardctl.verbs.verify import Verified, verify
-from shardctl.workers import Effort
+from shardctl.verbs.plan import PlanResult, plan
+from shardctl.verbs.reshard import ReshardResult, reshard
+from shardctl.verbs.verify import VerifyResult, verify
+from shardctl.workers import ExecutionOptions
 
 __all__ = [
-    "Contributed",
-    "Diffed",
-    "Digested",
-    "Effort",
-    "Finished",
-    "Inspected",
+    "ContributeResult",
+    "DiffResult",
+    "DigestResult",
+    "ExecutionOptions",
+    "FinishResult",
+    "InspectResult",
     "Mesh",
     "PlanOptions",
-    "Planned",
+    "PlanResult",
     "ReshardOptions",
-    "Resharded",
+    "ReshardResult",
     "ShardctlError",
     "SourceOptions",
-    "Verified",
     "VerifyOptions",
-    "Worker",
+    "VerifyResult",
+    "WorkerId",
     "contribute",
     "diff",
     "digest",

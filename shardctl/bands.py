@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardctl.affine import meant, stored
+from shardctl.affine import decode_affine, encode_affine
 from shardctl.box import Box, BoxIndex
-from shardctl.manifest import Fill, narrow
+from shardctl.manifest import ConstantFill, narrow_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,21 +25,21 @@ OVER_READ = 2
 """A gapped piece is read in one call, gaps included, if that reads at most this many times its own bytes."""
 
 
-class Reader(Protocol):
+class ByteReader(Protocol):
     """Anything with byte-range reads."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into`."""
 
 
-class Writer(Protocol):
+class ByteWriter(Protocol):
     """Anything with byte-range writes."""
 
     def write_at(self, path: str, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data`."""
 
 
-def split(
+def split_bands(
     shape: Sequence[int], dtype: DType, block: int, *, fastest: int | None = None, origin: Sequence[int] | None = None
 ) -> Iterator[Box]:
     """The bands of a tensor of `shape`, or of such a box at `origin`: disjoint, complete, of at most `block` bytes.
@@ -50,7 +50,11 @@ def split(
     """
     if not prod(shape):
         return
-    extents = _tile(shape, dtype, block, fastest) if fastest is not None else _stretch(shape, dtype, block)
+    extents = (
+        _compute_tile_extents(shape, dtype, block, fastest)
+        if fastest is not None
+        else _compute_band_extents(shape, dtype, block)
+    )
     begins = origin if origin is not None else (0,) * len(shape)
     ends = [begin + extent for begin, extent in zip(begins, shape, strict=True)]
     starts = [range(*each) for each in zip(begins, ends, extents, strict=True)]
@@ -58,14 +62,14 @@ def split(
         yield Box(at, tuple(min(e, end - a) for e, end, a in zip(extents, ends, at, strict=True)))
 
 
-def _stretch(shape: Sequence[int], dtype: DType, block: int) -> list[int]:
+def _compute_band_extents(shape: Sequence[int], dtype: DType, block: int) -> list[int]:
     extents = [1] * len(shape)
     room = block
     for dim in reversed(range(len(shape))):
         if dim == len(shape) - 1:
             units = max(room // dtype.unit_bytes, 1)
             extents[dim] = min(shape[dim], units * dtype.unit_elements)
-            room = block // max(dtype.nbytes((_whole_units(extents[dim], dtype),)), 1)
+            room = block // max(dtype.nbytes((_round_to_units(extents[dim], dtype),)), 1)
         else:
             extents[dim] = min(shape[dim], max(room, 1))
             room //= extents[dim]
@@ -74,7 +78,7 @@ def _stretch(shape: Sequence[int], dtype: DType, block: int) -> list[int]:
     return extents
 
 
-def _tile(shape: Sequence[int], dtype: DType, block: int, fastest: int) -> list[int]:
+def _compute_tile_extents(shape: Sequence[int], dtype: DType, block: int, fastest: int) -> list[int]:
     last = len(shape) - 1
     units = max(block // dtype.unit_bytes, 1)
     side = isqrt(units)
@@ -86,14 +90,14 @@ def _tile(shape: Sequence[int], dtype: DType, block: int, fastest: int) -> list[
     return extents
 
 
-def _whole_units(extent: int, dtype: DType) -> int:
+def _round_to_units(extent: int, dtype: DType) -> int:
     return -(-extent // dtype.unit_elements) * dtype.unit_elements
 
 
-def fastest_dim(chunks: Sequence[Chunk]) -> int | None:
+def find_fastest_dim(chunks: Sequence[Chunk]) -> int | None:
     """The dim along which permuted storage is contiguous, or None if all chunks are stored row-major."""
     for chunk in chunks:
-        if isinstance(chunk.where, Fill):
+        if isinstance(chunk.where, ConstantFill):
             continue
         dims = [d for d, n in enumerate(chunk.box.shape) if n > 1]
         if not dims:
@@ -104,16 +108,16 @@ def fastest_dim(chunks: Sequence[Chunk]) -> int | None:
     return None
 
 
-def unit_type(dtype: DType) -> np.dtype[np.void] | np.dtype[np.unsignedinteger]:
+def get_unit_type(dtype: DType) -> np.dtype[np.void] | np.dtype[np.unsignedinteger]:
     """The NumPy type of one unit, as bits: an unsigned integer, or raw bytes for odd widths."""
     size = dtype.unit_bytes
     return np.dtype(f"<u{size}") if size in {1, 2, 4, 8} else np.dtype(f"V{size}")
 
 
-def band_view(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.generic]:
+def view_band(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.generic]:
     """The start of `buffer` as the row-major array of the units of `box`."""
     shape = dtype.unit_shape(box.shape)
-    return buffer[: prod(shape) * dtype.unit_bytes].view(unit_type(dtype)).reshape(shape)
+    return buffer[: prod(shape) * dtype.unit_bytes].view(get_unit_type(dtype)).reshape(shape)
 
 
 class Band:
@@ -127,19 +131,19 @@ class Band:
         self.scratch: NDArray[np.uint8] = np.empty(block, np.uint8)
         self._gap = gap
 
-    def read(self, reader: Reader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
+    def read(self, reader: ByteReader, chunks: ChunkIndex, box: Box, into: NDArray[np.uint8]) -> int:
         """Assemble `box` row-major at the start of `into`; returns the elements found, so that holes are noticed."""
         dtype = chunks.chunks[0].dtype
-        whole = band_view(into, dtype, box)
+        whole = view_band(into, dtype, box)
         found = 0
         for chunk in chunks.within(box):
-            part = whole[unit_slices(chunk.box, dtype, box.origin)]
+            part = whole[build_unit_slices(chunk.box, dtype, box.origin)]
             found += chunk.box.size
-            if isinstance(chunk.where, Fill):
+            if isinstance(chunk.where, ConstantFill):
                 part[...] = np.frombuffer(chunk.where.unit, part.dtype)[0]
                 continue
-            limits = _Limits(self.scratch.nbytes, OVER_READ, self._gap)
-            for piece in _pieces(part, chunk.where.offset, chunk.where.strides, limits):
+            limits = _GapLimits(self.scratch.nbytes, OVER_READ, self._gap)
+            for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, limits):
                 view = piece.view
                 if piece.dense and view.flags.c_contiguous:
                     reader.read_at(chunk.where.file, piece.offset, view.reshape(-1).view(np.uint8).data)
@@ -147,17 +151,17 @@ class Band:
                     reader.read_at(chunk.where.file, piece.offset, self.scratch[: piece.span].data)
                     view[...] = np.ndarray(view.shape, view.dtype, self.scratch, 0, piece.strides)
             if chunk.affine:
-                part[...] = meant(part, dtype, chunk.affine)
+                part[...] = decode_affine(part, dtype, chunk.affine)
         return found
 
-    def write(self, writer: Writer, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
+    def write(self, writer: ByteWriter, chunk: Chunk, within: Box, data: NDArray[np.uint8]) -> int:
         """Write the part of the band `within` (row-major at the start of `data`) that `chunk` wants; returns bytes."""
-        if isinstance(chunk.where, Fill):
+        if isinstance(chunk.where, ConstantFill):
             return 0
-        part = band_view(data, chunk.dtype, within)[unit_slices(chunk.box, chunk.dtype, within.origin)]
+        part = view_band(data, chunk.dtype, within)[build_unit_slices(chunk.box, chunk.dtype, within.origin)]
         if chunk.affine:
-            part = stored(part, chunk.dtype, chunk.affine, chunk.name)
-        for piece in _pieces(part, chunk.where.offset, chunk.where.strides, _Limits(self.scratch.nbytes)):
+            part = encode_affine(part, chunk.dtype, chunk.affine, chunk.name)
+        for piece in _split_pieces(part, chunk.where.offset, chunk.where.strides, _GapLimits(self.scratch.nbytes)):
             assert piece.dense, f"{chunk.name}: {chunk.where} overlaps itself"  # noqa: S101 - a layout's bug
             if piece.view.flags.c_contiguous:
                 flat = piece.view.reshape(-1).view(np.uint8)
@@ -180,10 +184,10 @@ class ChunkIndex:
     def within(self, box: Box) -> Iterator[Chunk]:
         """The part of each chunk that lies in `box`."""
         for position, common in self._index.overlapping(box):
-            yield narrow(self.chunks[position], common)
+            yield narrow_chunk(self.chunks[position], common)
 
 
-def unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
+def build_unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
     """An index that selects `box` of an array of units, which begins at `origin`; two 4-bit elements are one unit.
 
     Its Ellipsis keeps 0-d results arrays.
@@ -197,7 +201,7 @@ def unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StridedPiece:
     """A part of a strided region that one call can move."""
 
     offset: int
@@ -221,7 +225,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _GapLimits:
     """Which gapped pieces are moved in one call; one that is dense on both sides may have any size."""
 
     span: int
@@ -236,21 +240,23 @@ class _Limits:
         return span <= self.span and (span <= self.slack * own or gap <= self.gap)
 
 
-def _pieces(view: NDArray[np.generic], offset: int, strides: Sequence[int], limits: _Limits) -> Iterator[_Piece]:
+def _split_pieces(
+    view: NDArray[np.generic], offset: int, strides: Sequence[int], limits: _GapLimits
+) -> Iterator[_StridedPiece]:
     """Cut a strided region into pieces that one call each can move."""
     dims = sorted((d for d, n in enumerate(view.shape) if n != 1), key=lambda d: (-strides[d], d))
     ones = [d for d, n in enumerate(view.shape) if n == 1]
     drop: Any = (..., *(0 for _ in ones))
     ordered = view.transpose([*dims, *ones])[drop]
-    yield from _cut(_piece(ordered, offset, tuple(strides[d] for d in dims)), limits)
+    yield from _cut_piece(_build_piece(ordered, offset, tuple(strides[d] for d in dims)), limits)
 
 
-def _piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...]) -> _Piece:
+def _build_piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...]) -> _StridedPiece:
     span = view.dtype.itemsize + sum((n - 1) * s for n, s in zip(view.shape, strides, strict=True))
-    return _Piece(offset, span, view, strides)
+    return _StridedPiece(offset, span, view, strides)
 
 
-def _widest_gap(piece: _Piece) -> int:
+def _find_widest_gap(piece: _StridedPiece) -> int:
     """Bytes of the longest stretch between two elements of a piece."""
     span, widest = piece.view.dtype.itemsize, 0
     for extent, stride in zip(reversed(piece.view.shape), reversed(piece.strides), strict=True):
@@ -259,17 +265,19 @@ def _widest_gap(piece: _Piece) -> int:
     return widest
 
 
-def _cut(piece: _Piece, limits: _Limits) -> Iterator[_Piece]:
+def _cut_piece(piece: _StridedPiece, limits: _GapLimits) -> Iterator[_StridedPiece]:
     view, strides = piece.view, piece.strides
-    if (piece.dense and view.flags.c_contiguous) or limits.allow(piece.span, view.nbytes, _widest_gap(piece)):
+    if (piece.dense and view.flags.c_contiguous) or limits.allow(piece.span, view.nbytes, _find_widest_gap(piece)):
         yield piece
         return
-    inner = _piece(view[0, ...], piece.offset, strides[1:])
+    inner = _build_piece(view[0, ...], piece.offset, strides[1:])
     fits = inner.span <= limits.span and strides[0]
     rows = max((limits.span - inner.span) // strides[0] + 1, 1) if fits else 1
-    if rows > 1 and limits.allow(inner.span + (rows - 1) * strides[0], rows * inner.view.nbytes, _widest_gap(piece)):
+    if rows > 1 and limits.allow(
+        inner.span + (rows - 1) * strides[0], rows * inner.view.nbytes, _find_widest_gap(piece)
+    ):
         for start in range(0, view.shape[0], rows):
-            yield _piece(view[start : start + rows], piece.offset + start * strides[0], strides)
+            yield _build_piece(view[start : start + rows], piece.offset + start * strides[0], strides)
     else:
         for row in range(view.shape[0]):
-            yield from _cut(_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limits)
+            yield from _cut_piece(_build_piece(view[row, ...], piece.offset + row * strides[0], strides[1:]), limits)

@@ -16,9 +16,9 @@ import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.errors import ShardctlError, SourceError
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ RULE_TEXT: Final = TextLimits(size=4 << 20, memory=256 << 20, depth=16)
 def read_text(source: Source, path: str, limits: TextLimits) -> bytes:
     """The bytes of a small file of a source; raises SourceError if they are too many, before it reads any."""
     check_size(source.files()[path].size, path, limits)
-    return read(source, path)
+    return read_bytes(source, path)
 
 
 def read_file(path: Path, limits: TextLimits, error: type[ShardctlError] = SourceError) -> bytes:
@@ -146,8 +146,8 @@ def check_size(size: int, where: str, limits: TextLimits, error: type[ShardctlEr
 def _check_memory(needed: int, where: str, limits: TextLimits, error: type[ShardctlError]) -> None:
     if needed > limits.memory:
         raise error(
-            f"{where} has so many brackets and commas that it would take {memory_size(needed)} of memory, "
-            f"and at most {memory_size(limits.memory)} are given to it"
+            f"{where} has so many brackets and commas that it would take {format_memory_size(needed)} of memory, "
+            f"and at most {format_memory_size(limits.memory)} are given to it"
         )
 
 

@@ -8,13 +8,13 @@ from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
 
-@value
+@value_class
 class Box:
     """A half-open rectangular region: `origin` included, `origin + shape` excluded.
 
@@ -39,7 +39,7 @@ class Box:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box of all elements of a tensor of `shape`."""
-        return _whole(tuple(shape))
+        return _build_whole_box(tuple(shape))
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -105,12 +105,12 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> Box:
+def _build_whole_box(shape: tuple[int, ...]) -> Box:
     """The layers of a model repeat a few shapes, so most boxes are one object: half the time and memory of a scan."""
     return Box((0,) * len(shape), shape)
 
 
-def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def list_flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes, in order, that hold elements `start` to `stop` of the row-major flattening of `shape`.
 
     At most ``2 * ndim - 1`` boxes: ZeRO and FSDP1 store such runs, and a band is one.
@@ -130,7 +130,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     inner = shape[1:]
 
     def within_row(index: int, a: int, b: int) -> list[Box]:
-        return [Box((index, *box.origin), (1, *box.shape)) for box in flat_boxes(inner, a, b)]
+        return [Box((index, *box.origin), (1, *box.shape)) for box in list_flat_boxes(inner, a, b)]
 
     if first == last:
         return within_row(first, head, tail)
@@ -187,7 +187,7 @@ def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
     return rest
 
 
-def disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
+def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
     """Disjoint boxes with the same union, each with the position of the box it came from; earlier boxes win.
 
     >>> disjoint([Box((0,), (4,)), Box((2,), (4,)), Box((0,), (4,))])
@@ -205,6 +205,6 @@ def disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
     return parts
 
 
-def subtract_known(box: Box, index: BoxIndex) -> list[Box]:
+def subtract_indexed(box: Box, index: BoxIndex) -> list[Box]:
     """What no box of `index` covers of `box`."""
     return subtract_all(box, (common for _, common in index.overlapping(box)))

@@ -31,7 +31,7 @@ class CastReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _CastTarget:
     """The bit patterns of a type that can be cast to."""
 
     bits: DTypeLike
@@ -41,9 +41,9 @@ class _Target:
 
 
 _TARGETS: Final = {
-    "F32": _Target(np.uint32, 0x8000_0000, 0x7F80_0000, 0x7FC0_0000),
-    "F16": _Target(np.uint16, 0x8000, 0x7C00, 0x7E00),
-    "BF16": _Target(np.uint16, 0x8000, 0x7F80, 0x7FC0),
+    "F32": _CastTarget(np.uint32, 0x8000_0000, 0x7F80_0000, 0x7FC0_0000),
+    "F16": _CastTarget(np.uint16, 0x8000, 0x7C00, 0x7E00),
+    "BF16": _CastTarget(np.uint16, 0x8000, 0x7F80, 0x7FC0),
 }
 _FLOATS: Final[dict[str, DTypeLike]] = {
     "F64": np.float64,
@@ -58,7 +58,7 @@ _BLOCK: Final = 1 << 17
 """Elements cast at a time: near the cores' caches, yet long enough that two threads seldom meet at Python's lock."""
 
 
-def cast(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray[np.uint8]) -> CastReport:
+def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray[np.uint8]) -> CastReport:
     """Write the elements in `src`, bytes of dtype `have`, to `out` as bytes of dtype `want`.
 
     Equal dtypes are copied bit by bit, NaNs included. Holds the GIL only between blocks, and
@@ -86,20 +86,20 @@ def cast(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray[np.uint8
             if have.name == "F64":
                 np.copyto(result, block.astype(np.float32), casting="unsafe")
             elif have.bits == _TABLE_BITS:
-                np.take(_table(have.name, want.name), block.view(np.uint8), out=result, mode="clip")
+                np.take(_build_cast_table(have.name, want.name), block.view(np.uint8), out=result, mode="clip")
             else:
                 np.copyto(result, block, casting="unsafe")
-            overflowed += _settle(block, result.view(target.bits), target)
+            overflowed += _canonicalise_nans(block, result.view(target.bits), target)
     return CastReport(overflowed)
 
 
 @cache
-def _table(have: str, want: str) -> NDArray[Any]:
+def _build_cast_table(have: str, want: str) -> NDArray[Any]:
     """What each of the 256 patterns of an 8-bit type becomes; looking it up is ten times as fast as casting."""
     return np.arange(2**_TABLE_BITS, dtype=np.uint8).view(_FLOATS[have]).astype(_FLOATS[want])
 
 
-def _settle(values: NDArray[Any], bits: NDArray[Any], target: _Target) -> int:
+def _canonicalise_nans(values: NDArray[Any], bits: NDArray[Any], target: _CastTarget) -> int:
     """Make NaNs among the cast `bits` canonical; how many of the finite `values` became infinite."""
     magnitudes = bits & (target.sign - 1)
     if magnitudes.max() < target.infinity:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, BoxIndex, disjoint, subtract_known
+from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.errors import CoverageError, SourceError, UnsupportedError
-from shardctl.manifest import Fill, first_byte, narrow
-from shardctl.value import value
+from shardctl.manifest import ConstantFill, first_byte, narrow_chunk
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Chunk, Manifest, Tensor
 
 
-@value
+@value_class
 class TensorCopy:
     """How one global tensor gets from where it is to where it is wanted."""
 
@@ -28,7 +28,7 @@ class TensorCopy:
     @property
     def read_bytes(self) -> int:
         """Bytes read once for all targets."""
-        return sum(c.dtype.nbytes(c.box.shape) for c in self.reads if not isinstance(c.where, Fill))
+        return sum(c.dtype.nbytes(c.box.shape) for c in self.reads if not isinstance(c.where, ConstantFill))
 
     @property
     def write_bytes(self) -> int:
@@ -40,7 +40,7 @@ class TensorCopy:
         index = BoxIndex([chunk.box for chunk in self.reads])
         for wanted in self.target.chunks:
             for position, common in index.overlapping(wanted.box):
-                yield narrow(self.reads[position], common), narrow(wanted, common)
+                yield narrow_chunk(self.reads[position], common), narrow_chunk(wanted, common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CopyPlan:
         return sum(file.size for file in self.want.files.values())
 
 
-def join(have: Manifest, want: Manifest) -> CopyPlan:
+def join_manifests(have: Manifest, want: Manifest) -> CopyPlan:
     """Match two manifests, tensor by tensor.
 
     Raises CoverageError, naming tensor, box and the files that hold the rest, if anything wanted is stored nowhere;
@@ -88,11 +88,11 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
     for chunk in chunks:
         if chunk.dtype is not stored.dtype:
             raise UnsupportedError(f"{name} is stored as {chunk.dtype} at {chunk.box} but as {stored.dtype} elsewhere")
-    reads = _matched(stored, wanted, known)
-    return TensorCopy(stored, wanted, tuple([narrow(chunks[i], box) for i, box in reads]))
+    reads = _match_boxes(stored, wanted, known)
+    return TensorCopy(stored, wanted, tuple([narrow_chunk(chunks[i], box) for i, box in reads]))
 
 
-def _matched(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> list[tuple[int, Box]]:
+def _match_boxes(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> list[tuple[int, Box]]:
     """The boxes to read, each with the position of its chunk; layers are alike, so the answers are kept in `known`.
 
     Layers mostly share their boxes, and both manifests keep them meanwhile: to look up ids takes a tenth of the time.
@@ -104,32 +104,32 @@ def _matched(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int,
     boxes = (wanted.shape, *[c.box for c in stored.chunks], None, *[c.box for c in wanted.chunks])
     reads = known.get(boxes)
     if reads is None:
-        parts = _parts(stored)
+        parts = _list_stored_parts(stored)
         prove_covered(stored, [box for _, box in parts], [chunk.box for chunk in wanted.chunks])
-        reads = known[boxes] = _needed(wanted, parts)
+        reads = known[boxes] = _select_needed_parts(wanted, parts)
     known[ids] = reads
     return reads
 
 
-def cover(tensor: Tensor) -> tuple[Chunk, ...]:
+def cover_tensor(tensor: Tensor) -> tuple[Chunk, ...]:
     """Parts of a tensor's chunks that hold each of its elements once; raises CoverageError if some are missing."""
-    parts = _parts(tensor)
+    parts = _list_stored_parts(tensor)
     prove_covered(tensor, [box for _, box in parts], [Box.whole(tensor.shape)])
-    return tuple(narrow(tensor.chunks[i], box) for i, box in parts)
+    return tuple(narrow_chunk(tensor.chunks[i], box) for i, box in parts)
 
 
-def _parts(tensor: Tensor) -> list[tuple[int, Box]]:
+def _list_stored_parts(tensor: Tensor) -> list[tuple[int, Box]]:
     """Disjoint boxes that cover all that is stored, each with the position of its chunk; earlier chunks win."""
     if tensor.chunks and tensor.chunks[0].box.shape == tensor.shape:
         return [(0, tensor.chunks[0].box)] if tensor.chunks[0].box.size else []
-    return disjoint([chunk.box for chunk in tensor.chunks])
+    return make_disjoint([chunk.box for chunk in tensor.chunks])
 
 
-def _needed(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
+def _select_needed_parts(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
     """The parts of the source that some wanted box overlaps, narrowed to the union of the wanted boxes."""
     if any(chunk.box.shape == wanted.shape for chunk in wanted.chunks):
         return parts
-    union = [box for _, box in disjoint([chunk.box for chunk in wanted.chunks])]
+    union = [box for _, box in make_disjoint([chunk.box for chunk in wanted.chunks])]
     if sum(box.size for box in union) == sum(box.size for _, box in parts):
         return parts
     index = BoxIndex(union)
@@ -140,16 +140,16 @@ def prove_covered(tensor: Tensor, parts: list[Box], wanted: list[Box]) -> None:
     """Subtract `parts` from every wanted box; raise CoverageError if anything is left."""
     index = BoxIndex(parts)
     for box in dict.fromkeys(wanted):
-        rest = subtract_known(box, index)
+        rest = subtract_indexed(box, index)
         if rest:
             raise CoverageError(
                 f"{tensor.name} {list(tensor.shape)}: elements {rest[0]} are stored in no file"
                 + (f" (and {len(rest) - 1} more holes)" if len(rest) > 1 else ""),
-                hint=f"the rest of it is in {_files(tensor)}; is a shard missing?",
+                hint=f"the rest of it is in {_describe_files(tensor)}; is a shard missing?",
             )
 
 
-def _files(tensor: Tensor) -> str:
+def _describe_files(tensor: Tensor) -> str:
     names = sorted(tensor.files)
     if not names:
         return "no file at all"

@@ -14,13 +14,13 @@ Fact = str | int | bool | tuple[int, ...]
 """What decides between the variants of a schema: a version, a set of names, a padded extent."""
 
 
-def rank_prefix(rank: int) -> str:
+def format_rank_prefix(rank: int) -> str:
     """What stands before the names of a rank's arrays, where its files have its number and no more."""
     return f"rank{rank}/"
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class LibraryDialect:
     """How another library spells a model: its naming scheme, and the variant of it that one checkpoint is in.
 
     Of a source, it stands beside the arrays that its files hold; of a target, beside those that are to be written.

@@ -54,7 +54,7 @@ _BYTE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class DigestSums:
     """The sums over some of a tensor's elements, modulo 2^64: part by part, each with its lanes.
 
     Sums over disjoint boxes add up, in any order.
@@ -69,32 +69,32 @@ class Sums:
     """``words[part * LANES + lane]``, each below 2^64."""
 
     @classmethod
-    def zero(cls, dtype: DType) -> Sums:
+    def zero(cls, dtype: DType) -> DigestSums:
         """The sums over no element of `dtype`."""
-        return cls((0,) * (parts(dtype) * LANES))
+        return cls((0,) * (count_element_parts(dtype) * LANES))
 
     @classmethod
-    def parse(cls, text: str) -> Sums:
+    def parse(cls, text: str) -> DigestSums:
         """The sums that `str` wrote, as 16 hexadecimal digits a word."""
         if not re.fullmatch("(?:[0-9a-f]{16})+", text):
             raise ValueError(f"digest sums are groups of 16 hexadecimal digits, not {text!r}")
         return cls(tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16)))
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: DigestSums) -> DigestSums:
         if len(self.words) != len(other.words):
             raise ValueError(f"digest sums of {len(self.words)} and {len(other.words)} words do not add")
-        return Sums(tuple((a + b) % 2**64 for a, b in zip(self.words, other.words, strict=True)))
+        return DigestSums(tuple((a + b) % 2**64 for a, b in zip(self.words, other.words, strict=True)))
 
     def __str__(self) -> str:
         return "".join(f"{word:016x}" for word in self.words)
 
 
-def parts(dtype: DType) -> int:
+def count_element_parts(dtype: DType) -> int:
     """How many 16-bit parts an element of `dtype` is split into, each with sums of its own; 1 if it is narrower."""
     return max(1, dtype.bits // 16)
 
 
-def partial(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> Sums:
+def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> DigestSums:
     """The sums over the elements of `box`, a box of a global tensor of `shape`, whose row-major bytes are `data`.
 
     Holds the GIL only between blocks, and may run in many threads at once; each keeps 1 MiB of scratch and
@@ -107,30 +107,30 @@ def partial(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> Sums:
     if len(box.shape) != len(shape) or any(map(gt, box.stop, shape)):
         raise ValueError(f"box {box} is not inside a tensor of shape {tuple(shape)}")
     if not box.size:
-        return Sums.zero(dtype)
+        return DigestSums.zero(dtype)
     *leading, width = dtype.unit_shape(box.shape) or (1,)
     *_, column = dtype.unit_shape(box.origin) or (0,)
-    units = _units(data, dtype, prod(leading), width)
-    rows = _Rows(box, shape)
-    total = np.zeros((parts(dtype), LANES), np.uint64)
+    units = _split_units(data, dtype, prod(leading), width)
+    rows = _RowKeys(box, shape)
+    total = np.zeros((count_element_parts(dtype), LANES), np.uint64)
     each = dtype.unit_elements
     widest = _BLOCK // (len(total) * min(len(units), _ROWS))
-    for start, stop in _strips(column * each, (column + width) * each, widest):
+    for start, stop in _split_strips(column * each, (column + width) * each, widest):
         _add_strip(
             total, units[:, start // each - column : stop // each - column], dtype.bits, rows, range(start, stop)
         )
-    return Sums(tuple(total.ravel().tolist()))
+    return DigestSums(tuple(total.ravel().tolist()))
 
 
-def tensor_digest(sums: Sums, dtype: DType, shape: Sequence[int]) -> str:
+def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) -> str:
     """The digest of a global tensor, 32 hexadecimal digits, from the sums over all its elements."""
-    if len(sums.words) != parts(dtype) * LANES:
-        raise ValueError(f"a digest of {dtype} takes {parts(dtype) * LANES} sums, not {len(sums.words)}")
-    text = f"{dtype} {_shape_text(shape)} {sums}"
+    if len(sums.words) != count_element_parts(dtype) * LANES:
+        raise ValueError(f"a digest of {dtype} takes {count_element_parts(dtype) * LANES} sums, not {len(sums.words)}")
+    text = f"{dtype} {_format_shape(shape)} {sums}"
     return blake2b(text.encode(), digest_size=16, person=b"shardctl1 tensor").hexdigest()
 
 
-def checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> str:
+def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> str:
     """The digest of a checkpoint from its tensors' (name, dtype, shape, tensor digest), in any order.
 
     Raises:
@@ -141,25 +141,25 @@ def checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> 
         encoded = name.encode("utf-8", "surrogatepass")
         if encoded in entries:
             raise ValueError(f"two tensors are named {name!r}")
-        entries[encoded] = f"{digest} {dtype} {_shape_text(shape)} {len(encoded)}:"
+        entries[encoded] = f"{digest} {dtype} {_format_shape(shape)} {len(encoded)}:"
     state = blake2b(digest_size=16, person=b"shardctl1 ckpt")
     for encoded in sorted(entries):
         state.update(entries[encoded].encode() + encoded + b"\n")
     return f"shardctl1:{state.hexdigest()}"
 
 
-def _shape_text(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def _words(label: str, count: int) -> NDArray[np.uint64]:
+def _draw_key_words(label: str, count: int) -> NDArray[np.uint64]:
     """The first `count` 64-bit words of the key stream of `label` (docs/design/digest.md, "Keys")."""
     stream = shake_128(f"shardctl1 {label}".encode()).digest(8 * count)
     words: NDArray[np.uint64] = np.frombuffer(stream, "<u8").astype(np.uint64)
     return words
 
 
-def _distinct(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
     """The first tile's worth of `words` whose low `bits` are neither zero nor those of a word before."""
     low = words & np.uint64(2**bits - 1)
     _, first = np.unique(low, return_index=True)
@@ -169,9 +169,12 @@ def _distinct(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
 
 
 @cache
-def _column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The column keys ``[lanes, 65536]``, and the sums ``[lanes, 65537]`` of the keys before each column."""
-    drawn = (_distinct(_words(f"column {lane}", _TILE * 9 // 8), _COLUMN_KEY_BITS) for lane in range(LANES))
+    drawn = (
+        _select_distinct_words(_draw_key_words(f"column {lane}", _TILE * 9 // 8), _COLUMN_KEY_BITS)
+        for lane in range(LANES)
+    )
     keys = np.stack(list(drawn)) & np.uint64(2**_COLUMN_KEY_BITS - 1)
     before = np.zeros((LANES, _TILE + 1))
     np.cumsum(keys, axis=1, out=before[:, 1:])
@@ -179,19 +182,19 @@ def _column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 @cache
-def _row_keys() -> NDArray[np.uint64]:
+def _draw_row_keys() -> NDArray[np.uint64]:
     """The row keys ``[lanes, 65536]``."""
-    drawn = (_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
-    return np.stack([_distinct(words, _ROW_KEY_DISTINCT_BITS) for words in drawn])
+    drawn = (_draw_key_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
+    return np.stack([_select_distinct_words(words, _ROW_KEY_DISTINCT_BITS) for words in drawn])
 
 
 @lru_cache(maxsize=4096)
-def _tile_keys(row_tile: int, column_tile: int) -> NDArray[np.uint64]:
+def _draw_tile_keys(row_tile: int, column_tile: int) -> NDArray[np.uint64]:
     """The keys ``[lanes, 1]`` of a tile."""
-    return _words(f"tile {row_tile} {column_tile}", LANES)[:, None] | np.uint64(1)
+    return _draw_key_words(f"tile {row_tile} {column_tile}", LANES)[:, None] | np.uint64(1)
 
 
-class _Rows:
+class _RowKeys:
     """Which flattened rows of the tensor the rows of a box are; they ascend."""
 
     def __init__(self, box: Box, shape: Sequence[int]) -> None:
@@ -205,16 +208,16 @@ class _Rows:
 
     def keys(self, start: int, stop: int, column_tile: int) -> NDArray[np.uint64]:
         """Row key times tile key ``[lanes, stop - start]`` of the box's rows `start` to `stop`."""
-        table = _row_keys()
+        table = _draw_row_keys()
         if self._first is not None:
             tile, within = divmod(self._first + start, _TILE)
             if within + stop - start <= _TILE:
-                return table[:, within : within + stop - start] * _tile_keys(tile, column_tile)
+                return table[:, within : within + stop - start] * _draw_tile_keys(tile, column_tile)
         tiles, within_tiles = np.divmod(self._flat(start, stop), _TILE)
         keys: NDArray[np.uint64] = table[:, within_tiles]
         edges = [0, *(np.flatnonzero(np.diff(tiles)) + 1).tolist(), len(tiles)]
         for a, b in pairwise(edges):
-            keys[:, a:b] *= _tile_keys(int(tiles[a]), column_tile)
+            keys[:, a:b] *= _draw_tile_keys(int(tiles[a]), column_tile)
         return keys
 
     def _flat(self, start: int, stop: int) -> NDArray[np.intp]:
@@ -225,17 +228,17 @@ class _Rows:
         return np.ravel_multi_index(tuple(o + i for o, i in zip(self._origin, within, strict=True)), self._sizes)
 
 
-class _Scratch(threading.local):
+class _ThreadScratch(threading.local):
     """Each thread's block of float64."""
 
     def __init__(self) -> None:
         self.block = np.empty(_BLOCK)
 
 
-_scratch = _Scratch()
+_scratch = _ThreadScratch()
 
 
-def _units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
+def _split_units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
     """`data` as little-endian words ``[rows, units, words of a unit]``: its 16-bit parts, or else its bytes."""
     octets = np.frombuffer(data, np.uint8)
     if (size := octets.size) != rows * width * dtype.unit_bytes:
@@ -243,7 +246,7 @@ def _units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
     return octets.view("<u2" if dtype.unit_bytes % 2 == 0 else "u1").reshape(rows, width, -1)
 
 
-def _strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+def _split_strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
     """Columns `start` to `stop` in strips of at most `most`, within a tile: many whole stretches, or part of one."""
     while start < stop:
         end = min(stop, start + most, start - start % _TILE + _TILE)
@@ -253,10 +256,10 @@ def _strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _Rows, columns: range) -> None:
+def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: _RowKeys, columns: range) -> None:
     """Add to `total` ``[parts, lanes]`` the sums over a strip ``[rows, units, words]`` at `columns` of the tensor."""
     n_parts = len(total)
-    keys, before = _column_keys()
+    keys, before = _draw_column_keys()
     tile, a = divmod(columns.start, _TILE)
     b = a + len(columns)
     ones = (before[:, b] - before[:, a])[:, None, None]  # of each element's bits plus one, the one
@@ -265,13 +268,13 @@ def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: 
     for start in range(0, len(units), group):
         stop = min(start + group, len(units))
         dots = np.empty((LANES, n_parts, stretches, stop - start))
-        _dot(units[start:stop], bits, keys[:, a:b], dots)
+        _multiply_keys(units[start:stop], bits, keys[:, a:b], dots)
         dots[:, :, 0] += ones
         exact = dots.astype(np.int64).view(np.uint64)
         total += np.einsum("lpsr,lr->pl", exact, rows.keys(start, stop, tile))
 
 
-def _dot(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
+def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
     """The inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with each lane's column `keys`.
 
     Two calls of NumPy do a block of elements.
@@ -293,13 +296,13 @@ def _dot(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray
         sources = units[done:end].reshape(-1, per_block, *units.shape[1:])
         results = out[..., done:end].reshape(lanes, n_parts, stretches, len(sources), -1, per_call, 1)
         for source, result in zip(sources, results.transpose(3, 0, 1, 4, 2, 5, 6), strict=True):
-            elements = _codes(source, bits) if bits < _BYTE else source
+            elements = _unpack_codes(source, bits) if bits < _BYTE else source
             np.copyto(block, elements.transpose(2, 0, 1))
             product(matrices, vectors, out=result)
         done = end
 
 
-def _codes(units: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+def _unpack_codes(units: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     """The codes ``[rows, elements, 1]`` of `bits` bits, low bits first, in units ``[rows, units, bytes]``."""
     rows, n_units, n_bytes = units.shape
     codes = np.empty((rows, n_units, n_bytes * _BYTE // bits), np.uint8)

@@ -75,7 +75,7 @@ class DType:
         return self.name
 
     def __reduce__(self) -> tuple[Callable[[str], DType], tuple[str]]:
-        return _named, (self.name,)  # another process has its own object
+        return _restore_dtype, (self.name,)  # another process has its own object
 
 
 DTYPES: Final = (
@@ -124,5 +124,5 @@ CASTABLE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The names of those that it changes; integers, booleans and scaled 8-bit floats mean something else."""
 
 
-def _named(name: str) -> DType:
+def _restore_dtype(name: str) -> DType:
     return BY_NAME[name]

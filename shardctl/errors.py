@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def some(things: Iterable[object], most: int = 3) -> str:
+def format_first_few(things: Iterable[object], most: int = 3) -> str:
     """The first of some names, and how many more there are: messages stay readable, whatever they are about.
 
     >>> some(["a", "b", "c", "d"]), some([1, 2])

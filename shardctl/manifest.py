@@ -8,15 +8,15 @@ from math import prod
 from operator import mul
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.box import flat_boxes
+from shardctl.box import list_flat_boxes
 from shardctl.errors import UnsupportedError
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.box import Box
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.settings import Setting
 
@@ -25,7 +25,7 @@ GAMMA_LESS_ONE: Final = "gamma-1"
 """The name of a change: stored is the weight of a norm less one (`shardctl/affine.py`)."""
 
 
-@value
+@value_class
 class Region:
     """Where the elements of a box lie.
 
@@ -41,14 +41,14 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class ConstantFill:
     """Elements that no file holds: every unit has the same bits."""
 
     unit: bytes
     """The bits of one unit, little-endian."""
 
 
-@value
+@value_class
 class Chunk:
     """A stored box of a global tensor."""
 
@@ -56,7 +56,7 @@ class Chunk:
     """Which elements, in the global tensor's index space."""
     dtype: DType
     """The stored type of the elements."""
-    where: Region | Fill
+    where: Region | ConstantFill
     """Where they are, or what they all are."""
     name: str = ""
     """The stored array's name in its file, for messages and for writing."""
@@ -64,7 +64,7 @@ class Chunk:
     """A *named* element-wise change between storage and meaning, such as `GAMMA_LESS_ONE`; empty for none."""
 
 
-@value
+@value_class
 class Tensor:
     """A global tensor, and everywhere it is stored; a replica is one more chunk over the same box."""
 
@@ -98,13 +98,13 @@ class Tensor:
 def first_byte(tensor: Tensor) -> tuple[str, int]:
     """Where the first stored chunk begins: file and offset; sorted by it, tensors are read in the order of files."""
     for chunk in tensor.chunks:
-        if not isinstance(chunk.where, Fill):
+        if not isinstance(chunk.where, ConstantFill):
             return chunk.where.file, chunk.where.offset
     return "", 0
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class CheckpointFile:
     """A file of a checkpoint."""
 
     path: str
@@ -122,7 +122,7 @@ Policy = Literal["carry", "drop", "synthesise"]
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
+class OpaqueObject:
     """Something in a checkpoint that is not a tensor: a tokenizer, arguments, an extra state."""
 
     name: str
@@ -155,7 +155,7 @@ class OwnConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Parameters that an optimizer treats alike."""
 
     parameters: tuple[str, ...]
@@ -165,7 +165,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingState:
     """The part of a checkpoint that only a trainer needs."""
 
     writer: str = ""
@@ -175,8 +175,8 @@ class Training:
     step: int | None = None
     """Optimizer steps done."""
     states: Mapping[str, Tensor] = field(default_factory=dict)
-    """Optimizer states by canonical name (`training.state_name`), which is that of the tensor too."""
-    groups: tuple[Group, ...] = ()
+    """Optimizer states by canonical name (`training.format_state_name`), which is that of the tensor too."""
+    groups: tuple[ParameterGroup, ...] = ()
     notes: tuple[str, ...] = ()
     """What `inspect` tells of how the files were understood."""
 
@@ -189,16 +189,16 @@ class Manifest:
     """The container (source) or layout (target), such as `safetensors` or `ranks`."""
     tensors: Mapping[str, Tensor]
     """By name, in the order the checkpoint lists them."""
-    files: Mapping[str, File]
+    files: Mapping[str, CheckpointFile]
     """The files that hold tensors, by path."""
-    objects: tuple[Opaque, ...] = ()
+    objects: tuple[OpaqueObject, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Free-form strings of the container, such as safetensors' `__metadata__`."""
     warnings: tuple[str, ...] = ()
     """What is odd but not wrong; `--strict` makes each an error."""
-    training: Training | None = None
+    training: TrainingState | None = None
     """What there is beside the weights, if a trainer wrote it; `tensors` are weights alone."""
-    dialect: Dialect | None = None
+    dialect: LibraryDialect | None = None
     """Set if `tensors` are arrays of another library's making; once they are bound to a model, they are the model's."""
     own_config: OwnConfig | None = None
     """What follows from a description that the container has of its own, where there is no `config.json`."""
@@ -215,18 +215,18 @@ class Manifest:
                 yield tensor, chunk
 
 
-def dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
+def compute_dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
     """Byte strides of a row-major array of `shape` elements.
 
     >>> from shardctl.dtype import BY_NAME
     >>> dense_strides(BY_NAME["F32"], (2, 3))
     (12, 4)
     """
-    return _dense_strides(dtype, tuple(shape))
+    return _compute_dense_strides(dtype, tuple(shape))
 
 
 @lru_cache(maxsize=4096)  # a model has few kinds of arrays
-def _dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = dtype.unit_bytes
     for extent in reversed(dtype.unit_shape(shape)):
@@ -236,27 +236,28 @@ def _dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1 << 14)  # layers are alike, and so are their runs
-def dense_run(
+def locate_dense_run(
     dtype: DType, shape: tuple[int, ...], start: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[tuple[Box, int], ...]]:
     """Byte strides of a row-major array, and the boxes of its elements from `start` to `stop`.
 
     Each box comes with the bytes from the first of these elements to its own.
     """
-    strides = dense_strides(dtype, shape)
+    strides = compute_dense_strides(dtype, shape)
     return strides, tuple(
-        (box, sum(map(mul, box.origin, strides)) - start * dtype.unit_bytes) for box in flat_boxes(shape, start, stop)
+        (box, sum(map(mul, box.origin, strides)) - start * dtype.unit_bytes)
+        for box in list_flat_boxes(shape, start, stop)
     )
 
 
-def narrow(chunk: Chunk, box: Box) -> Chunk:
+def narrow_chunk(chunk: Chunk, box: Box) -> Chunk:
     """The part of a chunk that holds `box`, which must lie inside it.
 
     Raises UnsupportedError if an edge falls inside a unit of a type narrower than a byte.
     """
     if box is chunk.box or box == chunk.box:
         return chunk
-    if isinstance(chunk.where, Fill):
+    if isinstance(chunk.where, ConstantFill):
         return replace(chunk, box=box)
     if len(chunk.where.strides) != len(box.origin):  # rows of a narrow type that do not end on a byte
         raise UnsupportedError(

@@ -69,7 +69,7 @@ class Mesh:
             raise UsageError(
                 f"unknown mesh axis {unknown[0]!r}", hint=f"the axes are {', '.join((*AXES, *EXPERT_AXES))}"
             )
-        return cls(tuple((name, degrees.get(name, 1)) for name in AXES), ep, _etp(ep, etp, degrees))
+        return cls(tuple((name, degrees.get(name, 1)) for name in AXES), ep, _choose_etp(ep, etp, degrees))
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -91,7 +91,7 @@ class Mesh:
             named[name] = int(degree)
         ep, etp = named.pop("ep", 1), named.pop("etp", None)
         rest = tuple((name, 1) for name in AXES if name not in named)
-        return cls((*rest, *named.items()), ep, _etp(ep, etp, named))
+        return cls((*rest, *named.items()), ep, _choose_etp(ep, etp, named))
 
     def degree(self, axis: str) -> int:
         """How many ranks the axis has.
@@ -157,7 +157,7 @@ class Mesh:
         return " x ".join(sizes) or "one device"
 
 
-def _etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:
+def _choose_etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:
     """The degree of etp; by default, experts that ep does not divide are cut by tp, as vLLM and transformers do."""
     if etp is not None:
         return etp

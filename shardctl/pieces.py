@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardctl.errors import CutError, UsageError
 from shardctl.mesh import HOLDING, REPLICATING
-from shardctl.placement import boxes, check
-from shardctl.value import value
+from shardctl.placement import check_cuts, compute_rank_boxes
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.manifest import Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import Spec, Where
+    from shardctl.placement import PartitionSpec, Where
 
 
-@value
-class Held:
+@value_class
+class TensorShard:
     """What one rank holds of one tensor."""
 
     tensor: Tensor
@@ -35,11 +35,11 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedCheckpoint:
     """A checkpoint cut for a mesh."""
 
     tensors: tuple[Tensor, ...]
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, PartitionSpec]
     """By tensor name."""
     mesh: Mesh
     stages: tuple[int, ...]
@@ -47,7 +47,7 @@ class Placed:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The names, by tensor name, under which tensors are held, if not the canonical ones."""
 
-    def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[Held]]]:
+    def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[TensorShard]]]:
         """Every rank with what it holds that no earlier rank is a replica of, in model order.
 
         With `replicas`, everything it holds. Ranks of dp and cp replicate what is not an expert's; of an expert, the
@@ -57,29 +57,31 @@ class Placed:
         """
         kinds, kind_of = self._kinds()
         stages = self._on_stages(kind_of)
-        alike: dict[tuple[object, ...], list[Held]] = {}
+        alike: dict[tuple[object, ...], list[TensorShard]] = {}
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
-            dense, expert = (True, True) if replicas else _first(at)
+            dense, expert = (True, True) if replicas else _flag_first_holder(at)
             key = (dense, expert, *(at[axis] for axis in HOLDING))
             if key not in alike:
                 parts = [
-                    tuple(boxes(shape, spec, self.mesh, at)) if (expert if spec.of_expert else dense) else ()
+                    tuple(compute_rank_boxes(shape, spec, self.mesh, at))
+                    if (expert if spec.of_expert else dense)
+                    else ()
                     for shape, spec in kinds
                 ]
                 alike[key] = [
-                    Held(tensor, names, parts[kind]) for tensor, names, kind in stages[at["pp"]] if parts[kind]
+                    TensorShard(tensor, names, parts[kind]) for tensor, names, kind in stages[at["pp"]] if parts[kind]
                 ]
             yield rank, alike[key]
 
-    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], Spec]], list[int]]:
+    def _kinds(self) -> tuple[list[tuple[tuple[int, ...], PartitionSpec]], list[int]]:
         """The pairs of shape and cuts, of which a model has few, and which one each tensor is.
 
         The rows of a table share their cuts, so cuts are told apart by which object they are: to hash them would take
         longer than all else here, and two kinds that are equal do no harm.
         """
         numbers: dict[tuple[object, ...], int] = {}
-        kinds: list[tuple[tuple[int, ...], Spec]] = []
+        kinds: list[tuple[tuple[int, ...], PartitionSpec]] = []
         examples: list[str] = []
         kind_of = []
         for tensor in self.tensors:
@@ -92,7 +94,7 @@ class Placed:
             kind_of.append(number)
         specs = [spec for _, spec in kinds]
         for name, (shape, spec) in zip(examples, kinds, strict=True):
-            check(name, shape, spec, self.mesh, beside=specs)
+            check_cuts(name, shape, spec, self.mesh, beside=specs)
         return kinds, kind_of
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
@@ -121,12 +123,14 @@ class Placed:
         return stages
 
 
-def _first(at: Mapping[str, int]) -> tuple[bool, bool]:
+def _flag_first_holder(at: Mapping[str, int]) -> tuple[bool, bool]:
     """Whether no earlier rank holds the same dense weights, and whether none holds the same experts."""
     return all(at[axis] == 0 for axis in REPLICATING), at["replica"] == 0
 
 
-def layer_costs(tensors: Iterable[Tensor], specs: Mapping[str, Spec], layers: int) -> tuple[list[int], int, int]:
+def compute_layer_costs(
+    tensors: Iterable[Tensor], specs: Mapping[str, PartitionSpec], layers: int
+) -> tuple[list[int], int, int]:
     """Bytes of each layer, of what only the first stage holds, and of what only the last stage holds."""
     costs, first, last = [0] * layers, 0, 0
     for tensor in tensors:
@@ -140,7 +144,7 @@ def layer_costs(tensors: Iterable[Tensor], specs: Mapping[str, Spec], layers: in
     return costs, first, last
 
 
-def balance(costs: Sequence[int], first: int, last: int, count: int) -> tuple[int, ...]:
+def balance_stages(costs: Sequence[int], first: int, last: int, count: int) -> tuple[int, ...]:
     """Layers per stage, contiguous, so that the heaviest stage is as light as it can be.
 
     `first` and `last` are what the first and the last stage hold besides layers. Ties are broken towards even counts.
@@ -158,18 +162,18 @@ def balance(costs: Sequence[int], first: int, last: int, count: int) -> tuple[in
     low, high = max([*costs, first, last], default=0), sum(costs) + first + last
     while low < high:
         middle = (low + high) // 2
-        if _fill(costs, first, last, count, middle):
+        if _fill_stages(costs, first, last, count, middle):
             high = middle
         else:
             low = middle + 1
-    found = _fill(costs, first, last, count, low)
+    found = _fill_stages(costs, first, last, count, low)
     assert found is not None  # noqa: S101 - the sum of everything always fits
     return found
 
 
-def _fill(costs: Sequence[int], first: int, last: int, count: int, limit: int) -> tuple[int, ...] | None:
+def _fill_stages(costs: Sequence[int], first: int, last: int, count: int, limit: int) -> tuple[int, ...] | None:
     """Stages under `limit`, each as even as the limit allows, or None; every stage gets at least one layer."""
-    needed = _stages_needed(costs, last, limit)
+    needed = _count_stages_needed(costs, last, limit)
     stages: list[int] = []
     position = 0
     for stage in range(count):
@@ -189,7 +193,7 @@ def _fill(costs: Sequence[int], first: int, last: int, count: int, limit: int) -
     return tuple(stages) if position == len(costs) else None
 
 
-def _stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
+def _count_stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
     """How few stages under `limit` hold the layers from each one on, the final stage also `last`."""
     needed, stages, load = [0] * len(costs), 1, last
     for position in reversed(range(len(costs))):
@@ -200,7 +204,7 @@ def _stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
     return needed
 
 
-def even_stages(layers: int, count: int) -> tuple[int, ...]:
+def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
     """Layers per stage, as even as can be: the first stages have the layers that are left over.
 
     Raises CutError if there are more stages than layers.

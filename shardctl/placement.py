@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.box import Box
 from shardctl.errors import CutError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ Where = Literal["first", "layer", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class CutSection:
     """A stretch of a dim that is cut by itself, such as the q rows of a fused qkv."""
 
     size: int
@@ -38,18 +38,18 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class AxisCut:
     """One mesh axis cutting one dim."""
 
     axis: str
     """The mesh axis."""
-    sections: tuple[Section, ...] = ()
+    sections: tuple[CutSection, ...] = ()
     """The sections of the dim, each divided exactly; empty means any extent in ceil-sized parts, as `torch.chunk`
     does for FSDP: the last part may be short and trailing parts empty."""
 
 
-@value
-class Member:
+@value_class
+class GroupMember:
     """A tensor that is one of many alike, which a mesh axis divides among its ranks whole: one expert of all."""
 
     axis: str
@@ -59,14 +59,14 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Spec:
+class PartitionSpec:
     """How one tensor is cut and on which stage it lives; a partition spec with units."""
 
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[AxisCut, ...], ...]
     """For each dim, the cuts in the order they are made: a later one divides what the earlier one left."""
     where: tuple[tuple[Where, int], ...] = (("layer", 0),)
     """The stages that hold the tensor: `("layer", n)` for layer n; a tied weight can be on two."""
-    member: Member | None = None
+    member: GroupMember | None = None
     """Set for a tensor that only some ranks of an axis hold."""
 
     @cached_property
@@ -81,7 +81,7 @@ class Spec:
         return not {*EXPERT_AXES, EXPERT_FSDP}.isdisjoint(self.axes)
 
 
-def intervals(extent: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
+def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
     """What the rank at coordinate `at` holds of a dim of `extent`, as ordered disjoint intervals.
 
     Raises CutError if the extent cannot be divided exactly where it must be.
@@ -92,23 +92,25 @@ def intervals(extent: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int
         if degree == 1:
             continue
         index = at[cut.axis]
-        held = _sectioned(held, cut, degree, index) if cut.sections else _chunked(held, degree, index)
+        held = _cut_sections(held, cut, degree, index) if cut.sections else _cut_ceil_parts(held, degree, index)
     return held
 
 
-def boxes(shape: Sequence[int], spec: Spec, mesh: Mesh, at: Mapping[str, int]) -> list[Box]:
+def compute_rank_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, at: Mapping[str, int]) -> list[Box]:
     """The boxes that the rank at `at` holds of a tensor of `shape`, in row-major order; stages are not considered."""
     if spec.member and at[spec.member.axis] != spec.member.index * mesh.degree(spec.member.axis) // spec.member.count:
         return []
     if not all(shape) or not spec.cuts:  # a tensor without elements is one all the same
         return [Box.whole(shape)]
-    held = [intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
+    held = [compute_intervals(extent, cuts, mesh, at) for extent, cuts in zip(shape, spec.cuts, strict=True)]
     return [
         Box(tuple(start for start, _ in part), tuple(stop - start for start, stop in part)) for part in product(*held)
     ]
 
 
-def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh, *, beside: Iterable[Spec] = ()) -> None:
+def check_cuts(
+    name: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, *, beside: Iterable[PartitionSpec] = ()
+) -> None:
     """Raise CutError, naming the tensor and the degrees that work, if the mesh cannot cut it.
 
     `beside` says how other tensors are cut, for which those degrees must work as well.
@@ -120,46 +122,48 @@ def check(name: str, shape: Sequence[int], spec: Spec, mesh: Mesh, *, beside: It
             ruled = sum(section.size for section in cut.sections)
             if cut.sections and ruled != extent:
                 raise CutError(f"{name} {list(shape)} has a dim of {extent} where its rule has {ruled}")
-    for cut in _exact(spec):
+    for cut in _list_exact_cuts(spec):
         degree = mesh.degree(cut.axis)
         for section in cut.sections:
-            if not divides(section, degree):
+            if not can_divide(section, degree):
                 units = section.size // section.unit
                 raise CutError(
                     f"cannot split {name} {list(shape)} over {cut.axis}={degree}: "
                     f"{units} {section.noun or 'rows or columns'}",
-                    hint=_advice(cut.axis, degree, (spec, *beside)),
+                    hint=_suggest_degrees(cut.axis, degree, (spec, *beside)),
                 )
 
 
-def _exact(spec: Spec) -> Iterator[Cut]:
+def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
     """The cuts of a tensor, and which of the experts a rank has as one more."""
     if spec.member:
-        yield Cut(spec.member.axis, (Section(spec.member.count, noun="experts"),))
+        yield AxisCut(spec.member.axis, (CutSection(spec.member.count, noun="experts"),))
     for cuts in spec.cuts:
         yield from cuts
 
 
-def divides(section: Section, degree: int) -> bool:
+def can_divide(section: CutSection, degree: int) -> bool:
     """Whether `degree` ranks can share the section's units evenly."""
     units = section.size // section.unit
     return units % degree == 0 or (section.shared and degree % units == 0)
 
 
-def _advice(axis: str, degree: int, specs: Iterable[Spec]) -> str:
+def _suggest_degrees(axis: str, degree: int, specs: Iterable[PartitionSpec]) -> str:
     """Which degrees of an axis work for all of `specs`, and whether sharing heads would make `degree` one of them."""
-    sections = {section for spec in specs for cut in _exact(spec) if cut.axis == axis for section in cut.sections}
+    sections = {
+        section for spec in specs for cut in _list_exact_cuts(spec) if cut.axis == axis for section in cut.sections
+    }
     most = min((s.size // s.unit for s in sections if not s.shared), default=degree)
-    degrees = [str(d) for d in range(1, most + 1) if all(divides(s, d) for s in sections)]
+    degrees = [str(d) for d in range(1, most + 1) if all(can_divide(s, d) for s in sections)]
     shown = degrees if len(degrees) < 10 else [*degrees[:8], "...", degrees[-1]]  # noqa: PLR2004 - a line's worth
     listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
-    refusing = [section for section in sections if not divides(section, degree)]
+    refusing = [section for section in sections if not can_divide(section, degree)]
     heads = all(s.noun.startswith("key") and degree % (s.size // s.unit) == 0 for s in refusing)
     also = ", or --kv-heads replicate to keep each head on several ranks" if heads else ""
     return f"use --{axis} {listed}{also}"
 
 
-def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> list[Interval]:
+def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: int) -> list[Interval]:
     whole = sum(section.size for section in cut.sections)
     if sum(stop - start for start, stop in held) != whole:
         raise CutError(f"an exact cut over {cut.axis} must come before any other cut of the same dim")
@@ -178,12 +182,12 @@ def _sectioned(held: Sequence[Interval], cut: Cut, degree: int, index: int) -> l
         else:
             raise CutError(f"{units} {section.noun or 'elements'} do not divide over {cut.axis}={degree}")
         start = origin + first * section.unit
-        _append(result, (start, start + share * section.unit))
+        _append_interval(result, (start, start + share * section.unit))
         origin += section.size
     return result
 
 
-def ceil_sized(total: int, degree: int, index: int) -> tuple[int, int]:
+def compute_ceil_part(total: int, degree: int, index: int) -> tuple[int, int]:
     """Where the part of one of `degree` ranks begins and ends, if parts are ceil-sized.
 
     >>> [ceil_sized(10, 4, index) for index in range(4)]
@@ -193,19 +197,19 @@ def ceil_sized(total: int, degree: int, index: int) -> tuple[int, int]:
     return min(index * part, total), min((index + 1) * part, total)
 
 
-def _chunked(held: Sequence[Interval], degree: int, index: int) -> list[Interval]:
-    low, high = ceil_sized(sum(stop - start for start, stop in held), degree, index)
+def _cut_ceil_parts(held: Sequence[Interval], degree: int, index: int) -> list[Interval]:
+    low, high = compute_ceil_part(sum(stop - start for start, stop in held), degree, index)
     result: list[Interval] = []
     position = 0
     for start, stop in held:
         a, b = max(low - position, 0), min(high - position, stop - start)
         if a < b:
-            _append(result, (start + a, start + b))
+            _append_interval(result, (start + a, start + b))
         position += stop - start
     return result
 
 
-def _append(held: list[Interval], new: Interval) -> None:
+def _append_interval(held: list[Interval], new: Interval) -> None:
     if new[0] == new[1]:
         return
     if held and held[-1][1] == new[0]:

@@ -12,9 +12,9 @@ from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_from_text, name_to_bytes, name_to_text
-from shardctl.workers import heed
+from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.storage import Source
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 RECORD: Final = "shardctl.json"
 SUMS: Final = "SHA256SUMS"
@@ -45,7 +45,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Hashed:
+class HashedSpans:
     """The SHA-256 of what a file holds besides tensors: its header, or all of it."""
 
     spans: tuple[tuple[int, int], ...]
@@ -53,7 +53,7 @@ class Hashed:
     sha256: str
 
 
-def hash_spans(file: Path, spans: Sequence[tuple[int, int]], stop: Stop | None = None) -> Hashed:
+def hash_file_spans(file: Path, spans: Sequence[tuple[int, int]], stop: StopRequest | None = None) -> HashedSpans:
     """Hash `(offset, bytes)` parts of a file, one after another; raises OSError if it cannot be read, Interrupted."""
     with file.open("rb") as data:
 
@@ -61,22 +61,26 @@ def hash_spans(file: Path, spans: Sequence[tuple[int, int]], stop: Stop | None =
             data.seek(offset)
             return data.read(size)
 
-        return _hashed(read_at, spans, stop)
+        return _hash_spans(read_at, spans, stop)
 
 
-def hash_parts(source: Source, path: str, spans: Sequence[tuple[int, int]], stop: Stop | None = None) -> Hashed:
+def hash_source_spans(
+    source: Source, path: str, spans: Sequence[tuple[int, int]], stop: StopRequest | None = None
+) -> HashedSpans:
     """The same of a file of a source; raises what its reads raise."""
-    return _hashed(lambda offset, size: read(source, path, offset, size), spans, stop)
+    return _hash_spans(lambda offset, size: read_bytes(source, path, offset, size), spans, stop)
 
 
-def _hashed(read_at: Callable[[int, int], bytes], spans: Sequence[tuple[int, int]], stop: Stop | None) -> Hashed:
+def _hash_spans(
+    read_at: Callable[[int, int], bytes], spans: Sequence[tuple[int, int]], stop: StopRequest | None
+) -> HashedSpans:
     state = hashlib.sha256()
     for offset, size in spans:
         for start in range(0, size, _READ_BYTES):
             if stop is not None:
-                heed(stop)
+                raise_if_stopped(stop)
             state.update(read_at(offset + start, min(_READ_BYTES, size - start)))
-    return Hashed(tuple(spans), state.hexdigest())
+    return HashedSpans(tuple(spans), state.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class RecordedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class CheckpointRecord:
     """Everything `shardctl.json` says."""
 
     version: str
@@ -118,7 +122,7 @@ class Record:
     """Options that shaped the bytes, such as the cast."""
     files: Mapping[str, int]
     """Bytes of every file of the directory except this one; in JSON, names are kept as `byte_names` says."""
-    hashes: Mapping[str, Hashed] = field(default_factory=dict)
+    hashes: Mapping[str, HashedSpans] = field(default_factory=dict)
     """Of every byte of those files that is not an element of a tensor; elements have digests."""
     tensors: Mapping[str, RecordedTensor] = field(default_factory=dict)
 
@@ -128,14 +132,14 @@ class Record:
         return not {"include", "exclude", "left_out"}.isdisjoint(self.options)
 
 
-def sums_line(sha256: str, path: str) -> bytes:
+def format_sums_line(sha256: str, path: str) -> bytes:
     """A line of `SHA256SUMS`; a name that would break it is escaped as coreutils does (`cksum.c`)."""
     name = name_to_bytes(path)
     escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
     return (b"" if escaped == name else b"\\") + sha256.encode() + b"  " + escaped + b"\n"
 
 
-def dump(record: Record) -> bytes:
+def encode_record(record: CheckpointRecord) -> bytes:
     """The record as deterministic JSON, one tensor and one hash a line, sealed with a hash of itself."""
     files = list(record.files)
     number = {path: i for i, path in enumerate(files)}
@@ -146,12 +150,14 @@ def dump(record: Record) -> bytes:
         "layout": record.layout,
         "digest": record.digest,
         "source_digest": record.source_digest,
-        "source": {key: _with_text_names(value) if key == "files" else value for key, value in record.source.items()},
+        "source": {
+            key: _convert_names_to_text(value) if key == "files" else value for key, value in record.source.items()
+        },
         "mesh": asdict(record.mesh) if record.mesh else None,
         "stages": list(record.stages),
         "architecture": record.architecture,
         "options": dict(record.options),
-        "files": _with_text_names(record.files),
+        "files": _convert_names_to_text(record.files),
     }
     lines = []
     for name, tensor in record.tensors.items():
@@ -174,11 +180,11 @@ def dump(record: Record) -> bytes:
     return body + _SEAL + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
-def _with_text_names(files: Mapping[str, int]) -> dict[str, int]:
+def _convert_names_to_text(files: Mapping[str, int]) -> dict[str, int]:
     return {name_to_text(path): size for path, size in files.items()}
 
 
-def load(data: bytes, path: str = RECORD) -> Record:
+def parse_record(data: bytes, path: str = RECORD) -> CheckpointRecord:
     """Read a record; raises SourceError if it is not one or was written by a later shardctl."""
     try:
         raw = parse_json(data, path, RECORD_TEXT, hint=_DAMAGED.format(path))
@@ -188,21 +194,21 @@ def load(data: bytes, path: str = RECORD) -> Record:
                 hint="use the version of shardctl that wrote it, or a newer one",
             )
         _check_seal(data, str(raw["seal"]))
-        files = _files(raw["files"])
-        return Record(
-            version=_text(raw["version"]),
-            plan=_text(raw["plan"]),
-            layout=_text(raw["layout"]),
-            digest=_text(raw["digest"]),
-            source_digest=_text(raw["source_digest"]),
-            source=_source(raw["source"]),
-            mesh=_mesh(raw["mesh"]) if raw["mesh"] is not None else None,
-            stages=_counts(raw["stages"]),
-            architecture=_text(raw["architecture"]),
-            options={key: _text(value) for key, value in raw["options"].items()},
+        files = _parse_files(raw["files"])
+        return CheckpointRecord(
+            version=_parse_text(raw["version"]),
+            plan=_parse_text(raw["plan"]),
+            layout=_parse_text(raw["layout"]),
+            digest=_parse_text(raw["digest"]),
+            source_digest=_parse_text(raw["source_digest"]),
+            source=_parse_source(raw["source"]),
+            mesh=_parse_mesh(raw["mesh"]) if raw["mesh"] is not None else None,
+            stages=_parse_counts(raw["stages"]),
+            architecture=_parse_text(raw["architecture"]),
+            options={key: _parse_text(value) for key, value in raw["options"].items()},
             files=files,
-            hashes={name_from_text(path): _hashes(path, row, files) for path, row in raw["hashes"].items()},
-            tensors=_checked({name: _tensor(row, list(files)) for name, row in raw["tensors"].items()}),
+            hashes={name_from_text(path): _parse_hashes(path, row, files) for path, row in raw["hashes"].items()},
+            tensors=_check_names({name: _parse_tensor(row, list(files)) for name, row in raw["tensors"].items()}),
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, UsageError) as error:
         raise SourceError(
@@ -216,43 +222,46 @@ def _check_seal(data: bytes, seal: str) -> None:
         raise ValueError("its seal does not fit its content")
 
 
-def _text(value: object) -> str:
+def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.80} where text is expected")
     return value
 
 
-def _texts(values: Sequence[object]) -> tuple[str, ...]:
-    return tuple(map(_text, values))
+def _parse_texts(values: Sequence[object]) -> tuple[str, ...]:
+    return tuple(map(_parse_text, values))
 
 
-def _count(value: object) -> int:
+def _parse_count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
         raise TypeError(f"{value!r:.80} where a size or a position is expected")
     return value
 
 
-def _counts(values: Sequence[object]) -> tuple[int, ...]:
-    return tuple(map(_count, values))
+def _parse_counts(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(map(_parse_count, values))
 
 
-def _files(sizes: Mapping[str, object]) -> dict[str, int]:
-    return {name_from_text(path): _count(size) for path, size in sizes.items()}
+def _parse_files(sizes: Mapping[str, object]) -> dict[str, int]:
+    return {name_from_text(path): _parse_count(size) for path, size in sizes.items()}
 
 
-def _source(raw: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {key: _text(value) for key, value in raw.items() if key != "files"}
-    return texts | ({"files": _files(raw["files"])} if "files" in raw else {})
+def _parse_source(raw: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {key: _parse_text(value) for key, value in raw.items() if key != "files"}
+    return texts | ({"files": _parse_files(raw["files"])} if "files" in raw else {})
 
 
-def _mesh(raw: Mapping[str, Any]) -> Mesh:
-    return Mesh(tuple((_text(name), _count(degree)) for name, degree in raw["axes"]), *_counts((raw["ep"], raw["etp"])))
+def _parse_mesh(raw: Mapping[str, Any]) -> Mesh:
+    return Mesh(
+        tuple((_parse_text(name), _parse_count(degree)) for name, degree in raw["axes"]),
+        *_parse_counts((raw["ep"], raw["etp"])),
+    )
 
 
-def _hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> Hashed:
+def _parse_hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> HashedSpans:
     """The hash of a file that the record lists, of parts that follow one another in it."""
     spans, sha256 = row
-    hashed = Hashed(tuple((_count(start), _count(size)) for start, size in spans), _text(sha256))
+    hashed = HashedSpans(tuple((_parse_count(start), _parse_count(size)) for start, size in spans), _parse_text(sha256))
     end = 0
     for start, size in hashed.spans:
         if start < end:
@@ -263,22 +272,22 @@ def _hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> Hashed:
     return hashed
 
 
-def _tensor(row: Mapping[str, Any], files: Sequence[str]) -> RecordedTensor:
+def _parse_tensor(row: Mapping[str, Any], files: Sequence[str]) -> RecordedTensor:
     return RecordedTensor(
         dtype=BY_NAME[row["dtype"]],
-        shape=_counts(row["shape"]),
-        digest=_text(row["digest"]),
-        source_digest=_text(row.get("source_digest", row["digest"])),
-        ties=_texts(row.get("ties", ())),
-        spelling=_texts(row.get("spelling", ())),
+        shape=_parse_counts(row["shape"]),
+        digest=_parse_text(row["digest"]),
+        source_digest=_parse_text(row.get("source_digest", row["digest"])),
+        ties=_parse_texts(row.get("ties", ())),
+        spelling=_parse_texts(row.get("spelling", ())),
         stored=tuple(
-            StoredBox(files[_count(file)], _text(name), Box(_counts(origin), _counts(shape)))
+            StoredBox(files[_parse_count(file)], _parse_text(name), Box(_parse_counts(origin), _parse_counts(shape)))
             for file, name, origin, shape in row["stored"]
         ),
     )
 
 
-def _checked(tensors: dict[str, RecordedTensor]) -> dict[str, RecordedTensor]:
+def _check_names(tensors: dict[str, RecordedTensor]) -> dict[str, RecordedTensor]:
     """The tensors, if each name is that of one: layouts would write two arrays of one name."""
     names = set(tensors)
     for name, tensor in tensors.items():

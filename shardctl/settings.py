@@ -25,16 +25,16 @@ def as_setting(node: object) -> tuple[Setting] | None:
     >>> as_setting([0.9, 0.95]), as_setting(None), as_setting({"lr": 0.1})
     (((0.9, 0.95),), (None,), None)
     """
-    return (_frozen(node),) if _count(node, _DEPTH, _LONGEST) <= _LONGEST else None
+    return (_freeze_setting(node),) if _count_values(node, _DEPTH, _LONGEST) <= _LONGEST else None
 
 
-def _count(node: object, depth: int, most: int) -> int:
+def _count_values(node: object, depth: int, most: int) -> int:
     """Values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
     if not isinstance(node, list | tuple):
         return 1 if _is_plain(node) else most + 1
     found = 0
     for part in node if depth else ():
-        found += _count(part, depth - 1, most - found)
+        found += _count_values(part, depth - 1, most - found)
         if found > most:
             return found
     return max(found, 1) if depth else most + 1
@@ -62,5 +62,5 @@ def as_steps(setting: Setting) -> int | None:
     return int(setting) if setting == int(setting) else None
 
 
-def _frozen(node: Any) -> Setting:  # noqa: ANN401 - a node that was found to be a setting
-    return tuple(map(_frozen, node)) if isinstance(node, list | tuple) else node
+def _freeze_setting(node: Any) -> Setting:  # noqa: ANN401 - a node that was found to be a setting
+    return tuple(map(_freeze_setting, node)) if isinstance(node, list | tuple) else node

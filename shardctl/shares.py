@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, BoxIndex, disjoint
+from shardctl.box import Box, BoxIndex, make_disjoint
 from shardctl.copyplan import CopyPlan
-from shardctl.manifest import Fill
+from shardctl.manifest import ConstantFill
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class WorkerPortion:
     """A box of a tensor that one worker moves."""
 
     box: Box
@@ -25,12 +25,12 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerShare:
     """What one worker does."""
 
     plan: CopyPlan
     """The whole plan, without what other workers write."""
-    portions: Mapping[str, tuple[Portion, ...]]
+    portions: Mapping[str, tuple[WorkerPortion, ...]]
     """By tensor the boxes to move, disjoint; a tensor that is missing here is moved whole, and all of it counts."""
     first: frozenset[str]
     """The tensors whose first box is here: what must be looked at once, by somebody, is looked at by this worker."""
@@ -49,24 +49,24 @@ class Share:
             copy.reads[position].dtype.nbytes(common.shape)
             for portion in portions
             for position, common in index.overlapping(portion.box)
-            if not isinstance(copy.reads[position].where, Fill)
+            if not isinstance(copy.reads[position].where, ConstantFill)
         )
 
 
-def whole(plan: CopyPlan) -> Share:
+def share_whole_plan(plan: CopyPlan) -> WorkerShare:
     """All of a plan, for one worker."""
-    return Share(plan, {}, frozenset(plan.have.tensors))
+    return WorkerShare(plan, {}, frozenset(plan.have.tensors))
 
 
-def divide(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
+def divide_files(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
     """The files of each of `count` workers: every file once, and the heaviest worker as light as neighbours allow.
 
     Files that hold the same tensors are neighbours, and neighbours go to one worker: what they share is then read by
     one worker instead of several.
     """
-    order = _neighbours(plan)
+    order = _order_files(plan)
     sizes = [plan.want.files[path].size for path in order]
-    bound = _lightest(sizes, count)
+    bound = _find_lightest_bound(sizes, count)
     groups: list[list[str]] = [[]]
     weight = 0
     for path, size in zip(order, sizes, strict=True):
@@ -78,7 +78,7 @@ def divide(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
     return (*map(tuple, groups), *(() for _ in range(count - len(groups))))
 
 
-def gathered(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
+def group_files(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
     """The files that hold tensors, in groups to be written one after another.
 
     Files that share tensors are in one group, because what they share is then read once, unless it would have more than
@@ -91,7 +91,7 @@ def gathered(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
     groups: list[list[str]] = []
     shared: set[str] = set()
     weight = 0
-    for path in _neighbours(plan):
+    for path in _order_files(plan):
         size = plan.want.files[path].size
         if not names[path]:
             continue
@@ -104,7 +104,7 @@ def gathered(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _neighbours(plan: CopyPlan) -> list[str]:
+def _order_files(plan: CopyPlan) -> list[str]:
     """The files in the order in which the source holds their first tensor."""
     first = dict.fromkeys(plan.want.files, len(plan.copies))
     for number, copy in enumerate(plan.copies):
@@ -113,19 +113,19 @@ def _neighbours(plan: CopyPlan) -> list[str]:
     return sorted(plan.want.files, key=lambda path: (first[path], path))
 
 
-def _lightest(sizes: Sequence[int], count: int) -> int:
+def _find_lightest_bound(sizes: Sequence[int], count: int) -> int:
     """The least bytes that the heaviest of `count` workers can have, if each takes a run of the files."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2
-        if _runs(sizes, middle) <= count:
+        if _count_runs(sizes, middle) <= count:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _runs(sizes: Iterable[int], bound: int) -> int:
+def _count_runs(sizes: Iterable[int], bound: int) -> int:
     runs, weight = 1, 0
     for size in sizes:
         if weight and weight + size > bound:
@@ -134,16 +134,16 @@ def _runs(sizes: Iterable[int], bound: int) -> int:
     return runs
 
 
-def share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) -> Share:
+def build_share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) -> WorkerShare:
     """The part of `plan` that worker `number` does, when worker i writes the files `groups[i]`."""
     writer = {path: worker for worker, paths in enumerate(groups) for path in paths}
-    known: dict[object, tuple[Portion, ...]] = {}
+    known: dict[object, tuple[WorkerPortion, ...]] = {}
     copies: list[TensorCopy] = []
-    portions: dict[str, tuple[Portion, ...]] = {}
+    portions: dict[str, tuple[WorkerPortion, ...]] = {}
     first: set[str] = set()
     for copy in plan.copies:
         chunks = copy.target.chunks
-        writers = [0 if isinstance(c.where, Fill) else writer[c.where.file] for c in chunks]
+        writers = [0 if isinstance(c.where, ConstantFill) else writer[c.where.file] for c in chunks]
         if (writers[0] if writers else 0) == number:
             first.add(copy.source.name)
         if number not in writers and (writers or number):
@@ -153,29 +153,29 @@ def share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) -> Share
         if len(set(writers)) > 1:
             key = (*(chunk.box for chunk in chunks), *writers)
             if key not in known:
-                known[key] = _portions([chunk.box for chunk in chunks], writers, number)
+                known[key] = _split_portions([chunk.box for chunk in chunks], writers, number)
             portions[copy.source.name] = known[key]
     want = replace(
         plan.want,
         tensors={copy.source.name: copy.target for copy in copies},
         files={path: plan.want.files[path] for path in groups[number]},
     )
-    return Share(CopyPlan(plan.have, want, tuple(copies)), portions, frozenset(first))
+    return WorkerShare(CopyPlan(plan.have, want, tuple(copies)), portions, frozenset(first))
 
 
-def _portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -> tuple[Portion, ...]:
+def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -> tuple[WorkerPortion, ...]:
     """The boxes that a worker writes, apart by whether they count for it: each element counts for its first writer."""
-    parts = disjoint(boxes)
+    parts = make_disjoint(boxes)
     index = BoxIndex([box for _, box in parts])
-    own = disjoint([box for box, writer in zip(boxes, writers, strict=True) if writer == number])
+    own = make_disjoint([box for box, writer in zip(boxes, writers, strict=True) if writer == number])
     found: dict[bool, list[Box]] = {True: [], False: []}
     for _, box in own:
         for position, common in index.overlapping(box):
             found[writers[parts[position][0]] == number].append(common)
-    return tuple(Portion(box, counted) for counted, group in found.items() for box in merged(group))
+    return tuple(WorkerPortion(box, counted) for counted, group in found.items() for box in merge_boxes(group))
 
 
-def merged(boxes: Iterable[Box]) -> list[Box]:
+def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
     """Fewer disjoint boxes with the same union: neighbours that differ in one dim only become one.
 
     >>> [str(box) for box in merged([Box((0, 2), (4, 2)), Box((0, 0), (4, 2)), Box((4, 0), (1, 4))])]
@@ -185,16 +185,16 @@ def merged(boxes: Iterable[Box]) -> list[Box]:
     for dim in reversed(range(len(found[0].shape) if found else 0)):
         lines: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = {}
         for box in found:
-            lines.setdefault((_without(box.origin, dim), _without(box.shape, dim)), []).append(box)
-        found = [box for line in lines.values() for box in _joined(line, dim)]
+            lines.setdefault((_drop_dim(box.origin, dim), _drop_dim(box.shape, dim)), []).append(box)
+        found = [box for line in lines.values() for box in _join_along_dim(line, dim)]
     return sorted(found, key=lambda box: box.origin)
 
 
-def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _joined(line: list[Box], dim: int) -> list[Box]:
+def _join_along_dim(line: list[Box], dim: int) -> list[Box]:
     """Boxes that differ in one dim, with those that touch made one."""
     ordered = sorted(line, key=lambda box: box.origin[dim])
     joined = ordered[:1]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.errors import SourceError
-from shardctl.manifest import Group, Training
+from shardctl.manifest import ParameterGroup, TrainingState
 from shardctl.settings import Setting, as_setting, as_steps, is_text
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 ROOT: Final = "optimizer"
 """The first word of the canonical name of every optimizer state."""
 SETTINGS: Final = "optimizer.json"
-"""The file beside tensors that says what `Training` has besides them, where the layout has no place of its own."""
+"""The file beside tensors that says what `TrainingState` has besides them, where the layout has no place of its own."""
 _WORDS: Final = 3
 
 
-def state_name(state: str, parameter: str) -> str:
+def format_state_name(state: str, parameter: str) -> str:
     """The canonical name of an optimizer state; dots in the state's own name become slashes.
 
     >>> state_name("exp_avg", "lm_head.weight")
@@ -30,7 +30,7 @@ def state_name(state: str, parameter: str) -> str:
     return f"{ROOT}.{state.replace('.', '/')}.{parameter}"
 
 
-def split_state(name: str) -> tuple[str, str] | None:
+def split_state_name(name: str) -> tuple[str, str] | None:
     """The state and the parameter of a canonical name; None if it is not one of a state.
 
     >>> split_state("optimizer.exp_avg.lm_head.weight")
@@ -43,43 +43,46 @@ def split_state(name: str) -> tuple[str, str] | None:
     return (words[1], words[2]) if len(words) == _WORDS else None
 
 
-def with_states(manifest: Manifest) -> Manifest:
+def add_states(manifest: Manifest) -> Manifest:
     """The manifest with its optimizer states among its tensors, after the weights."""
     if manifest.training is None or not manifest.training.states:
         return manifest
     return replace(manifest, tensors={**manifest.tensors, **manifest.training.states})
 
 
-def found_states(manifest: Manifest, settings: bytes | None) -> Manifest:
+def separate_states(manifest: Manifest, settings: bytes | None) -> Manifest:
     """The manifest with those tensors that are states of others by their names as its training.
 
     `settings` is what `SETTINGS` holds. Raises SourceError if it is malformed.
     """
     states = {}
     for name, tensor in manifest.tensors.items():
-        parts = split_state(name)
+        parts = split_state_name(name)
         if parts is not None and parts[1] in manifest.tensors:
             states[name] = tensor
     if not states:
         return manifest
-    step, groups = load_settings(settings) if settings is not None else (None, ())
+    step, groups = parse_settings(settings) if settings is not None else (None, ())
     tensors = {name: tensor for name, tensor in manifest.tensors.items() if name not in states}
-    return replace(manifest, tensors=tensors, training=Training(step=step, states=states, groups=groups))
+    return replace(manifest, tensors=tensors, training=TrainingState(step=step, states=states, groups=groups))
 
 
-def dump_settings(training: Training) -> bytes:
+def encode_settings(training: TrainingState) -> bytes:
     """Step and groups as JSON."""
     groups = [{"parameters": list(g.parameters), "settings": dict(g.settings)} for g in training.groups]
     return (json.dumps({"step": training.step, "groups": groups}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
-    """What `dump_settings` wrote; raises SourceError if it did not."""
+def parse_settings(data: bytes) -> tuple[int | None, tuple[ParameterGroup, ...]]:
+    """What `encode_settings` wrote; raises SourceError if it did not."""
     try:
         said = parse_json(data, SETTINGS, RECORD_TEXT)
-        step = as_steps(_setting(said["step"]))
+        step = as_steps(_parse_setting(said["step"]))
         groups = tuple(
-            Group(tuple(map(_name, g["parameters"])), {_name(k): _setting(v) for k, v in g["settings"].items()})
+            ParameterGroup(
+                tuple(map(_parse_name, g["parameters"])),
+                {_parse_name(k): _parse_setting(v) for k, v in g["settings"].items()},
+            )
             for g in said["groups"]
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -87,13 +90,13 @@ def load_settings(data: bytes) -> tuple[int | None, tuple[Group, ...]]:
     return step, groups
 
 
-def _name(node: object) -> str:
+def _parse_name(node: object) -> str:
     if not is_text(node):
         raise TypeError(f"{ascii(node)[:100]} is no name")
     return node
 
 
-def _setting(node: object) -> Setting:
+def _parse_setting(node: object) -> Setting:
     found = as_setting(node)
     if found is None:
         raise TypeError(f"{ascii(node)[:100]} is no setting of an optimizer")

@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass_transform(frozen_default=True)
-def value(kind: type[_Value]) -> type[_Value]:
+def value_class(kind: type[_Value]) -> type[_Value]:
     """What `dataclass(frozen=True, slots=True)` makes, but that mypy refuses assignments to fields, not Python itself.
 
     A frozen dataclass sets each of its fields by a call of `object.__setattr__`. It takes four times as long to make,

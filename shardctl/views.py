@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, Fill, Region
-from shardctl.value import value
+from shardctl.manifest import Chunk, ConstantFill, Region
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
-@value
-class View:
+@value_class
+class ArrayView:
     """A tensor, or a box of one, as it runs through an array.
 
     Element `i` of it is the element ``origin + sum(steps[d] * i[d] along axes[d])`` of the array. An expert of a stack
@@ -45,7 +45,7 @@ class View:
             raise ValueError(f"steps {self.steps} are not one positive number for each of the axes {self.axes}")
 
     @classmethod
-    def whole(cls, ndim: int) -> View:
+    def whole(cls, ndim: int) -> ArrayView:
         """The view of a tensor that is the array."""
         return cls((0,) * ndim, tuple(range(ndim)))
 
@@ -70,7 +70,7 @@ class View:
         UnsupportedError if that cuts through a unit of a type narrower than a byte.
         """
         if isinstance(chunk.where, Region) and chunk.dtype.unit_elements == 1:
-            found = _pulled(self, chunk.box, part, chunk.where.strides)
+            found = _pull_whole_bytes(self, chunk.box, part, chunk.where.strides)
             if found is None:
                 return None
             box, shift, strides = found
@@ -80,7 +80,7 @@ class View:
         if within is None:
             return None
         box = Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape)
-        if isinstance(chunk.where, Fill):
+        if isinstance(chunk.where, ConstantFill):
             return replace(chunk, box=box)
         first, per_unit = self.first(chunk.box, within), chunk.dtype.unit_elements
         if per_unit > 1 and first:
@@ -117,7 +117,7 @@ class View:
     def _check_units(self, chunk: Chunk, first: int, within: Box, per_unit: int) -> None:
         last = len(self.origin) - 1
         runs = self.axes and self.axes[-1] == last and self.steps[-1] == 1
-        whole = isinstance(chunk.where, Fill) or len(chunk.where.strides) == len(self.origin)
+        whole = isinstance(chunk.where, ConstantFill) or len(chunk.where.strides) == len(self.origin)
         if not runs or not whole or first % per_unit or within.shape[-1] % per_unit:
             raise UnsupportedError(
                 f"{chunk.name} is {chunk.dtype} and cannot be taken apart at {within}: bytes hold {per_unit} elements"
@@ -125,26 +125,26 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Views:
+class ViewGroup:
     """How each of some tensors runs through one array; the arrays of all layers are alike, and share it."""
 
-    views: tuple[View, ...]
+    views: tuple[ArrayView, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors, in elements."""
-    _known: dict[object, list[Pulled]] = field(default_factory=dict)
+    _known: dict[object, list[PulledBox]] = field(default_factory=dict)
 
-    def pulled(self, box: Box, strides: tuple[int, ...]) -> list[Pulled]:
+    def pulled(self, box: Box, strides: tuple[int, ...]) -> list[PulledBox]:
         """What a `box` of the array, stored in whole bytes with `strides`, holds of each tensor that it meets."""
         key = (box, strides)
         known = self._known.get(key)
         if known is None:
             whole = map(Box.whole, self.shapes)
-            found = (_pulled(view, box, part, strides) for view, part in zip(self.views, whole, strict=True))
-            known = self._known[key] = [Pulled(n, *one) for n, one in enumerate(found) if one is not None]
+            found = (_pull_whole_bytes(view, box, part, strides) for view, part in zip(self.views, whole, strict=True))
+            known = self._known[key] = [PulledBox(n, *one) for n, one in enumerate(found) if one is not None]
         return known
 
 
-class Pulled(NamedTuple):
+class PulledBox(NamedTuple):
     """What a stored box of an array holds of one tensor."""
 
     number: int
@@ -157,7 +157,9 @@ class Pulled(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)  # the arrays of all layers are alike, and each holds hundreds of experts
-def _pulled(view: View, box: Box, part: Box, strides: tuple[int, ...]) -> tuple[Box, int, tuple[int, ...]] | None:
+def _pull_whole_bytes(
+    view: ArrayView, box: Box, part: Box, strides: tuple[int, ...]
+) -> tuple[Box, int, tuple[int, ...]] | None:
     """What `View.pull` finds in whole bytes: the box, and its offset and strides in the chunk; None for nothing."""
     within = view.within(box, part.shape)
     if within is None:
@@ -166,7 +168,7 @@ def _pulled(view: View, box: Box, part: Box, strides: tuple[int, ...]) -> tuple[
     return Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape), shift, found
 
 
-def merged(boxes: Iterable[Box]) -> list[Box]:
+def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
     """Disjoint boxes joined where they touch along one dim and agree in all others, sorted by origin.
 
     >>> [str(box) for box in merged([Box((1, 0), (1, 2)), Box((0, 0), (1, 2)), Box((0, 2), (2, 2))])]
@@ -180,11 +182,11 @@ def merged(boxes: Iterable[Box]) -> list[Box]:
             for box in found:
                 rest = (box.origin[:dim], box.origin[dim + 1 :], box.shape[:dim], box.shape[dim + 1 :])
                 rows.setdefault(rest, []).append(box)
-            found = [joined for row in rows.values() for joined in _joined(row, dim)]
+            found = [joined for row in rows.values() for joined in _join_along_dim(row, dim)]
     return sorted(found, key=lambda box: (box.origin, box.shape))
 
 
-def _joined(row: list[Box], dim: int) -> list[Box]:
+def _join_along_dim(row: list[Box], dim: int) -> list[Box]:
     """Boxes that differ along `dim` only, the adjacent ones joined."""
     joined: list[Box] = []
     for box in sorted(row, key=lambda b: b.origin[dim]):

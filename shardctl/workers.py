@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Stop:
+class StopRequest:
     """A request to stop soon; falsy until a signal's number is set."""
 
     def __init__(self, *, kept: bool = False) -> None:
@@ -27,7 +27,7 @@ class Stop:
         return self.signal != 0
 
 
-def heed(stop: Stop) -> None:
+def raise_if_stopped(stop: StopRequest) -> None:
     """Raise Interrupted if a signal asked to stop."""
     if stop and stop.kept:
         raise Interrupted(
@@ -39,14 +39,14 @@ def heed(stop: Stop) -> None:
         raise Interrupted("interrupted before the end", signal=stop.signal, hint="run the same command again")
 
 
-class Watcher(Protocol):
+class ProgressWatcher(Protocol):
     """Is told how work goes on."""
 
     def advance(self, nbytes: int) -> None:
         """So many bytes more are done; called from several threads, and must not raise."""
 
 
-class Nobody:
+class NullWatcher:
     """Watches nothing."""
 
     def advance(self, nbytes: int) -> None:
@@ -66,7 +66,7 @@ def check_threads(count: int) -> None:
         )
 
 
-def usual_threads(*, far: bool = False) -> int:
+def choose_thread_count(*, far: bool = False) -> int:
     """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone.
 
     Always eight where files are `far`, on the other side of a network, because most wait for that.
@@ -75,12 +75,12 @@ def usual_threads(*, far: bool = False) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class ExecutionOptions:
     """How much is spent on a task, who watches, and who may stop it."""
 
-    threads: int = field(default_factory=usual_threads)
-    watcher: Watcher = field(default_factory=Nobody)
-    stop: Stop = field(default_factory=Stop)
+    threads: int = field(default_factory=choose_thread_count)
+    watcher: ProgressWatcher = field(default_factory=NullWatcher)
+    stop: StopRequest = field(default_factory=StopRequest)
     block: int = 8 << 20
     """Bytes that each thread holds at once, a few times over."""
 
@@ -88,7 +88,9 @@ class Effort:
         check_threads(self.threads)
 
 
-def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: Stop) -> None:
+def run_in_threads(
+    items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], threads: int, stop: StopRequest
+) -> None:
     """Give every item to one of `threads` threads; each calls `worker` once, for a function with its own buffers.
 
     Returns when no item is left; raises the first error of any thread, after all have ended, or Interrupted.
@@ -116,4 +118,4 @@ def spread(items: Iterator[Item], worker: Callable[[], Callable[[Item], None]], 
         thread.join()
     if errors:
         raise errors[0]
-    heed(stop)
+    raise_if_stopped(stop)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import Band, ChunkIndex, fastest_dim, split
+from shardctl.bands import Band, ChunkIndex, find_fastest_dim, split_bands
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
-from shardctl.manifest import Chunk, Fill, Region, dense_strides, narrow
+from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides, narrow_chunk
 
 U16 = BY_NAME["U16"]
 
@@ -36,7 +36,7 @@ def test_bands_are_a_disjoint_cover_within_the_block(shape, name, block, data):
     dtype = BY_NAME[name]
     fastest = data.draw(st.sampled_from([None, *range(len(shape))]))
     seen = np.zeros(shape, int)
-    for box in split(shape, dtype, block, fastest=fastest):
+    for box in split_bands(shape, dtype, block, fastest=fastest):
         seen[(*box.slices(), ...)] += 1
         assert dtype.nbytes(box.shape) <= max(block, dtype.unit_bytes)
     assert (seen == 1).all()
@@ -59,18 +59,18 @@ def test_any_permuted_and_gapped_storage_is_read_and_written_exactly(shape, bloc
     band = Band(max(block, 2))
     buffer = np.zeros(max(block, 2), np.uint8)
     index = ChunkIndex([chunk])
-    for box in split(shape, U16, block, fastest=fastest_dim([chunk])):
+    for box in split_bands(shape, U16, block, fastest=find_fastest_dim([chunk])):
         assert band.read(source, index, box, buffer) == box.size
         got = buffer[: 2 * box.size].view(np.uint16).reshape(box.shape)
         np.testing.assert_array_equal(got, values[(*box.slices(), ...)])
-        assert band.write(target, narrow(chunk, box), box, buffer) == 2 * box.size
+        assert band.write(target, narrow_chunk(chunk, box), box, buffer) == 2 * box.size
     np.testing.assert_array_equal(np.ndarray(shape, np.uint16, target.files["f"], 6, strides), values)
     assert source.read_bytes <= 2 * 2 * values.size  # over-read is bounded
 
 
 def test_one_band_is_assembled_from_many_chunks_and_a_fill():
     left = Chunk(Box((0, 0), (2, 2)), U16, Region("a", 0, (4, 2)))
-    right = Chunk(Box((0, 2), (2, 1)), U16, Fill(b"\x07\x00"))
+    right = Chunk(Box((0, 2), (2, 1)), U16, ConstantFill(b"\x07\x00"))
     source = Memory(a=np.arange(4, dtype=np.uint16).tobytes())
     buffer = np.zeros(64, np.uint8)
     assert Band(64).read(source, ChunkIndex([left, right]), Box.whole((2, 3)), buffer) == 6
@@ -78,7 +78,7 @@ def test_one_band_is_assembled_from_many_chunks_and_a_fill():
 
 
 def test_a_whole_row_major_tensor_is_read_in_one_call_without_scratch():
-    chunk = Chunk(Box.whole((8, 8)), U16, Region("a", 0, dense_strides(U16, (8, 8))))
+    chunk = Chunk(Box.whole((8, 8)), U16, Region("a", 0, compute_dense_strides(U16, (8, 8))))
     source = Memory(a=bytes(128))
     assert Band(2).read(source, ChunkIndex([chunk]), Box.whole((8, 8)), np.zeros(128, np.uint8)) == 64
     assert source.read_bytes == 128
@@ -86,13 +86,13 @@ def test_a_whole_row_major_tensor_is_read_in_one_call_without_scratch():
 
 def test_narrow_types_are_cut_on_whole_bytes_only():
     f4 = BY_NAME["F4"]
-    chunk = Chunk(Box.whole((2, 8)), f4, Region("a", 0, dense_strides(f4, (2, 8))), "w")
-    assert narrow(chunk, Box((1, 2), (1, 4))).where == Region("a", 5, (4, 1))
+    chunk = Chunk(Box.whole((2, 8)), f4, Region("a", 0, compute_dense_strides(f4, (2, 8))), "w")
+    assert narrow_chunk(chunk, Box((1, 2), (1, 4))).where == Region("a", 5, (4, 1))
     with pytest.raises(Exception, match="cannot be cut"):
-        narrow(chunk, Box((0, 1), (1, 2)))
+        narrow_chunk(chunk, Box((0, 1), (1, 2)))
     source = Memory(a=bytes(range(8)))
     buffer = np.zeros(8, np.uint8)
-    for box in split((2, 8), f4, 3):
+    for box in split_bands((2, 8), f4, 3):
         Band(8).read(source, ChunkIndex([chunk]), box, buffer)
         assert buffer[0] == box.origin[0] * 4 + box.origin[1] // 2
 

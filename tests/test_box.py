@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.box import Box, BoxIndex, disjoint, flat_boxes, subtract_all
+from shardctl.box import Box, BoxIndex, list_flat_boxes, make_disjoint, subtract_all
 
 SHAPE = (5, 4, 6)
 
@@ -34,7 +34,7 @@ def test_intersection_and_subtraction_are_the_set_operations(a, b):
 
 @given(st.lists(box_in(), max_size=8))
 def test_disjoint_keeps_the_union_and_counts_each_element_once(boxes):
-    parts = disjoint(boxes)
+    parts = make_disjoint(boxes)
     np.testing.assert_array_equal(mask([part for _, part in parts]), np.minimum(mask(boxes), 1))
     assert all(boxes[i].contains(part) for i, part in parts)
 
@@ -55,7 +55,7 @@ def test_flat_ranges_are_runs_of_the_row_major_order(shape, data):
     size = int(np.prod(shape))
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    boxes = flat_boxes(shape, start, stop)
+    boxes = list_flat_boxes(shape, start, stop)
     numbers = np.arange(size).reshape(shape)
     found = [n for box in boxes for n in numbers[(*box.slices(), ...)].ravel().tolist()]
     assert found == list(range(start, stop))

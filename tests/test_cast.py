@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardctl.cast import CastReport, cast
+from shardctl.cast import CastReport, cast_elements
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import UsageError
 
@@ -42,7 +42,7 @@ def patterns(name):
 def run(src, have, want):
     have, want = BY_NAME[have], BY_NAME[want]
     out = np.full(src.size * want.bits // have.bits, 0xA5, np.uint8)
-    return cast(src, have, want, out), out.view(BITS[want.bits])
+    return cast_elements(src, have, want, out), out.view(BITS[want.bits])
 
 
 def tensor(src, name):
@@ -85,7 +85,7 @@ def test_overflow_begins_half_a_step_beyond_the_largest_half(value, bits, overfl
 def test_an_equal_dtype_is_copied_bit_by_bit(dtype):
     src = np.arange(240, dtype=np.uint8)
     out = np.zeros_like(src)
-    assert cast(src, dtype, dtype, out) == CastReport(0)
+    assert cast_elements(src, dtype, dtype, out) == CastReport(0)
     np.testing.assert_array_equal(out, src)
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_a_cast_between_floats_is_refused(have, want):
 @pytest.mark.parametrize(("src", "out"), [(8, 8), (8, 2), (6, 3)])
 def test_sizes_that_do_not_agree_are_refused(src, out):
     with pytest.raises(ValueError, match=f"{src} bytes of F32 do not fill {out} bytes of BF16"):
-        cast(np.zeros(src, np.uint8), BY_NAME["F32"], BY_NAME["BF16"], np.zeros(out, np.uint8))
+        cast_elements(np.zeros(src, np.uint8), BY_NAME["F32"], BY_NAME["BF16"], np.zeros(out, np.uint8))
 
 
 def test_an_unaligned_buffer_and_nothing_at_all_will_do():

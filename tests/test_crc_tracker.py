@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl.storage import crc_tracker
-from shardctl.storage.crc_tracker import CrcRange, CrcReader, CrcTracker, StatedRanges, crc_of_both, find_damages
+from shardctl.storage.crc_tracker import CrcRange, CrcReader, CrcTracker, StatedRanges, combine_crcs, find_damages
 
 DATA = random.Random(0).randbytes(6_000)
 PLACES = {"first": (3, 100), "long": (110, 2_000), "byte": (2_300, 1), "none": (2_301, 0), "last": (2_400, 3_600)}
@@ -33,7 +33,7 @@ stretches = st.tuples(st.integers(0, len(DATA) - 1), st.integers(1, 3_000)).map(
 
 @given(st.binary(max_size=300), st.binary(max_size=3_000))
 def test_two_crcs_are_joined_as_their_bytes_would_be(first, second):
-    assert crc_of_both(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert combine_crcs(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 @given(st.lists(stretches, max_size=40), st.randoms(use_true_random=False))

@@ -13,7 +13,7 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -39,7 +39,7 @@ VOCABULARY, HIDDEN, LAYERS, POSITIONS = 50257, 12288, 96, 2048
 
 def count(name):
     """The parameters that a public config describes."""
-    with opened(PUBLIC / f"{name}.json", DESCRIBED) as checkpoint:
+    with open_checkpoint(PUBLIC / f"{name}.json", DESCRIBED) as checkpoint:
         assert checkpoint.hypothetical
         return sum(tensor.size for tensor in checkpoint.manifest.tensors.values())
 
@@ -77,7 +77,7 @@ def test_deepseek_v3_has_the_671_billion_of_its_paper(tmp_path):
     assert expected == 671_026_419_200
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with opened(tmp_path, DESCRIBED) as checkpoint:
+    with open_checkpoint(tmp_path, DESCRIBED) as checkpoint:
         assert sum(t.size for t in checkpoint.manifest.tensors.values()) == expected
         (warning,) = checkpoint.manifest.warnings
     assert "tensors that predict further tokens" in warning
@@ -86,13 +86,13 @@ def test_deepseek_v3_has_the_671_billion_of_its_paper(tmp_path):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_what_balances_experts_is_in_fp32_as_in_their_checkpoints(family):
-    with opened(PUBLIC.parent / "configs" / f"{family}.json", DESCRIBED) as checkpoint:
+    with open_checkpoint(PUBLIC.parent / "configs" / f"{family}.json", DESCRIBED) as checkpoint:
         types = {t.dtype.name for n, t in checkpoint.manifest.tensors.items() if n.endswith("e_score_correction_bias")}
         assert types == {"F32"} != {checkpoint.manifest.tensors["lm_head.weight"].dtype.name}
 
 
 def test_deepseek_v3_in_fp8_has_as_many_codes_and_a_scale_for_each_block():
-    with opened(PUBLIC / "deepseek-v3.json", DESCRIBED) as checkpoint:
+    with open_checkpoint(PUBLIC / "deepseek-v3.json", DESCRIBED) as checkpoint:
         tensors = checkpoint.manifest.tensors
     scales = [t for t in tensors.values() if t.name.endswith("weight_scale_inv")]
     assert sum(t.size for t in tensors.values()) - sum(t.size for t in scales) == 671_026_419_200
@@ -103,13 +103,13 @@ def test_deepseek_v3_in_fp8_has_as_many_codes_and_a_scale_for_each_block():
 
 
 def test_the_type_is_the_configs():
-    with opened(PUBLIC / "llama-3.1-405b.json", DESCRIBED) as checkpoint:
+    with open_checkpoint(PUBLIC / "llama-3.1-405b.json", DESCRIBED) as checkpoint:
         assert checkpoint.manifest.nbytes == 2 * PUBLISHED["llama-3.1-405b"]
         assert {t.dtype.name for t in checkpoint.manifest.tensors.values()} == {"BF16"}
 
 
 def test_ties_are_one_tensor():
-    with opened(PUBLIC / "gpt-3-175b.json", DESCRIBED) as checkpoint:
+    with open_checkpoint(PUBLIC / "gpt-3-175b.json", DESCRIBED) as checkpoint:
         assert checkpoint.manifest.tensors["transformer.wte.weight"].ties == ("lm_head.weight",)
         assert "lm_head.weight" not in checkpoint.manifest.tensors
 
@@ -123,10 +123,10 @@ def test_it_is_what_the_checkpoint_would_be(tmp_path):
     config |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "tie_word_embeddings": True}
     config["torch_dtype"] = "float16"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with opened(tmp_path, DESCRIBED) as checkpoint:
+    with open_checkpoint(tmp_path, DESCRIBED) as checkpoint:
         described, model = checkpoint.manifest.tensors, checkpoint.model
     save_file({n: np.zeros(t.shape, np.float16) for n, t in described.items()}, tmp_path / "model.safetensors")
-    with opened(tmp_path, DESCRIBED) as checkpoint:
+    with open_checkpoint(tmp_path, DESCRIBED) as checkpoint:
         assert not checkpoint.hypothetical
         real = checkpoint.manifest.tensors
         assert checkpoint.model == model
@@ -168,7 +168,7 @@ def test_verbs_that_need_bytes_say_that_there_are_none(alone, verb, what):
 
 def test_an_index_without_its_files_is_warned_of(alone):
     (alone / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
-    with opened(alone, DESCRIBED) as checkpoint:
+    with open_checkpoint(alone, DESCRIBED) as checkpoint:
         assert checkpoint.hypothetical
         assert checkpoint.manifest.warnings == (
             "none of the files that model.safetensors.index.json names is here; config.json alone describes the model",
@@ -245,7 +245,7 @@ def test_another_config_can_describe_a_directory(alone):
 def test_rules_say_how_it_would_be_cut(alone, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.mlp.down_proj.weight" = ["tp"]\n')
-    with opened(alone, SourceOptions(described=True, rules=rules)) as checkpoint:
+    with open_checkpoint(alone, SourceOptions(described=True, rules=rules)) as checkpoint:
         assert checkpoint.model is not None
         spec = checkpoint.model.tensors["model.layers.0.mlp.down_proj.weight"].spec
         assert [[cut.axis for cut in cuts] for cuts in spec.cuts] == [["tp"], []]
@@ -265,7 +265,7 @@ def test_of_a_config_without_dtype_it_is_said_which_is_assumed(alone, declared, 
     config = json.loads((alone / "config.json").read_text())
     del config["torch_dtype"]
     (alone / "config.json").write_text(json.dumps(config | declared))
-    with opened(alone, DESCRIBED) as checkpoint:
+    with open_checkpoint(alone, DESCRIBED) as checkpoint:
         assert checkpoint.manifest.tensors["model.norm.weight"].dtype.name == expected
         said = f"config.json names no dtype: {expected} is assumed, unless --dtype says otherwise"
         assert checkpoint.manifest.warnings == (() if "text_config" in declared else (said,))
@@ -277,6 +277,6 @@ def test_experts_in_stacks_are_said_to_be_counted_as_they_are(tmp_path):
     for family, stacked in (("llama4_text", True), ("mixtral", False)):
         config = json.loads((PUBLIC.parent / "configs" / f"{family}.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | quantised))
-        with opened(tmp_path, DESCRIBED) as checkpoint:
+        with open_checkpoint(tmp_path, DESCRIBED) as checkpoint:
             said = [text for text in checkpoint.manifest.warnings if "counted as if they were not quantised" in text]
         assert bool(said) == stacked

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl import digest
-from shardctl.box import Box, flat_boxes
-from shardctl.digest import Sums, checkpoint_digest, partial, tensor_digest
+from shardctl.box import Box, list_flat_boxes
+from shardctl.digest import DigestSums, compute_box_sums, compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import UnsupportedError
 
@@ -83,7 +83,7 @@ def slow(data, dtype, box, shape):
             factor = key(row, column, lane)
             for part in range(n_parts):
                 sums[part * 2 + lane] += ((bits >> 16 * part & 0xFFFF) + 1) * factor
-    return Sums(tuple(s % 2**64 for s in sums))
+    return DigestSums(tuple(s % 2**64 for s in sums))
 
 
 # --- helpers
@@ -94,7 +94,7 @@ def random_bytes(dtype, shape, seed=0):
 
 
 def whole(data, dtype, shape):
-    return partial(np.ascontiguousarray(data).view(np.uint8).ravel(), dtype, Box.whole(shape), shape)
+    return compute_box_sums(np.ascontiguousarray(data).view(np.uint8).ravel(), dtype, Box.whole(shape), shape)
 
 
 def cut(data, dtype, box, shape):
@@ -139,10 +139,10 @@ def partition(draw, dtype, box):
 @given(tensors(), st.data())
 def test_the_parts_of_any_partition_in_any_order_add_up_to_the_slow_sum_of_the_whole(tensor, data):
     dtype, shape, content = tensor
-    total = Sums.zero(dtype)
+    total = DigestSums.zero(dtype)
     for box in partition(data.draw, dtype, Box.whole(shape)):
         piece = cut(content, dtype, box, shape)
-        part = partial(piece, dtype, box, shape)
+        part = compute_box_sums(piece, dtype, box, shape)
         assert part == slow(piece, dtype, box, shape)
         total += part
     assert total == slow(content, dtype, Box.whole(shape), shape)
@@ -172,7 +172,7 @@ def test_every_width_takes_the_same_value_by_the_fast_way_as_by_the_slow_one(dty
 def test_tiles_of_65536_rows_and_columns_have_keys_of_their_own(shape, origin, extent):
     box = Box(origin, extent)
     data = random_bytes(BF16, extent)
-    assert partial(data, BF16, box, shape) == slow(data, BF16, box, shape)
+    assert compute_box_sums(data, BF16, box, shape) == slow(data, BF16, box, shape)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 33, 4100, 8200])
@@ -188,10 +188,10 @@ def test_rows_beyond_a_block_are_summed(rows, width):
 def test_the_flat_runs_that_zero_stores_add_up():
     shape = (5, 7, 6)
     data = random_bytes(F32, shape)
-    total = Sums.zero(F32)
+    total = DigestSums.zero(F32)
     for start, stop in ((0, 61), (61, 62), (62, 199), (199, 210)):
-        for box in flat_boxes(shape, start, stop):
-            total += partial(cut(data, F32, box, shape), F32, box, shape)
+        for box in list_flat_boxes(shape, start, stop):
+            total += compute_box_sums(cut(data, F32, box, shape), F32, box, shape)
     assert total == whole(data, F32, shape)
 
 
@@ -203,14 +203,14 @@ def test_the_largest_elements_in_a_whole_tile_row_are_summed_exactly(name):
     expected = [
         value * sum(column_keys(lane)) * sum(row_keys(lane)[:2]) * tile_keys(0, 0)[lane] % 2**64 for lane in range(2)
     ]
-    assert whole(data, dtype, (2, 65536)).words == tuple(expected * digest.parts(dtype))
+    assert whole(data, dtype, (2, 65536)).words == tuple(expected * digest.count_element_parts(dtype))
 
 
 def test_a_row_of_the_largest_elements_times_the_largest_keys_is_exact_in_float64():
     worst = 2**16 * (2**20 - 1) * 2**16
     assert worst < 2**53
     out = np.empty((2, 1, 1, 1))
-    digest._dot(np.full((1, 2048, 1), 65535, np.uint16), 16, np.full((2, 2048), 2.0**20 - 1), out)
+    digest._multiply_keys(np.full((1, 2048, 1), 65535, np.uint16), 16, np.full((2, 2048), 2.0**20 - 1), out)
     out *= 32
     out += 65536 * (2**20 - 1)
     assert out.astype(int).ravel().tolist() == [worst, worst]
@@ -221,11 +221,11 @@ def test_a_row_of_the_largest_elements_times_the_largest_keys_is_exact_in_float6
 
 @pytest.mark.parametrize("lane", range(digest.LANES))
 def test_the_keys_are_those_of_the_page(lane):
-    columns, before = digest._column_keys()
+    columns, before = digest._draw_column_keys()
     assert columns[lane].astype(int).tolist() == column_keys(lane)
     assert before[lane, -1] == sum(column_keys(lane))
-    assert digest._row_keys()[lane].tolist() == row_keys(lane)
-    assert int(digest._tile_keys(3, 5)[lane, 0]) == tile_keys(3, 5)[lane]
+    assert digest._draw_row_keys()[lane].tolist() == row_keys(lane)
+    assert int(digest._draw_tile_keys(3, 5)[lane, 0]) == tile_keys(3, 5)[lane]
 
 
 @pytest.mark.parametrize("lane", range(digest.LANES))
@@ -249,7 +249,7 @@ def test_the_pages_vectors_hold_for_both_ways(name, dims, sums, expected):
     data = (np.arange(dtype.nbytes(shape)) % 251).astype(np.uint8)
     found = whole(data, dtype, shape)
     assert str(found) == str(slow(data, dtype, Box.whole(shape), shape)) == sums
-    assert tensor_digest(found, dtype, shape) == expected
+    assert compute_tensor_digest(found, dtype, shape) == expected
 
 
 def test_the_pages_keys_and_checkpoints_hold():
@@ -259,7 +259,7 @@ def test_the_pages_keys_and_checkpoints_hold():
     assert row_keys(0)[0] == 0x735011B5901A5F0B
     assert tile_keys(0, 0) == [0x2541686A0BE796ED, 0xEDCBF07A877605E3]
     two = [("b", BF16, (2, 3), "0" * 32), ("a.é", F32, (), "f" * 32)]
-    assert re.findall(r"`(shardctl1:\w{32})`", PAGE) == [checkpoint_digest(two), checkpoint_digest([])]
+    assert re.findall(r"`(shardctl1:\w{32})`", PAGE) == [compute_checkpoint_digest(two), compute_checkpoint_digest([])]
 
 
 # --- what is caught
@@ -300,12 +300,12 @@ def test_swapped_elements_rows_columns_and_halves_are_caught(rows, columns, data
 
 def test_zeros_are_not_the_same_as_nothing():
     zeros = np.zeros((4, 4), np.uint16)
-    assert whole(zeros, BF16, (4, 4)) != Sums.zero(BF16)
-    assert partial(zeros[:3], BF16, Box((0, 0), (3, 4)), (4, 4)) != whole(zeros, BF16, (4, 4))
+    assert whole(zeros, BF16, (4, 4)) != DigestSums.zero(BF16)
+    assert compute_box_sums(zeros[:3], BF16, Box((0, 0), (3, 4)), (4, 4)) != whole(zeros, BF16, (4, 4))
 
 
 def test_equal_rows_in_other_places_are_not_the_same():
-    rows = [partial(np.ones(4, np.uint16), BF16, Box((i, 0), (1, 4)), (5, 4)) for i in range(5)]
+    rows = [compute_box_sums(np.ones(4, np.uint16), BF16, Box((i, 0), (1, 4)), (5, 4)) for i in range(5)]
     assert len(set(rows)) == 5
 
 
@@ -326,35 +326,35 @@ def test_changes_of_two_parts_cannot_cancel():
 
 @every_dtype
 def test_an_empty_box_sums_to_zero(dtype):
-    assert partial(b"", dtype, Box((0, 0), (0, 4)), (3, 4)) == Sums.zero(dtype)
+    assert compute_box_sums(b"", dtype, Box((0, 0), (0, 4)), (3, 4)) == DigestSums.zero(dtype)
 
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, np.asarray])
 def test_any_buffer_of_contiguous_bytes_will_do(wrap):
     data = random_bytes(F32, (4, 5))
-    assert partial(wrap(data), F32, Box.whole((4, 5)), (4, 5)) == whole(data, F32, (4, 5))
+    assert compute_box_sums(wrap(data), F32, Box.whole((4, 5)), (4, 5)) == whole(data, F32, (4, 5))
 
 
 def test_an_unaligned_buffer_will_do():
     data = random_bytes(F32, (4, 5))
     shifted = memoryview(b"x" + data.tobytes())[1:]
-    assert partial(shifted, F32, Box.whole((4, 5)), (4, 5)) == whole(data, F32, (4, 5))
+    assert compute_box_sums(shifted, F32, Box.whole((4, 5)), (4, 5)) == whole(data, F32, (4, 5))
 
 
 def test_a_box_outside_the_tensor_is_refused():
     with pytest.raises(ValueError, match=r"\[0:3, 0:4\] is not inside a tensor of shape \(2, 4\)"):
-        partial(bytes(24), BF16, Box((0, 0), (3, 4)), (2, 4))
+        compute_box_sums(bytes(24), BF16, Box((0, 0), (3, 4)), (2, 4))
 
 
 @pytest.mark.parametrize("size", [10, 11, 14])
 def test_a_wrong_number_of_bytes_is_refused(size):
     with pytest.raises(ValueError, match=f"{size} bytes given for"):
-        partial(bytes(size), BF16, Box.whole((2, 3)), (2, 3))
+        compute_box_sums(bytes(size), BF16, Box.whole((2, 3)), (2, 3))
 
 
 def test_a_box_that_cuts_a_byte_is_refused():
     with pytest.raises(UnsupportedError, match="does not fill whole bytes"):
-        partial(bytes(1), BY_NAME["F4"], Box((1,), (2,)), (8,))
+        compute_box_sums(bytes(1), BY_NAME["F4"], Box((1,), (2,)), (8,))
 
 
 def test_threads_get_the_same_sums():
@@ -386,46 +386,46 @@ def test_blas_starts_no_threads_beside_the_callers():
 
 def test_sums_travel_as_text():
     sums = whole(random_bytes(F32, (3, 3)), F32, (3, 3))
-    assert Sums.parse(str(sums)) == sums
+    assert DigestSums.parse(str(sums)) == sums
     assert len(str(sums)) == 64
     for bad in ("", "12", "g" * 16, "+" + "0" * 15, " " + "0" * 15):
         with pytest.raises(ValueError, match="hexadecimal"):
-            Sums.parse(bad)
+            DigestSums.parse(bad)
 
 
 def test_sums_of_different_dtypes_do_not_add():
     with pytest.raises(ValueError, match="2 and 4 words do not add"):
-        Sums.zero(BF16) + Sums.zero(F32)
+        DigestSums.zero(BF16) + DigestSums.zero(F32)
 
 
 # --- digests
 
 
 def test_a_tensors_digest_is_the_hash_of_the_page():
-    sums = Sums((1, 2))
+    sums = DigestSums((1, 2))
     text = b"BF16 [2,3] 00000000000000010000000000000002"
     expected = blake2b(text, digest_size=16, person=b"shardctl1 tensor").hexdigest()
-    assert tensor_digest(sums, BF16, (2, 3)) == expected
+    assert compute_tensor_digest(sums, BF16, (2, 3)) == expected
 
 
 def test_a_tensors_digest_depends_on_dtype_and_shape():
-    sums = Sums((1, 2))
-    assert tensor_digest(sums, BF16, (2, 3)) != tensor_digest(sums, BY_NAME["F16"], (2, 3))
-    assert len({tensor_digest(sums, BF16, s) for s in ((2, 3), (3, 2), (6,), (2, 3, 1), (23,), ())}) == 6
+    sums = DigestSums((1, 2))
+    assert compute_tensor_digest(sums, BF16, (2, 3)) != compute_tensor_digest(sums, BY_NAME["F16"], (2, 3))
+    assert len({compute_tensor_digest(sums, BF16, s) for s in ((2, 3), (3, 2), (6,), (2, 3, 1), (23,), ())}) == 6
     with pytest.raises(ValueError, match="takes 4 sums, not 2"):
-        tensor_digest(sums, F32, (2, 3))
+        compute_tensor_digest(sums, F32, (2, 3))
 
 
 def test_a_checkpoints_digest_is_the_hash_of_the_page():
     rows = [("é", BF16, (2, 3), "b" * 32), ("a", F32, (), "a" * 32)]
     text = f"{'a' * 32} F32 [] 1:a\n{'b' * 32} BF16 [2,3] 2:é\n".encode()
     expected = blake2b(text, digest_size=16, person=b"shardctl1 ckpt").hexdigest()
-    assert checkpoint_digest(rows) == checkpoint_digest(reversed(rows)) == f"shardctl1:{expected}"
+    assert compute_checkpoint_digest(rows) == compute_checkpoint_digest(reversed(rows)) == f"shardctl1:{expected}"
 
 
 def test_a_checkpoints_digest_depends_on_names_and_on_nothing_missing():
     rows = [("a", BF16, (1,), "0" * 32), ("b", BF16, (1,), "1" * 32)]
     swapped = [("a", BF16, (1,), "1" * 32), ("b", BF16, (1,), "0" * 32)]
-    assert len({checkpoint_digest(r) for r in (rows, swapped, rows[:1], [])}) == 4
+    assert len({compute_checkpoint_digest(r) for r in (rows, swapped, rows[:1], [])}) == 4
     with pytest.raises(ValueError, match="two tensors are named 'a'"):
-        checkpoint_digest([rows[0], ("a", F32, (1,), "2" * 32)])
+        compute_checkpoint_digest([rows[0], ("a", F32, (1,), "2" * 32)])

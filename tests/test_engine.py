@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import unit_type
-from shardctl.box import Box, flat_boxes
-from shardctl.cast import cast
-from shardctl.copyplan import join
-from shardctl.digest import Sums, partial
+from shardctl.bands import get_unit_type
+from shardctl.box import Box, list_flat_boxes
+from shardctl.cast import cast_elements
+from shardctl.copyplan import join_manifests
+from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.dtype import BY_NAME
 from shardctl.errors import DestinationError, Interrupted
-from shardctl.execute.budget import Budget
-from shardctl.execute.engine import execute
-from shardctl.execute.journal import Journal
-from shardctl.manifest import Chunk, File, Fill, Manifest, Region, Tensor, dense_strides
+from shardctl.execute.budget import HostMemoryBudget
+from shardctl.execute.engine import execute_plan
+from shardctl.execute.journal import BandJournal
+from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.storage import UnpromisedSource
-from shardctl.workers import Stop
+from shardctl.workers import StopRequest
 
 U8, U16, F32, BF16, F4 = (BY_NAME[name] for name in ("U8", "U16", "F32", "BF16", "F4"))
 
@@ -79,15 +79,15 @@ class Layout:
         self.chunks.append(Chunk(box, self.dtype, Region(file, offset, tuple(strides)), "w"))
 
     def manifest(self, shape, name="t"):
-        files = {path: File(path, size) for path, size in self.sizes.items()}
+        files = {path: CheckpointFile(path, size) for path, size in self.sizes.items()}
         return Manifest("x", {name: Tensor(name, self.dtype, tuple(shape), tuple(self.chunks))}, files)
 
 
 def view(files, chunk):
     """A stored box as an array of its units."""
     return np.ndarray(
-        chunk.dtype.unit_shape(chunk.box.shape), unit_type(chunk.dtype), files[chunk.where.file], chunk.where.offset,
-        chunk.where.strides,
+        chunk.dtype.unit_shape(chunk.box.shape), get_unit_type(chunk.dtype), files[chunk.where.file],
+        chunk.where.offset, chunk.where.strides,
     )  # fmt: skip
 
 
@@ -95,29 +95,29 @@ def filled(manifest, values):
     """The files of a manifest with the values of its tensor in every chunk."""
     files = {path: bytearray(file.size) for path, file in manifest.files.items()}
     for _, chunk in manifest.arrays():
-        if not isinstance(chunk.where, Fill):
+        if not isinstance(chunk.where, ConstantFill):
             view(files, chunk)[...] = values[(*chunk.box.slices(), ...)]
     return files
 
 
 def budget(block=64, threads=1):
-    return Budget(1 << 30, threads, block, 4 * block, 0, 4)
+    return HostMemoryBudget(1 << 30, threads, block, 4 * block, 0, 4)
 
 
 def values_of(shape, dtype=U16, seed=0):
     count = prod(shape) // dtype.unit_elements * dtype.unit_bytes
     data = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
-    return data.view(unit_type(dtype)).reshape(dtype.unit_shape(shape))
+    return data.view(get_unit_type(dtype)).reshape(dtype.unit_shape(shape))
 
 
 def copied(have, want, values, **options):
     """Execute, and check everything that must hold of any copy without a cast."""
     (tensor,) = want.tensors.values()
     source, target = Files(filled(have, values)), Files()
-    outcome = execute(join(have, want), source, target, budget(**options))
+    outcome = execute_plan(join_manifests(have, want), source, target, budget(**options))
     expected = filled(want, values)
     assert {path: bytes(data) for path, data in target.files.items()} == {p: bytes(d) for p, d in expected.items()}
-    sums = partial(values.tobytes(), tensor.dtype, Box.whole(tensor.shape), tensor.shape)
+    sums = compute_box_sums(values.tobytes(), tensor.dtype, Box.whole(tensor.shape), tensor.shape)
     assert outcome.source_sums == outcome.output_sums == {"t": sums}
     assert outcome.written_bytes == sum(c.dtype.nbytes(c.box.shape) for _, c in want.arrays())
     assert set(target.synced) == set(want.files), "every file is synced when it is complete"
@@ -136,7 +136,7 @@ def partitions(draw, shape):
         return grid
     size = prod(shape)
     bounds = sorted([0, size, *draw(st.lists(st.integers(0, size), max_size=4))])
-    return [box for a, b in pairwise(bounds) for box in flat_boxes(shape, a, b)]
+    return [box for a, b in pairwise(bounds) for box in list_flat_boxes(shape, a, b)]
 
 
 @st.composite
@@ -172,13 +172,13 @@ def test_a_cast_and_its_digest_are_those_of_the_whole_tensor(shape, block, threa
     have, want = data.draw(layouts(shape, F32)), data.draw(layouts(shape, BF16))
     values = values_of(shape, F32)
     expected = np.empty(shape, np.uint16)
-    report = cast(values.view(np.uint8).reshape(-1), F32, BF16, expected.view(np.uint8).reshape(-1))
+    report = cast_elements(values.view(np.uint8).reshape(-1), F32, BF16, expected.view(np.uint8).reshape(-1))
     target = Files()
-    outcome = execute(join(have, want), Files(filled(have, values)), target, budget(block, threads))
+    outcome = execute_plan(join_manifests(have, want), Files(filled(have, values)), target, budget(block, threads))
     assert {p: bytes(d) for p, d in target.files.items()} == {p: bytes(d) for p, d in filled(want, expected).items()}
     whole = Box.whole(shape)
-    assert outcome.source_sums["t"] == partial(values.tobytes(), F32, whole, shape)
-    assert outcome.output_sums["t"] == partial(expected.tobytes(), BF16, whole, shape)
+    assert outcome.source_sums["t"] == compute_box_sums(values.tobytes(), F32, whole, shape)
+    assert outcome.output_sums["t"] == compute_box_sums(expected.tobytes(), BF16, whole, shape)
     assert sum(outcome.overflowed.values()) == report.overflowed
 
 
@@ -200,7 +200,7 @@ def test_interleaved_targets_share_a_file():
     halves = [
         Chunk(Box((4 * half, 0), (4, 6)), U16, Region("f", 12 * half, (24, 2)), "w") for half in (0, 1)
     ]  # fmt: skip
-    want = Manifest("x", {"t": Tensor("t", U16, (8, 6), tuple(halves))}, {"f": File("f", 96)})
+    want = Manifest("x", {"t": Tensor("t", U16, (8, 6), tuple(halves))}, {"f": CheckpointFile("f", 96)})
     values = values_of((8, 6))
     _, target = copied(have, want, values, block=20)
     stored = np.frombuffer(target.files["f"], np.uint16).reshape(4, 2, 6)
@@ -227,8 +227,8 @@ def test_columns_for_many_ranks_are_read_once():
 
 def test_fills_are_written_and_not_read():
     stored = Chunk(Box((0, 0), (3, 4)), U16, Region("f", 0, (8, 2)))
-    padding = Chunk(Box((3, 0), (2, 4)), U16, Fill(b"\x07\x01"))
-    have = Manifest("x", {"t": Tensor("t", U16, (5, 4), (stored, padding))}, {"f": File("f", 24)})
+    padding = Chunk(Box((3, 0), (2, 4)), U16, ConstantFill(b"\x07\x01"))
+    have = Manifest("x", {"t": Tensor("t", U16, (5, 4), (stored, padding))}, {"f": CheckpointFile("f", 24)})
     values = values_of((5, 4))
     values[3:] = 0x0107
     source, _ = copied(have, rows((5, 4)), values, block=12)
@@ -242,10 +242,10 @@ def test_narrow_types_are_moved_by_units():
     want = columns.manifest((6, 16))
     values = values_of((6, 16), F4)
     source, target = Files({"f": bytearray(values.tobytes())}), Files()
-    outcome = execute(join(rows((6, 16), F4), want), source, target, budget(5))
+    outcome = execute_plan(join_manifests(rows((6, 16), F4), want), source, target, budget(5))
     np.testing.assert_array_equal(np.frombuffer(target.files["a"], np.uint8).reshape(6, 2), values[:, :2])
     np.testing.assert_array_equal(np.frombuffer(target.files["b"], np.uint8).reshape(6, 6), values[:, 2:])
-    assert outcome.output_sums["t"] == partial(values.tobytes(), F4, Box.whole((6, 16)), (6, 16))
+    assert outcome.output_sums["t"] == compute_box_sums(values.tobytes(), F4, Box.whole((6, 16)), (6, 16))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 2), ()])
@@ -255,11 +255,14 @@ def test_tensors_without_elements_or_without_dims_go_through(shape):
 
 def test_the_literals_of_a_file_are_written_and_a_file_of_nothing_else_is_synced():
     want = rows((4,), lead=10)
-    files = {"f": File("f", want.files["f"].size, ((0, b"header"),)), "index": File("index", 5, ((0, b"index"),))}
+    files = {
+        "f": CheckpointFile("f", want.files["f"].size, ((0, b"header"),)),
+        "index": CheckpointFile("index", 5, ((0, b"index"),)),
+    }
     target = Files()
     values = values_of((4,))
-    plan = join(rows((4,)), Manifest("x", want.tensors, files))
-    outcome = execute(plan, Files({"f": bytearray(values.tobytes())}), target, budget())
+    plan = join_manifests(rows((4,)), Manifest("x", want.tensors, files))
+    outcome = execute_plan(plan, Files({"f": bytearray(values.tobytes())}), target, budget())
     assert bytes(target.files["f"]) == b"header" + bytes(4) + values.tobytes()
     assert bytes(target.files["index"]) == b"index"
     assert set(target.synced) == {"f", "index"}
@@ -283,21 +286,21 @@ class Failing(Files):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_an_error_in_any_thread_is_raised_and_what_was_done_is_journalled(tmp_path, threads):
     values = values_of((64, 64))
-    plan = join(rows((64, 64)), rows((64, 64)))
-    journal = Journal(tmp_path / "journal", {})
+    plan = join_manifests(rows((64, 64)), rows((64, 64)))
+    journal = BandJournal(tmp_path / "journal", {})
     target = Failing(40)
     with pytest.raises(DestinationError, match="no space"):
-        execute(plan, Files({"f": bytearray(values.tobytes())}), target, budget(128, threads), journal=journal)
+        execute_plan(plan, Files({"f": bytearray(values.tobytes())}), target, budget(128, threads), journal=journal)
     journal.close()
-    again = Journal(tmp_path / "journal", {})
+    again = BandJournal(tmp_path / "journal", {})
     assert len(again) == 40
     good = Files(target.files)
-    outcome = execute(plan, Files({"f": bytearray(values.tobytes())}), good, budget(128, threads), journal=again)
+    outcome = execute_plan(plan, Files({"f": bytearray(values.tobytes())}), good, budget(128, threads), journal=again)
     again.close()
     assert outcome.kept_bytes == 40 * 128
     assert outcome.written_bytes == 24 * 128
     assert bytes(good.files["f"]) == values.tobytes()
-    assert outcome.output_sums["t"] == partial(values.tobytes(), U16, Box.whole((64, 64)), (64, 64))
+    assert outcome.output_sums["t"] == compute_box_sums(values.tobytes(), U16, Box.whole((64, 64)), (64, 64))
 
 
 @settings(max_examples=60)
@@ -307,19 +310,19 @@ def test_a_second_run_keeps_what_is_intact_and_mends_the_rest(tmp_path_factory, 
     source_type = F32 if wanted is BF16 else U16
     have, want = data.draw(layouts(shape, source_type)), data.draw(layouts(shape, wanted))
     values = values_of(shape, source_type)
-    files, plan = filled(have, values), join(have, want)
+    files, plan = filled(have, values), join_manifests(have, want)
     path = tmp_path_factory.mktemp("journal") / "journal"
     target = Files()
-    journal = Journal(path, {})
-    first = execute(plan, Files(files), target, budget(block), journal=journal)
+    journal = BandJournal(path, {})
+    first = execute_plan(plan, Files(files), target, budget(block), journal=journal)
     journal.close()
     complete = {name: bytes(content) for name, content in target.files.items()}
     for _ in range(data.draw(st.integers(0, 3))):
         name = data.draw(st.sampled_from(sorted(complete)))
         position = data.draw(st.integers(0, len(complete[name]) - 1))
         target.files[name][position] ^= 0x40
-    again = Journal(path, {})
-    second = execute(plan, Files(files), target, budget(block), journal=again)
+    again = BandJournal(path, {})
+    second = execute_plan(plan, Files(files), target, budget(block), journal=again)
     again.close()
     gapless = {n: view(complete, c).copy() for n, c in enumerate(c for _, c in want.arrays())}
     for number, (_, chunk) in enumerate(want.arrays()):
@@ -343,31 +346,33 @@ class Stopping(Files):
 
 def test_a_stop_is_heeded_after_the_band_at_hand(tmp_path):
     values = values_of((64, 64))
-    stop = Stop()
+    stop = StopRequest()
     target = Stopping(stop)
-    journal = Journal(tmp_path / "journal", {})
+    journal = BandJournal(tmp_path / "journal", {})
     with pytest.raises(Interrupted) as raised:
-        execute(
-            join(rows((64, 64)), rows((64, 64))), Files({"f": bytearray(values.tobytes())}), target, budget(128),
-            journal=journal, stop=stop,
+        execute_plan(
+            join_manifests(rows((64, 64)), rows((64, 64))), Files({"f": bytearray(values.tobytes())}), target,
+            budget(128), journal=journal, stop=stop,
         )  # fmt: skip
     journal.close()
     assert raised.value.exit_code == 143
     assert target.writes["f"] <= 1000 + 128
-    assert len(Journal(tmp_path / "journal", {})) == target.writes["f"] // 128
+    assert len(BandJournal(tmp_path / "journal", {})) == target.writes["f"] // 128
 
 
 def test_an_empty_plan_is_done_at_once():
-    outcome = execute(join(Manifest("x", {}, {}), Manifest("x", {}, {})), Files(), Files(), budget())
+    outcome = execute_plan(join_manifests(Manifest("x", {}, {}), Manifest("x", {}, {})), Files(), Files(), budget())
     assert outcome.source_sums == {}
 
 
 def test_a_tensor_that_no_element_was_seen_of_has_a_sum_all_the_same():
-    outcome = execute(join(rows((0, 3), F32), rows((0, 3), BF16)), Files({"f": bytearray()}), Files(), budget())
-    assert outcome.source_sums == {"t": Sums.zero(F32)}
-    assert outcome.output_sums == {"t": Sums.zero(BF16)}
+    outcome = execute_plan(
+        join_manifests(rows((0, 3), F32), rows((0, 3), BF16)), Files({"f": bytearray()}), Files(), budget()
+    )
+    assert outcome.source_sums == {"t": DigestSums.zero(F32)}
+    assert outcome.output_sums == {"t": DigestSums.zero(BF16)}
 
 
 def test_strides_of_the_layout_helper_are_those_of_numpy():
     (chunk,) = rows((3, 4)).tensors["t"].chunks
-    assert chunk.where.strides == dense_strides(U16, (3, 4))
+    assert chunk.where.strides == compute_dense_strides(U16, (3, 4))

@@ -10,11 +10,11 @@ import pytest
 from shardctl.errors import CutError
 from shardctl.manifest import Tensor
 from shardctl.memory import holding
-from shardctl.memory.holding import hold, sizes_at
-from shardctl.memory.inventory import take_stock
+from shardctl.memory.holding import compute_sizes_at, list_holdings
+from shardctl.memory.inventory import build_inventory
 from shardctl.mesh import Mesh
-from shardctl.models import describe
-from shardctl.pieces import Placed
+from shardctl.models import describe_model
+from shardctl.pieces import PlacedCheckpoint
 
 CONFIGS = sorted((Path(__file__).parents[1] / "fixtures" / "configs").glob("*.json"))
 MESHES = ("tp=2", "pp=2,fsdp=2,tp=2", "dp=2,fsdp=3", "fsdp=2,tp=2,ep=2", "dp=2,cp=2,tp=1,ep=2,etp=1")
@@ -22,10 +22,10 @@ MESHES = ("tp=2", "pp=2,fsdp=2,tp=2", "dp=2,fsdp=3", "fsdp=2,tp=2,ep=2", "dp=2,c
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_counts_are_those_of_the_pieces(path):
-    model = describe(json.loads(path.read_text()), kv_heads="replicate")
+    model = describe_model(json.loads(path.read_text()), kv_heads="replicate")
     tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
     specs = {t.name: model.tensors[t.name].spec for t in tensors}
-    inventory = take_stock(tensors, specs, model.layers)
+    inventory = build_inventory(tensors, specs, model.layers)
     assert inventory.nbytes == sum(t.nbytes for t in tensors)
     assert inventory.elements == model.parameters
     tried = 0
@@ -35,12 +35,12 @@ def test_counts_are_those_of_the_pieces(path):
             continue
         stages = (model.layers // 2, model.layers - model.layers // 2) if pp == 2 else (model.layers,)
         try:
-            pieces = dict(Placed(tensors, specs, mesh, stages).ranks(replicas=True))
+            pieces = dict(PlacedCheckpoint(tensors, specs, mesh, stages).ranks(replicas=True))
         except CutError:
             with pytest.raises(CutError):
-                hold(inventory, mesh, stages)
+                list_holdings(inventory, mesh, stages)
             continue
-        holdings = hold(inventory, mesh, stages)
+        holdings = list_holdings(inventory, mesh, stages)
         for held in holdings:
             assert held.nbytes == sum(piece.nbytes for piece in pieces[held.rank])
             units = held.units().values()
@@ -52,13 +52,13 @@ def test_counts_are_those_of_the_pieces(path):
 
 def test_of_as_many_ranks_as_there_are_each_holds_its_part(monkeypatch):
     """100,000 ranks of fsdp differ in few numbers: what their parts are is counted, and not found by cutting."""
-    model = describe(json.loads((CONFIGS[0].parent / "llama.json").read_text()))
+    model = describe_model(json.loads((CONFIGS[0].parent / "llama.json").read_text()))
     tensors = tuple(Tensor(t.name, t.dtype, t.shape, ()) for t in model.own())
-    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    inventory = build_inventory(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
     cut = []
-    monkeypatch.setattr(holding, "sizes_at", lambda *args: cut.append(args) or sizes_at(*args))
+    monkeypatch.setattr(holding, "compute_sizes_at", lambda *args: cut.append(args) or compute_sizes_at(*args))
     mesh = Mesh.of(fsdp=100_000)
-    holdings = hold(inventory, mesh, (model.layers,))
+    holdings = list_holdings(inventory, mesh, (model.layers,))
     assert len(holdings) == 100_000
     assert len(cut) < 100
     assert sum(held.nbytes for held in holdings) == inventory.nbytes

@@ -19,15 +19,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from shardctl.box import Box
-from shardctl.copyplan import join
-from shardctl.digest import Sums
+from shardctl.copyplan import join_manifests
+from shardctl.digest import DigestSums
 from shardctl.dtype import BY_NAME
 from shardctl.errors import MemoryBudgetError
-from shardctl.execute.budget import INTERPRETER, MIB, PER_CHUNK, PER_TENSOR, PER_THREAD, budget
-from shardctl.execute.journal import Entry, Journal
+from shardctl.execute.budget import INTERPRETER, MIB, PER_CHUNK, PER_TENSOR, PER_THREAD, divide_host_memory
+from shardctl.execute.journal import BandJournal, JournalEntry
 from shardctl.formats.safetensors_header import encode_header
-from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
-from shardctl.models import describe
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.models import describe_model
 
 STATUS = "/proc/{}/status"
 GENERATOR = Path(__file__).parents[1] / "docs" / "benchmarks" / "generate.py"
@@ -103,7 +103,9 @@ def llama(place, layers):
         "tie_word_embeddings": False,
     }
     (place / "config.json").write_text(json.dumps(config))
-    encoded = encode_header([(t.name, BY_NAME["BF16"], t.shape) for t in describe(config).own()], {"format": "pt"})
+    encoded = encode_header(
+        [(t.name, BY_NAME["BF16"], t.shape) for t in describe_model(config).own()], {"format": "pt"}
+    )
     (place / "model.safetensors").write_bytes(encoded.header + bytes(encoded.size - len(encoded.header)))
     return place
 
@@ -171,11 +173,11 @@ def test_a_long_journal_costs_little_to_resume_from(tmp_path):
     """
     subprocess.run([sys.executable, "-c", writer], check=True, cwd=tmp_path)
     before = anonymous("self")
-    journal = Journal(tmp_path / "journal", {})
+    journal = BandJournal(tmp_path / "journal", {})
     assert len(journal) == 100_000
     assert anonymous("self") - before < 16 * MIB
-    sums = Sums((2**63, 2**63))
-    assert journal.find((99, 999)) == Entry(sums, sums)
+    sums = DigestSums((2**63, 2**63))
+    assert journal.find((99, 999)) == JournalEntry(sums, sums)
     assert journal.find((100, 0)) is None
     journal.close()
 
@@ -183,21 +185,23 @@ def test_a_long_journal_costs_little_to_resume_from(tmp_path):
 def plan(*, have="BF16", want="BF16", tensors=1, chunks=1):
     def manifest(dtype):
         shape, each = (chunks, 64), dtype.nbytes((64,))
-        strides = dense_strides(dtype, (1, 64))
+        strides = compute_dense_strides(dtype, (1, 64))
         rows = tuple(Chunk(Box((i, 0), (1, 64)), dtype, Region("f", i * each, strides)) for i in range(chunks))
         names = [f"t{i}" for i in range(tensors)]
-        return Manifest("x", {n: Tensor(n, dtype, shape, rows) for n in names}, {"f": File("f", chunks * each)})
+        return Manifest(
+            "x", {n: Tensor(n, dtype, shape, rows) for n in names}, {"f": CheckpointFile("f", chunks * each)}
+        )
 
-    return join(manifest(BY_NAME[have]), manifest(BY_NAME[want]))
+    return join_manifests(manifest(BY_NAME[have]), manifest(BY_NAME[want]))
 
 
 def test_blocks_shrink_before_threads_are_given_up():
-    roomy = budget(plan(), 1 << 30, 4)
+    roomy = divide_host_memory(plan(), 1 << 30, 4)
     assert (roomy.threads, roomy.block) == (4, 8 * MIB)
-    tight = budget(plan(), INTERPRETER + 4 * (PER_THREAD + 4 * MIB), 4)
+    tight = divide_host_memory(plan(), INTERPRETER + 4 * (PER_THREAD + 4 * MIB), 4)
     assert tight.threads == 4
     assert MIB <= tight.block < 8 * MIB
-    tighter = budget(plan(), INTERPRETER + 2 * (PER_THREAD + 3 * MIB), 4)
+    tighter = divide_host_memory(plan(), INTERPRETER + 2 * (PER_THREAD + 3 * MIB), 4)
     assert tighter.threads == 2
     for found in (roomy, tight, tighter):
         assert found.projected <= found.limit
@@ -208,28 +212,28 @@ def test_blocks_shrink_before_threads_are_given_up():
     ("BF16", "BF16", 2), ("BF16", "F16", 3), ("BF16", "F32", 4), ("F32", "BF16", 2.5),
 ])  # fmt: skip
 def test_a_cast_needs_room_for_its_output_even_at_equal_width(have, want, buffers):
-    found = budget(plan(have=have, want=want), 1 << 30, 1)
+    found = divide_host_memory(plan(have=have, want=want), 1 << 30, 1)
     assert found.per_thread == found.block * buffers + PER_THREAD
 
 
 def test_bookkeeping_is_reserved_for_every_tensor_and_chunk():
-    one, many = budget(plan(), 1 << 30, 1), budget(plan(tensors=10, chunks=100), 1 << 30, 1)
+    one, many = divide_host_memory(plan(), 1 << 30, 1), divide_host_memory(plan(tensors=10, chunks=100), 1 << 30, 1)
     assert many.reserved - one.reserved == 9 * PER_TENSOR + (10 * 200 - 2) * PER_CHUNK
 
 
 def test_a_limit_below_the_smallest_unit_of_work_names_what_is_needed():
     with pytest.raises(MemoryBudgetError, match=r"--memory 40MiB .* at least 57 MiB") as raised:
-        budget(plan(), 40 * MIB, 8)
+        divide_host_memory(plan(), 40 * MIB, 8)
     least = 57 * MIB
     assert raised.value.exit_code == 2
-    assert budget(plan(), least, 8).threads == 1
+    assert divide_host_memory(plan(), least, 8).threads == 1
 
 
 def test_a_resumed_run_keeps_its_block_and_gives_up_threads_instead():
-    wide = budget(plan(), 1 << 30, 8)
-    narrow = budget(plan(), INTERPRETER + 60 * MIB, 8).with_block(wide.block)
+    wide = divide_host_memory(plan(), 1 << 30, 8)
+    narrow = divide_host_memory(plan(), INTERPRETER + 60 * MIB, 8).with_block(wide.block)
     assert narrow.block == wide.block
     assert narrow.threads == 2
     assert narrow.projected <= narrow.limit
     with pytest.raises(MemoryBudgetError, match="interrupted run had blocks"):
-        budget(plan(), 60 * MIB, 8).with_block(wide.block)
+        divide_host_memory(plan(), 60 * MIB, 8).with_block(wide.block)

@@ -12,8 +12,16 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UsageError
 from shardctl.manifest import Tensor
 from shardctl.mesh import AXES, MOST_RANKS, Mesh
-from shardctl.pieces import Placed, balance, parse_stages
-from shardctl.placement import Cut, Member, Section, Spec, boxes, check, intervals
+from shardctl.pieces import PlacedCheckpoint, balance_stages, parse_stages
+from shardctl.placement import (
+    AxisCut,
+    CutSection,
+    GroupMember,
+    PartitionSpec,
+    check_cuts,
+    compute_intervals,
+    compute_rank_boxes,
+)
 
 BF16 = BY_NAME["BF16"]
 
@@ -63,28 +71,28 @@ def test_meshes_that_make_no_sense_are_refused(text):
 
 def test_fsdp_parts_are_those_of_torch_chunk():
     mesh = Mesh.of(fsdp=4)
-    held = [intervals(10, [Cut("fsdp")], mesh, mesh.coordinate(r)) for r in range(4)]
+    held = [compute_intervals(10, [AxisCut("fsdp")], mesh, mesh.coordinate(r)) for r in range(4)]
     assert held == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
-    assert intervals(5, [Cut("fsdp")], mesh, mesh.coordinate(3)) == []
+    assert compute_intervals(5, [AxisCut("fsdp")], mesh, mesh.coordinate(3)) == []
 
 
 def test_fsdp_divides_what_tp_left_of_a_fused_dim():
     """tp keeps the halves of a fused gate and up together; fsdp then cuts their concatenation."""
-    cuts = [Cut("tp", (Section(6), Section(6))), Cut("fsdp")]
+    cuts = [AxisCut("tp", (CutSection(6), CutSection(6))), AxisCut("fsdp")]
     mesh = Mesh.of(fsdp=2, tp=2)
-    held = {(at["fsdp"], at["tp"]): intervals(12, cuts, mesh, at) for at in map(mesh.coordinate, range(4))}
+    held = {(at["fsdp"], at["tp"]): compute_intervals(12, cuts, mesh, at) for at in map(mesh.coordinate, range(4))}
     assert held == {(0, 0): [(0, 3)], (1, 0): [(6, 9)], (0, 1): [(3, 6)], (1, 1): [(9, 12)]}
 
 
 def test_heads_that_are_fewer_than_ranks_are_shared_by_neighbours_only_if_asked():
     mesh = Mesh.of(tp=4)
-    shared = Spec(((Cut("tp", (Section(8, 4, shared=True, noun="key/value heads"),)),),))
-    assert [str(boxes((8,), shared, mesh, mesh.coordinate(r))[0]) for r in range(4)] == [
+    shared = PartitionSpec(((AxisCut("tp", (CutSection(8, 4, shared=True, noun="key/value heads"),)),),))
+    assert [str(compute_rank_boxes((8,), shared, mesh, mesh.coordinate(r))[0]) for r in range(4)] == [
         "[0:4]", "[0:4]", "[4:8]", "[4:8]"
     ]  # fmt: skip
-    alone = Spec(((Cut("tp", (Section(8, 4, noun="key/value heads"),)),),))
+    alone = PartitionSpec(((AxisCut("tp", (CutSection(8, 4, noun="key/value heads"),)),),))
     with pytest.raises(CutError, match=r"cannot split k \[8\] over tp=4: 2 key/value heads") as raised:
-        check("k", (8,), alone, mesh)
+        check_cuts("k", (8,), alone, mesh)
     assert raised.value.hint == "use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks"
 
 
@@ -95,22 +103,24 @@ def test_heads_that_are_fewer_than_ranks_are_shared_by_neighbours_only_if_asked(
 def test_every_element_is_held_by_someone_and_replicas_are_whole(tp, fsdp, dp, pp, units, cols):
     mesh = Mesh.of(tp=tp, fsdp=fsdp, dp=dp, pp=pp)
     rows = units * tp * 2
-    spec = Spec(((Cut("tp", (Section(rows, 2),)), Cut("fsdp")), (Cut("fsdp"),)[:0]))
+    spec = PartitionSpec(((AxisCut("tp", (CutSection(rows, 2),)), AxisCut("fsdp")), (AxisCut("fsdp"),)[:0]))
     counts = np.zeros((rows, cols), int)
     for rank in range(mesh.world):
-        for box in boxes((rows, cols), spec, mesh, mesh.coordinate(rank)):
+        for box in compute_rank_boxes((rows, cols), spec, mesh, mesh.coordinate(rank)):
             counts[box.slices()] += 1
     assert (counts == dp * pp).all()
 
 
 def placed(tensors, specs, mesh, stages=(1,)):
-    return Placed(tuple(tensors), specs, mesh, stages)
+    return PlacedCheckpoint(tuple(tensors), specs, mesh, stages)
 
 
 def test_experts_are_divided_whole_and_dense_weights_replicated_once():
     """ep re-uses dp ranks: each holds other experts, while the dense weight has one writer."""
     names = [f"experts.{i}" for i in range(4)]
-    specs = {n: Spec(((), ()), member=Member("ep", i, 4)) for i, n in enumerate(names)} | {"dense": Spec(((), ()))}
+    specs = {n: PartitionSpec(((), ()), member=GroupMember("ep", i, 4)) for i, n in enumerate(names)} | {
+        "dense": PartitionSpec(((), ()))
+    }
     tensors = [Tensor(n, BF16, (2, 2), ()) for n in specs]
     mesh = Mesh.of(dp=4, ep=2)
     new = {rank: [h.tensor.name for h in held] for rank, held in placed(tensors, specs, mesh).ranks()}
@@ -128,25 +138,25 @@ def test_fsdp_of_experts_is_what_ep_leaves_of_it():
         1,
         1,
     )
-    spec = Spec(((Cut("ep", (Section(4),)), Cut("efsdp")),))
+    spec = PartitionSpec(((AxisCut("ep", (CutSection(4),)), AxisCut("efsdp")),))
     counts = np.zeros(4, int)
     for rank in range(4):
-        for box in boxes((4,), spec, mesh, mesh.coordinate(rank)):
+        for box in compute_rank_boxes((4,), spec, mesh, mesh.coordinate(rank)):
             counts[box.slices()] += 1
     assert counts.tolist() == [1, 1, 1, 1]
 
 
 def test_a_tie_on_two_stages_gives_each_one_of_its_names():
     tied = Tensor("embed", BF16, (4, 2), (), ties=("head",))
-    spec = {"embed": Spec(((), ()), (("first", 0), ("last", 0)))}
+    spec = {"embed": PartitionSpec(((), ()), (("first", 0), ("last", 0)))}
     names = {r: [h.names for h in held] for r, held in placed([tied], spec, Mesh.of(pp=2), (1, 1)).ranks()}
     assert names == {0: [("embed",)], 1: [("head",)]}
     assert [h.names for _, held in placed([tied], spec, Mesh.of()).ranks() for h in held] == [("embed", "head")]
 
 
 def test_an_empty_tensor_is_held_whole():
-    spec = Spec(((Cut("fsdp"),), ()))
-    assert boxes((0, 3), spec, Mesh.of(fsdp=2), Mesh.of(fsdp=2).coordinate(1)) == [Box((0, 0), (0, 3))]
+    spec = PartitionSpec(((AxisCut("fsdp"),), ()))
+    assert compute_rank_boxes((0, 3), spec, Mesh.of(fsdp=2), Mesh.of(fsdp=2).coordinate(1)) == [Box((0, 0), (0, 3))]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 80), st.integers(0, 80), st.data())
@@ -160,7 +170,7 @@ def test_balanced_stages_are_as_light_as_can_be(costs, first, last, data):
             start += layers
         return max(loads)
 
-    found = balance(costs, first, last, count)
+    found = balance_stages(costs, first, last, count)
     assert len(found) == count
     assert sum(found) == len(costs)
     assert min(found) >= 1
@@ -177,7 +187,7 @@ def test_stages_must_add_up():
     with pytest.raises(UsageError, match="leaves a stage without layers"):
         parse_stages("0,5", 5, 2)
     with pytest.raises(UsageError, match="needs at least 3 layers"):
-        balance([1, 1], 0, 0, 3)
+        balance_stages([1, 1], 0, 0, 3)
 
 
 def test_axes_are_each_given_once():

@@ -9,9 +9,9 @@ from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.mesh import Mesh
-from shardctl.record import Hashed, Record, RecordedTensor, StoredBox, dump, load
+from shardctl.record import CheckpointRecord, HashedSpans, RecordedTensor, StoredBox, encode_record, parse_record
 
-GOOD = Record(
+GOOD = CheckpointRecord(
     version="0.1.0",
     plan="p",
     layout="ranks",
@@ -23,7 +23,7 @@ GOOD = Record(
     architecture="LlamaForCausalLM",
     options={"dtype": "bf16"},
     files={"a.safetensors": 100, "caf\udce9.md": 7},
-    hashes={"a.safetensors": Hashed(((0, 8), (40, 4)), "00"), "caf\udce9.md": Hashed(((0, 7),), "11")},
+    hashes={"a.safetensors": HashedSpans(((0, 8), (40, 4)), "00"), "caf\udce9.md": HashedSpans(((0, 7),), "11")},
     tensors={
         name: RecordedTensor(
             BY_NAME["F32"], (2,), "d", "d", ties, spelling, (StoredBox("a.safetensors", name, Box((0,), (2,))),)
@@ -40,7 +40,7 @@ def sealed(raw):
 
 def changed(*path, to):
     """The record with another value at a path of keys, sealed anew."""
-    raw = json.loads(dump(GOOD))
+    raw = json.loads(encode_record(GOOD))
     at = raw
     for key in path[:-1]:
         at = at[key]
@@ -49,8 +49,8 @@ def changed(*path, to):
 
 
 def test_a_record_is_what_it_was():
-    assert load(dump(GOOD)) == GOOD
-    assert load(sealed(json.loads(dump(GOOD)))) == GOOD
+    assert parse_record(encode_record(GOOD)) == GOOD
+    assert parse_record(sealed(json.loads(encode_record(GOOD)))) == GOOD
 
 
 NUMBERS = (float("inf"), float("nan"), -1, 1.5, 2**63, 10**400, True, "1", None, [])
@@ -76,7 +76,7 @@ NUMBERS = (float("inf"), float("nan"), -1, 1.5, 2**63, 10**400, True, "1", None,
 )
 def test_a_number_that_is_no_size_is_damage(path, to):
     with pytest.raises(SourceError, match="is damaged"):
-        load(changed(*path, to=to))
+        parse_record(changed(*path, to=to))
 
 
 @pytest.mark.parametrize("to", [None, 3, [], {}, float("inf")], ids=repr)
@@ -96,12 +96,12 @@ def test_a_number_that_is_no_size_is_damage(path, to):
 )
 def test_what_is_not_text_where_text_stands_is_damage(path, to):
     with pytest.raises(SourceError, match="is damaged"):
-        load(changed(*path, to=to))
+        parse_record(changed(*path, to=to))
 
 
 def test_the_hash_of_a_file_that_is_not_listed_is_damage():
     with pytest.raises(SourceError, match=r"is damaged: KeyError 'other\.bin'"):
-        load(changed("hashes", to={"other.bin": [[[0, 1]], "00"]}))
+        parse_record(changed("hashes", to={"other.bin": [[[0, 1]], "00"]}))
 
 
 @pytest.mark.parametrize(
@@ -110,21 +110,21 @@ def test_the_hash_of_a_file_that_is_not_listed_is_damage():
 )
 def test_a_hash_is_of_parts_of_its_file_each_once(spans, problem):
     with pytest.raises(SourceError, match=problem):
-        load(changed("hashes", "a.safetensors", 0, to=spans))
+        parse_record(changed("hashes", "a.safetensors", 0, to=spans))
 
 
 @pytest.mark.parametrize("ties", [["b"], ["a"], ["a2", "a2"]])
 def test_a_tie_is_no_other_tensors_name(ties):
     with pytest.raises(SourceError, match=f"it ties a to {ties[0]}"):
-        load(changed("tensors", "a", "ties", to=ties))
+        parse_record(changed("tensors", "a", "ties", to=ties))
 
 
 def test_two_tensors_are_not_tied_to_one_name():
     with pytest.raises(SourceError, match="it ties b to a3"):
-        load(changed("tensors", "b", "ties", to=["a3"]))
+        parse_record(changed("tensors", "b", "ties", to=["a3"]))
 
 
 @pytest.mark.parametrize("mesh", [{}, [], {"axes": [], "ep": 1, "etp": 1}, {"axes": [["tp", 2]], "ep": 1, "etp": 3}])
 def test_a_mesh_that_is_none_is_damage(mesh):
     with pytest.raises(SourceError, match="is damaged"):
-        load(changed("mesh", to=mesh))
+        parse_record(changed("mesh", to=mesh))

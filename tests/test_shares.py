@@ -8,25 +8,25 @@ from hypothesis import strategies as st
 from test_engine import U16, Files, Layout, budget, filled, layouts, rows, shapes, values_of
 
 from shardctl.box import Box
-from shardctl.copyplan import CopyPlan, join
-from shardctl.digest import Sums, partial
+from shardctl.copyplan import CopyPlan, join_manifests
+from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.execute import engine
-from shardctl.execute.engine import execute
+from shardctl.execute.engine import execute_plan
+from shardctl.manifest import CheckpointFile, ConstantFill, Manifest, Region, Tensor
 from shardctl.manifest import Chunk as Stored
-from shardctl.manifest import File, Fill, Manifest, Region, Tensor
-from shardctl.shares import Portion, divide, merged, share
+from shardctl.shares import WorkerPortion, build_share, divide_files, merge_boxes
 
 
 def shared(plan, groups, files, block=64):
     """What every worker writes, one after another, and the sum of their digests."""
-    written, sums = {}, Sums.zero(U16)
+    written, sums = {}, DigestSums.zero(U16)
     for number in range(len(groups)):
-        mine = share(plan, groups, number)
+        mine = build_share(plan, groups, number)
         target = Files()
-        outcome = execute(mine.plan, Files(files), target, budget(block), portions=mine.portions)
+        outcome = execute_plan(mine.plan, Files(files), target, budget(block), portions=mine.portions)
         assert set(target.created) == set(groups[number]), "a file has one writer"
         written |= target.files
-        sums += outcome.output_sums.get("t", Sums.zero(U16))
+        sums += outcome.output_sums.get("t", DigestSums.zero(U16))
         assert outcome.source_sums == outcome.output_sums
     return {path: bytes(data) for path, data in written.items()}, sums
 
@@ -36,13 +36,13 @@ def shared(plan, groups, files, block=64):
 def test_workers_write_what_one_run_writes_and_count_each_element_once(shape, block, count, data):
     have, want = data.draw(layouts(shape, U16)), data.draw(layouts(shape, U16))
     values = values_of(shape)
-    files, plan = filled(have, values), join(have, want)
-    groups = data.draw(st.sampled_from([divide(plan, count), [(path,) for path in sorted(want.files)]]))
+    files, plan = filled(have, values), join_manifests(have, want)
+    groups = data.draw(st.sampled_from([divide_files(plan, count), [(path,) for path in sorted(want.files)]]))
     target = Files()
-    one = execute(plan, Files(files), target, budget(block))
+    one = execute_plan(plan, Files(files), target, budget(block))
     written, sums = shared(plan, groups, files, block)
     assert written == {path: bytes(data) for path, data in target.files.items()}
-    assert sums == one.output_sums["t"] == partial(values.tobytes(), U16, Box.whole(shape), shape)
+    assert sums == one.output_sums["t"] == compute_box_sums(values.tobytes(), U16, Box.whole(shape), shape)
 
 
 def cut(shape, dim, parts, name="rank{}"):
@@ -62,31 +62,31 @@ def test_a_worker_reads_only_what_its_files_need_and_small_gaps(monkeypatch, gap
     values = values_of((16, 32))
     have = rows((16, 32))
     for dim in (0, 1):
-        plan = join(have, cut((16, 32), dim, 8))
-        groups = divide(plan, 8)
-        assert sum(share(plan, groups, number).read_bytes for number in range(8)) == 16 * 32 * 2
+        plan = join_manifests(have, cut((16, 32), dim, 8))
+        groups = divide_files(plan, 8)
+        assert sum(build_share(plan, groups, number).read_bytes for number in range(8)) == 16 * 32 * 2
         source = Files(filled(have, values))
-        mine = share(plan, groups, 3)
-        execute(mine.plan, source, Files(), budget(4096), portions=mine.portions)
+        mine = build_share(plan, groups, 3)
+        execute_plan(mine.plan, source, Files(), budget(4096), portions=mine.portions)
         gaps = 15 * 56 if dim == 1 and gap == 56 else 0
         assert source.reads == {"f": 16 * 32 * 2 // 8 + gaps}
 
 
 def test_neighbouring_ranks_of_one_worker_are_read_together():
-    plan = join(rows((16, 32)), cut((16, 32), 1, 8))
-    mine = share(plan, divide(plan, 2), 1)
-    assert mine.portions == {"t": (Portion(Box((0, 16), (16, 16)), counted=True),)}
+    plan = join_manifests(rows((16, 32)), cut((16, 32), 1, 8))
+    mine = build_share(plan, divide_files(plan, 2), 1)
+    assert mine.portions == {"t": (WorkerPortion(Box((0, 16), (16, 16)), counted=True),)}
 
 
 def test_a_replica_counts_for_its_first_writer():
     layout = Layout(U16)
     for rank in range(4):
         layout.add(Box.whole((10, 10)), f"rank{rank}")
-    plan = join(rows((10, 10)), layout.manifest((10, 10)))
-    groups = divide(plan, 4)
-    counted = [share(plan, groups, number).portions["t"] for number in range(4)]
-    assert counted == [(Portion(Box.whole((10, 10)), counted=number == 0),) for number in range(4)]
-    assert [bool(share(plan, groups, number).first) for number in range(4)] == [True, False, False, False]
+    plan = join_manifests(rows((10, 10)), layout.manifest((10, 10)))
+    groups = divide_files(plan, 4)
+    counted = [build_share(plan, groups, number).portions["t"] for number in range(4)]
+    assert counted == [(WorkerPortion(Box.whole((10, 10)), counted=number == 0),) for number in range(4)]
+    assert [bool(build_share(plan, groups, number).first) for number in range(4)] == [True, False, False, False]
 
 
 def many(sizes):
@@ -96,14 +96,14 @@ def many(sizes):
         path = f"out{number}"
         chunk = Stored(Box.whole((size,)), U16, Region(path, 0, (2,)))
         tensors[path] = Tensor(path, U16, (size,), (chunk,))
-        files[path] = File(path, 2 * size)
+        files[path] = CheckpointFile(path, 2 * size)
     manifest = Manifest("x", tensors, files)
-    return join(manifest, manifest)
+    return join_manifests(manifest, manifest)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=12), st.integers(1, 5))
 def test_every_file_has_one_worker_and_no_other_cut_is_lighter(sizes, count):
-    groups = divide(many(sizes), count)
+    groups = divide_files(many(sizes), count)
     assert len(groups) == count
     assert Counter(path for group in groups for path in group) == Counter(f"out{n}" for n in range(len(sizes)))
     heaviest = max(sum(sizes[int(path[3:])] for path in group) for group in groups)
@@ -126,37 +126,41 @@ def test_files_of_the_same_tensors_go_to_one_worker():
         for rank in range(2):
             path = f"rank{rank}-file{index}"
             chunks.append(Stored(Box((0, 4 * rank), (4, 4)), U16, Region(path, 0, (8, 2))))
-            files[path] = File(path, 32)
+            files[path] = CheckpointFile(path, 32)
         tensors[f"t{index}"] = Tensor(f"t{index}", U16, (4, 8), tuple(chunks))
     stored = {
         name: Tensor(name, U16, (4, 8), (Stored(Box.whole((4, 8)), U16, Region("f", 64 * n, (16, 2))),))
         for n, name in enumerate(tensors)
     }
-    plan = join(Manifest("x", stored, {"f": File("f", 128)}), Manifest("x", tensors, files))
-    assert divide(plan, 2) == (("rank0-file0", "rank1-file0"), ("rank0-file1", "rank1-file1"))
-    assert not share(plan, divide(plan, 2), 0).portions, "nothing is divided"
+    plan = join_manifests(Manifest("x", stored, {"f": CheckpointFile("f", 128)}), Manifest("x", tensors, files))
+    assert divide_files(plan, 2) == (("rank0-file0", "rank1-file0"), ("rank0-file1", "rank1-file1"))
+    assert not build_share(plan, divide_files(plan, 2), 0).portions, "nothing is divided"
 
 
 def test_files_without_tensors_have_a_worker_too():
     manifest = many([4, 4])
-    want = Manifest("x", manifest.want.tensors, {**manifest.want.files, "index": File("index", 5, ((0, b"index"),))})
+    want = Manifest(
+        "x", manifest.want.tensors, {**manifest.want.files, "index": CheckpointFile("index", 5, ((0, b"index"),))}
+    )
     plan = CopyPlan(manifest.have, want, manifest.copies)
-    assert sorted(path for group in divide(plan, 3) for path in group) == ["index", "out0", "out1"]
+    assert sorted(path for group in divide_files(plan, 3) for path in group) == ["index", "out0", "out1"]
 
 
 def test_what_no_file_holds_counts_for_the_first_worker():
     stored = Stored(Box((0, 0), (3, 4)), U16, Region("f", 0, (8, 2)))
-    padding = Stored(Box((3, 0), (2, 4)), U16, Fill(b"\x07\x01"))
-    have = Manifest("x", {"t": Tensor("t", U16, (5, 4), (stored, padding))}, {"f": File("f", 24)})
-    plan = join(have, Manifest("x", have.tensors, {"f": File("f", 24), "g": File("g", 0)}))
+    padding = Stored(Box((3, 0), (2, 4)), U16, ConstantFill(b"\x07\x01"))
+    have = Manifest("x", {"t": Tensor("t", U16, (5, 4), (stored, padding))}, {"f": CheckpointFile("f", 24)})
+    plan = join_manifests(
+        have, Manifest("x", have.tensors, {"f": CheckpointFile("f", 24), "g": CheckpointFile("g", 0)})
+    )
     values = values_of((5, 4))
     values[3:] = 0x0107
     _, sums = shared(plan, [("g",), ("f",)], {"f": values[:3].tobytes(), "g": b""})
-    assert sums == partial(values.tobytes(), U16, Box.whole((5, 4)), (5, 4))
+    assert sums == compute_box_sums(values.tobytes(), U16, Box.whole((5, 4)), (5, 4))
 
 
 def test_merging_keeps_the_union():
     boxes = [Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]
-    assert merged(boxes) == [Box((0, 0), (4, 4)), Box((5, 0), (1, 4))]
-    assert merged([]) == []
-    assert merged([Box((), ())]) == [Box((), ())]
+    assert merge_boxes(boxes) == [Box((0, 0), (4, 4)), Box((5, 0), (1, 4))]
+    assert merge_boxes([]) == []
+    assert merge_boxes([Box((), ())]) == [Box((), ())]

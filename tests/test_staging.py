@@ -8,9 +8,9 @@ from typing import NamedTuple
 import pytest
 
 from shardctl.errors import DestinationError
-from shardctl.execute.journal import Journal
-from shardctl.execute.note import Note
-from shardctl.execute.staging import Staging
+from shardctl.execute.journal import BandJournal
+from shardctl.execute.note import PublicationNote
+from shardctl.execute.staging import StagingArea
 from shardctl.record import RECORD
 from shardctl.storage import linux
 
@@ -32,7 +32,7 @@ def out(tmp_path):
 
 
 def publish(out, content=b"x", **options):
-    with Staging(out, **options) as staging:
+    with StagingArea(out, **options) as staging:
         staging.begin("tree", keep=False)
         fill(staging, content)
         assert staging.publish(FILES) == ()
@@ -45,7 +45,7 @@ def test_a_published_tree_is_all_that_remains(tmp_path, out):
 
 @pytest.mark.parametrize("harm", [lambda f: f.unlink(), lambda f: f.write_bytes(b"other"), lambda f: os.truncate(f, 0)])
 def test_a_tree_that_somebody_changed_is_not_published(out, harm):
-    with Staging(out) as staging:
+    with StagingArea(out) as staging:
         staging.begin("tree", keep=False)
         fill(staging)
         harm(staging.data / "sub" / "b")
@@ -55,7 +55,7 @@ def test_a_tree_that_somebody_changed_is_not_published(out, harm):
 
 
 def test_what_does_not_belong_to_the_tree_is_not_published(out):
-    with Staging(out) as staging:
+    with StagingArea(out) as staging:
         staging.begin("tree", keep=False)
         fill(staging)
         (staging.data / ".DS_Store").write_bytes(b"")
@@ -64,7 +64,7 @@ def test_what_does_not_belong_to_the_tree_is_not_published(out):
 
 
 def test_leftovers_that_cannot_be_removed_are_an_error_and_not_published(out, monkeypatch):
-    with Staging(out) as staging:
+    with StagingArea(out) as staging:
         (staging.root / "old-tree").mkdir()
 
         def refuse(path, *_args, **_options):
@@ -77,7 +77,7 @@ def test_leftovers_that_cannot_be_removed_are_an_error_and_not_published(out, mo
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_and_goes_with_the_next_run(out, monkeypatch):
     publish(out, b"1")
-    with Staging(out, overwrite=True) as staging:
+    with StagingArea(out, overwrite=True) as staging:
         staging.begin("tree", keep=False)
         fill(staging, b"2")
         with monkeypatch.context() as patched:
@@ -85,7 +85,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_and_goes_with_the
             (warning,) = staging.publish(FILES)
         assert "the result is complete" in warning
     assert (out / "a").read_bytes() == b"2"
-    with Staging(out, overwrite=True) as staging:
+    with StagingArea(out, overwrite=True) as staging:
         assert staging.published
         staging.forget()
     assert names(out.parent) == sorted(["out", *(f"out/{name}" for name in names(out))])
@@ -94,16 +94,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning_and_goes_with_the
 def test_a_file_system_whose_inodes_do_not_last_costs_work_only(out, monkeypatch):
     """Then nobody can tell whether the two trees were exchanged, and neither is trusted."""
     publish(out, b"1")
-    with Staging(out, overwrite=True) as staging:
+    with StagingArea(out, overwrite=True) as staging:
         staging.begin("tree", keep=False)
-        Journal(staging.journal, {}).close()
+        BandJournal(staging.journal, {}).close()
         fill(staging, b"2")
-        monkeypatch.setattr(linux, "exchange", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(linux, "exchange_names", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             staging.publish(FILES)
     note = staging.root / "publishing.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "inode": 1}))
-    with Staging(out, overwrite=True) as staging:
+    with StagingArea(out, overwrite=True) as staging:
         assert not staging.published
         assert not staging.journal.exists()
         assert names(staging.root) == ["lock"]
@@ -114,11 +114,11 @@ def test_a_note_that_was_not_finished_is_none(tmp_path):
     path = tmp_path / "note"
     for text in (b"", b"{", b"[]", b'{"way": "rename"}'):
         path.write_bytes(text)
-        assert Note.read(path) is None
+        assert PublicationNote.read(path) is None
         assert not path.exists()
-    note = Note("move", "tree", 7, ("a", "b"))
+    note = PublicationNote("move", "tree", 7, ("a", "b"))
     note.write(path)
-    assert Note.read(path) == note
+    assert PublicationNote.read(path) == note
 
 
 class Usage(NamedTuple):
@@ -128,7 +128,7 @@ class Usage(NamedTuple):
 
 
 def test_space_is_asked_for_before_anything_is_written(out, monkeypatch):
-    with Staging(out) as staging:
+    with StagingArea(out) as staging:
         staging.begin("tree", keep=False)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**6, 0, 5000))
         staging.require_space(5000)
@@ -143,17 +143,17 @@ def test_space_is_asked_for_before_anything_is_written(out, monkeypatch):
 
 
 def test_looking_writes_nothing(tmp_path, out):
-    Staging(out)
-    Staging(out, overwrite=True)
+    StagingArea(out)
+    StagingArea(out, overwrite=True)
     assert list(tmp_path.iterdir()) == []
     publish(out)
     with pytest.raises(DestinationError, match="already holds"):
-        Staging(out)
+        StagingArea(out)
     assert names(tmp_path) == sorted(["out", *(f"out/{name}" for name in names(out))])
 
 
 def test_a_run_that_ends_before_its_journal_leaves_nothing(tmp_path, out):
-    with Staging(out) as staging:
+    with StagingArea(out) as staging:
         staging.begin("tree", keep=False)
         fill(staging)
     assert list(tmp_path.iterdir()) == []

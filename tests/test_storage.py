@@ -14,8 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardctl.errors import AccessError, DestinationError, SourceError
-from shardctl.execute.lock import Lock
-from shardctl.storage import descriptors, direct, linux, local, read
+from shardctl.execute.lock import DestinationLock
+from shardctl.storage import descriptors, direct, linux, local, read_bytes
 from shardctl.storage.durable import make_directories, sync_directory, write_file
 from shardctl.storage.local import LocalSource, LocalTarget
 
@@ -65,9 +65,9 @@ def test_any_range_is_read_cached_or_not(place, offset, size, cold):
         forget(path)
     source = LocalSource(place)
     try:
-        assert read(source, "g", offset, size) == content[offset:]
+        assert read_bytes(source, "g", offset, size) == content[offset:]
         with pytest.raises(SourceError, match=f"g ends at byte {offset + size}"):
-            read(source, "g", offset, size + 1)
+            read_bytes(source, "g", offset, size + 1)
     finally:
         source.close()
 
@@ -109,8 +109,8 @@ def test_a_file_system_without_direct_io_is_written_by_ordinary_calls(tmp_path, 
         raise OSError(errno.EINVAL, "Invalid argument")
 
     if where == "write":
-        monkeypatch.setattr(direct, "write", refuse)
-        monkeypatch.setattr(direct, "read_some", refuse)
+        monkeypatch.setattr(direct, "write_direct", refuse)
+        monkeypatch.setattr(direct, "read_direct", refuse)
     else:
         actual = os.open
         flag = getattr(os, "O_DIRECT", 0)
@@ -147,7 +147,7 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error_and_not_a_signal(tmp_p
     path = tmp_path / "f"
     path.write_bytes(NOISE[:LARGE].tobytes())
     source = LocalSource(tmp_path)
-    read(source, "f", 0, LARGE)
+    read_bytes(source, "f", 0, LARGE)
     os.truncate(path, 1000)
     with pytest.raises(SourceError, match="f ends at byte 1000"):
         source.read_at("f", 0, memoryview(bytearray(LARGE)))
@@ -157,7 +157,7 @@ def test_a_file_that_shrinks_under_the_reader_is_an_error_and_not_a_signal(tmp_p
 class TestDescriptors:
     @pytest.fixture(autouse=True)
     def few(self, monkeypatch):
-        monkeypatch.setattr(descriptors, "usual_number", lambda: 4)
+        monkeypatch.setattr(descriptors, "choose_descriptor_count", lambda: 4)
 
     def make(self, tmp_path, count):
         for number in range(count):
@@ -171,7 +171,7 @@ class TestDescriptors:
 
         def work(seed):
             order = np.random.default_rng(seed).permutation(np.repeat(names, 5))
-            wrong.extend(n for n in order if read(source, n, 0, 3) != n.encode())
+            wrong.extend(n for n in order if read_bytes(source, n, 0, 3) != n.encode())
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
         for thread in threads:
@@ -184,7 +184,7 @@ class TestDescriptors:
 
     def test_only_the_least_recently_used_is_closed(self, tmp_path):
         names = self.make(tmp_path, 6)
-        held = descriptors.Descriptors(os.O_RDONLY)
+        held = descriptors.DescriptorPool(os.O_RDONLY)
         for name in (*names[:4], names[0], names[4]):
             with held.use(tmp_path / name):
                 pass
@@ -193,7 +193,7 @@ class TestDescriptors:
 
     def test_one_in_use_is_never_closed(self, tmp_path):
         names = self.make(tmp_path, 12)
-        held = descriptors.Descriptors(os.O_RDONLY)
+        held = descriptors.DescriptorPool(os.O_RDONLY)
         with contextlib.ExitStack() as stack:
             users = [stack.enter_context(held.use(tmp_path / name)) for name in names]
             assert [os.pread(user, 3, 0).decode() for user in users] == names
@@ -210,7 +210,7 @@ class TestDescriptors:
                 failing.append(1)
                 raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr(local, "flush", flush)
+        monkeypatch.setattr(local, "sync_descriptor", flush)
         target = LocalTarget(tmp_path)
         for name in self.make(tmp_path, 4):
             target.write_at(name, 0, b"x")
@@ -247,7 +247,7 @@ def test_space_is_reserved_when_a_file_is_made(tmp_path):
     target = LocalTarget(tmp_path)
     target.create("sub/f", 1 << 20)
     assert (tmp_path / "sub" / "f").stat().st_size == 1 << 20
-    if linux.reserve(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT), 4096):
+    if linux.reserve_space(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT), 4096):
         assert (tmp_path / "sub" / "f").stat().st_blocks * 512 >= 1 << 20
     (tmp_path / "sub" / "f").write_bytes(b"x" * (1 << 20))
     target.create("sub/f", 1 << 20)
@@ -266,19 +266,19 @@ def calls_that_return(monkeypatch, *codes):
         ctypes.set_errno(left.pop(0) if left else 0)
         return -1 if ctypes.get_errno() else 0
 
-    monkeypatch.setattr(linux, "_function", lambda _: call)
+    monkeypatch.setattr(linux, "_find_libc_function", lambda _: call)
     return left
 
 
 def test_an_interrupted_reservation_is_repeated(monkeypatch):
     left = calls_that_return(monkeypatch, errno.EINTR, errno.EINTR)
-    assert linux.reserve(0, 10)
+    assert linux.reserve_space(0, 10)
     assert not left
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_what_is_unsupported_is_said_and_not_raised(monkeypatch, code):
-    for call in (lambda: linux.reserve(0, 10), lambda: linux.exchange(Path("a"), Path("b"))):
+    for call in (lambda: linux.reserve_space(0, 10), lambda: linux.exchange_names(Path("a"), Path("b"))):
         calls_that_return(monkeypatch, code)
         assert not call()
 
@@ -286,19 +286,19 @@ def test_what_is_unsupported_is_said_and_not_raised(monkeypatch, code):
 def test_a_full_disk_is_not_called_unsupported(monkeypatch):
     calls_that_return(monkeypatch, errno.ENOSPC)
     with pytest.raises(OSError, match="No space left"):
-        linux.reserve(0, 10)
+        linux.reserve_space(0, 10)
 
 
 def test_names_are_swapped_and_taken_only_if_free(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("1")
     two.write_text("2")
-    if not linux.exchange(one, two):
+    if not linux.exchange_names(one, two):
         pytest.skip("this file system cannot exchange names")
     assert (one.read_text(), two.read_text()) == ("2", "1")
     with pytest.raises(FileExistsError):
-        linux.rename_new(one, two)
-    assert linux.rename_new(one, tmp_path / "three")
+        linux.rename_without_replacing(one, two)
+    assert linux.rename_without_replacing(one, tmp_path / "three")
     assert two.read_text() == "1"
 
 
@@ -353,7 +353,7 @@ def test_the_version_of_a_file_changes_with_it(tmp_path):
 
 def test_a_lock_is_held_once_and_left_behind_for_nobody(tmp_path):
     path = tmp_path / "stage" / "lock"
-    first, second = Lock(path, "writing x"), Lock(path, "writing x")
+    first, second = DestinationLock(path, "writing x"), DestinationLock(path, "writing x")
     first.acquire()
     assert first.held
     with pytest.raises(DestinationError, match=f"process {os.getpid()} on .*is writing x"):
@@ -371,4 +371,4 @@ def test_what_may_not_be_read_is_an_access_error(tmp_path):
     (tmp_path / "f").write_text("x")
     (tmp_path / "f").chmod(0)
     with pytest.raises(AccessError):
-        read(LocalSource(tmp_path), "f", 0, 1)
+        read_bytes(LocalSource(tmp_path), "f", 0, 1)

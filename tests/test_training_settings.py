@@ -8,9 +8,9 @@ import time
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.manifest import Group, Training
+from shardctl.manifest import ParameterGroup, TrainingState
 from shardctl.settings import as_setting, as_steps
-from shardctl.training import dump_settings, load_settings
+from shardctl.training import encode_settings, parse_settings
 
 
 @pytest.mark.parametrize("value", [None, True, 3, 0.1, "adamw", (), (0.9, 0.95), ((1, ("a", None)), False)])
@@ -73,8 +73,8 @@ def test_nothing_else_is_a_number_of_steps(value):
 
 def test_settings_are_read_back_as_they_were():
     settings = {"lr": 1e-4, "betas": (0.9, 0.95), "fused": None, "name": "groß", "amsgrad": False}
-    training = Training(step=7, groups=(Group(("a", "b"), settings), Group((), {})))
-    assert load_settings(dump_settings(training)) == (7, training.groups)
+    training = TrainingState(step=7, groups=(ParameterGroup(("a", "b"), settings), ParameterGroup((), {})))
+    assert parse_settings(encode_settings(training)) == (7, training.groups)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_settings_are_read_back_as_they_were():
 )
 def test_a_malformed_file_of_settings_is_refused(data):
     with pytest.raises(SourceError, match=r"optimizer\.json is malformed"):
-        load_settings(data)
+        parse_settings(data)

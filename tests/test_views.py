@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from shardctl.box import Box, subtract_all
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, Fill, Region, dense_strides
-from shardctl.views import View, merged
+from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides
+from shardctl.views import ArrayView, merge_boxes
 
 U16 = BY_NAME["U16"]
 
@@ -22,7 +22,7 @@ def placed(draw):
     origin = tuple(draw(st.integers(0, 3)) for _ in range(ndim))
     steps = tuple(draw(st.integers(1, 3)) for _ in axes)
     shape = tuple(draw(st.integers(1, 4)) for _ in axes)
-    view = View(origin, axes, steps)
+    view = ArrayView(origin, axes, steps)
     room = tuple(stop + draw(st.integers(0, 2)) for stop in view.image(shape).stop)
     return room, shape, view
 
@@ -103,11 +103,11 @@ def test_the_image_is_the_smallest_box_that_holds_the_part(case, data):
 
 
 def test_what_the_array_does_not_hold_is_not_there():
-    view = View((2, 4, 0), (1, 2))
+    view = ArrayView((2, 4, 0), (1, 2))
     whole = Box.whole((4, 8))
 
     def part(origin, shape):
-        return view.pull(Chunk(Box(origin, shape), U16, Region("f", 0, dense_strides(U16, shape))), whole)
+        return view.pull(Chunk(Box(origin, shape), U16, Region("f", 0, compute_dense_strides(U16, shape))), whole)
 
     assert part((0, 0, 0), (2, 16, 8)) is None  # experts 0 and 1
     assert part((2, 0, 0), (1, 4, 8)) is None  # the rows of the gate
@@ -116,17 +116,21 @@ def test_what_the_array_does_not_hold_is_not_there():
 
 
 def test_what_no_file_holds_stays_a_fill():
-    chunk = Chunk(Box.whole((2, 4)), U16, Fill(b"\0\0"))
-    pulled = View((1, 0), (1,)).pull(chunk, Box.whole((4,)))
+    chunk = Chunk(Box.whole((2, 4)), U16, ConstantFill(b"\0\0"))
+    pulled = ArrayView((1, 0), (1,)).pull(chunk, Box.whole((4,)))
     assert (pulled.box, pulled.where) == (Box.whole((4,)), chunk.where)
 
 
 def test_elements_narrower_than_a_byte_are_taken_apart_between_bytes_only():
     f4 = BY_NAME["F4"]
-    chunk = Chunk(Box.whole((2, 8)), f4, Region("f", 100, dense_strides(f4, (2, 8))), "blocks")
-    pulled = View((1, 2), (1,)).pull(chunk, Box.whole((4,)))
+    chunk = Chunk(Box.whole((2, 8)), f4, Region("f", 100, compute_dense_strides(f4, (2, 8))), "blocks")
+    pulled = ArrayView((1, 2), (1,)).pull(chunk, Box.whole((4,)))
     assert pulled.where == Region("f", 105, (1,))
-    for view, shape in [(View((1, 1), (1,)), (4,)), (View((0, 0), (1,), (2,)), (4,)), (View((0, 0), (1, 0)), (8, 2))]:
+    for view, shape in [
+        (ArrayView((1, 1), (1,)), (4,)),
+        (ArrayView((0, 0), (1,), (2,)), (4,)),
+        (ArrayView((0, 0), (1, 0)), (8, 2)),
+    ]:
         with pytest.raises(UnsupportedError, match="blocks is F4 and cannot be taken apart"):
             view.pull(chunk, Box.whole(shape))
 
@@ -134,21 +138,24 @@ def test_elements_narrower_than_a_byte_are_taken_apart_between_bytes_only():
 @pytest.mark.parametrize(("axes", "steps"), [((0, 0), ()), ((2,), ()), ((0,), (0,)), ((0,), (1, 1))])
 def test_a_view_that_makes_no_sense_is_refused(axes, steps):
     with pytest.raises(ValueError, match=r"axes|steps"):
-        View((0, 0), axes, steps)
+        ArrayView((0, 0), axes, steps)
 
 
 @given(st.data())
 def test_merged_boxes_hold_the_same_elements(data):
     shape = tuple(data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(1, 3))))
     boxes = [box for box in tiles(data.draw, shape) if data.draw(st.booleans())]
-    joined = merged(boxes)
+    joined = merge_boxes(boxes)
     assert len(joined) <= len(boxes)
     assert sum(b.size for b in joined) == sum(b.size for b in boxes)
     assert all(subtract_all(box, joined) == [] for box in boxes)
 
 
 def test_all_experts_of_both_halves_become_one_box():
-    halves = [View((e, 4 * half, 0), (1, 2)) for e in range(8) for half in range(2)]
-    assert merged(view.image((4, 6)) for view in halves) == [Box.whole((8, 8, 6))]
+    halves = [ArrayView((e, 4 * half, 0), (1, 2)) for e in range(8) for half in range(2)]
+    assert merge_boxes(view.image((4, 6)) for view in halves) == [Box.whole((8, 8, 6))]
     rows = Box((1, 0), (2, 6))
-    assert merged(view.image((4, 6), rows) for view in halves) == [Box((0, 1, 0), (8, 2, 6)), Box((0, 5, 0), (8, 2, 6))]
+    assert merge_boxes(view.image((4, 6), rows) for view in halves) == [
+        Box((0, 1, 0), (8, 2, 6)),
+        Box((0, 5, 0), (8, 2, 6)),
+    ]

@@ -3,7 +3,7 @@
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.execute.worker import Worker, job
+from shardctl.execute.worker import WorkerId, find_job_name
 
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "8"}
@@ -22,7 +22,7 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "SHARDCTL_WORKERS": "8"}
     ids=["torchrun", "slurm", "kubernetes", "agreeing", "torchrun within slurm"],
 )
 def test_launchers_say_who_it_is(environment):
-    assert Worker.parse("auto", environment) == Worker(2, 8)
+    assert WorkerId.parse("auto", environment) == WorkerId(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_launchers_say_who_it_is(environment):
 )
 def test_what_launchers_do_not_say_is_an_error(environment, said):
     with pytest.raises(UsageError) as raised:
-        Worker.parse("auto", environment)
+        WorkerId.parse("auto", environment)
     assert said in str(raised.value)
     assert raised.value.hint or "two numbers" in said
 
@@ -47,26 +47,26 @@ def test_what_launchers_do_not_say_is_an_error(environment, said):
 @pytest.mark.parametrize("text", ["", "3", "1/", "/3", "-1/3", "1/3/2", " 1/3", "a/b", "Auto", "٣/٤"])
 def test_what_is_not_a_worker_is_an_error(text):
     with pytest.raises(UsageError, match="neither I/N nor auto"):
-        Worker.parse(text, {})
+        WorkerId.parse(text, {})
 
 
 @pytest.mark.parametrize("text", ["3/3", "0/0", "4/3"])
 def test_a_worker_that_cannot_be_is_an_error(text):
     with pytest.raises(UsageError, match="there is no worker"):
-        Worker.parse(text, {})
+        WorkerId.parse(text, {})
 
 
 def test_a_worker_is_written_as_it_is_read():
-    assert str(Worker.parse("0/3", TORCHRUN)) == "0/3"
+    assert str(WorkerId.parse("0/3", TORCHRUN)) == "0/3"
 
 
 def test_a_job_has_the_name_that_its_launcher_keeps():
-    assert job(SLURM | {"SLURM_JOB_ID": "7"}) == "slurm 7"
-    assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "train-1", "SLURM_JOB_ID": "7"}) == "torchrun train-1"
-    assert job(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == ""
-    assert job(KUBERNETES) == "", "there a pod that is started again has the host name of its predecessor"
+    assert find_job_name(SLURM | {"SLURM_JOB_ID": "7"}) == "slurm 7"
+    assert find_job_name(TORCHRUN | {"TORCHELASTIC_RUN_ID": "train-1", "SLURM_JOB_ID": "7"}) == "torchrun train-1"
+    assert find_job_name(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert find_job_name(KUBERNETES) == "", "there a pod that is started again has the host name of its predecessor"
 
 
 def test_a_slip_of_the_finger_is_not_a_hundred_billion_workers():
     with pytest.raises(UsageError, match="more than 100,000"):
-        Worker.parse("0/99999999999", {})
+        WorkerId.parse("0/99999999999", {})

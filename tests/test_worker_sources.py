@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shardctl.errors import DestinationError, SourceError
-from shardctl.execute.worker import Worker
+from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.verbs.contribute import contribute
@@ -61,11 +61,11 @@ def other_norm(path):
 @pytest.mark.parametrize("position", [-1, -5_000, -20_000])
 def test_a_worker_whose_copy_differs_by_a_byte_is_refused_before_it_writes(source, tmp_path, position):
     other = copied(source, tmp_path / "other", flipped(position))
-    contribute(source, tmp_path / "out", TP2, worker=Worker(0, 2))
+    contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
     with pytest.raises(DestinationError) as refused:
-        contribute(other, tmp_path / "out", TP2, worker=Worker(1, 2))
+        contribute(other, tmp_path / "out", TP2, worker=WorkerId(1, 2))
     assert "with another content of the source, of the same size and time: model.safetensors" in refused.value.message
-    contribute(source, tmp_path / "out", TP2, worker=Worker(1, 2))
+    contribute(source, tmp_path / "out", TP2, worker=WorkerId(1, 2))
     assert finish(tmp_path / "out").record.digest == reshard(source, tmp_path / "one", TP2).record.digest
 
 
@@ -75,17 +75,17 @@ def test_of_a_large_file_both_ends_are_compared(tmp_path):
     for number, position in enumerate((60_000, -60_000)):
         other = copied(source, tmp_path / f"other{number}", flipped(position))
         out = tmp_path / f"out{number}"
-        contribute(source, out, TP2, worker=Worker(0, 2))
+        contribute(source, out, TP2, worker=WorkerId(0, 2))
         with pytest.raises(DestinationError, match="another content"):
-            contribute(other, out, TP2, worker=Worker(1, 2))
+            contribute(other, out, TP2, worker=WorkerId(1, 2))
 
 
 def test_what_several_workers_read_is_compared_to_the_last_bit(source, tmp_path, monkeypatch):
     """Also where the sample misses it: each worker digests what it reads, and they must add up."""
     monkeypatch.setattr("shardctl.verbs.contribute.sample_source", lambda *_: {})
     other = copied(source, tmp_path / "other", other_norm)
-    contribute(source, tmp_path / "out", TP2, worker=Worker(0, 2))
-    contribute(other, tmp_path / "out", TP2, worker=Worker(1, 2))
+    contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
+    contribute(other, tmp_path / "out", TP2, worker=WorkerId(1, 2))
     with pytest.raises(SourceError) as refused:
         finish(tmp_path / "out")
     assert refused.value.message == (

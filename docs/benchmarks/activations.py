@@ -14,11 +14,11 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.memory.activations import activations
-from shardctl.memory.holding import Holding
-from shardctl.memory.workload import Training
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "memory"))
 from fake_peak import Peak, peak_of_causal_lm
@@ -60,11 +60,11 @@ def estimated(config, batch: int, sequence: int, recompute: str) -> tuple[int, s
     """The estimate, and the moment that it names."""
     values = config.to_dict()
     values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]  # noqa: SLF001
-    found = anatomy(values)
+    found = build_anatomy(values)
     layers = len(found.layers)
-    holding = Holding(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
-    work = Training(sequence, batch, profile="hf", recompute=recompute)
-    terms = activations(found, holding, ONE, work, stages=(layers,))
+    holding = RankHolding(0, "only", ONE.coordinate(0), 1, 0, range(layers), ())
+    work = TrainingWorkload(sequence, batch, profile="hf", recompute=recompute)
+    terms = estimate_activations(found, holding, ONE, work, stages=(layers,))
     return sum(t.nbytes for t in terms), terms[-1].name.removeprefix("alive in the backward pass of ")
 
 

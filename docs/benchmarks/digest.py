@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from shardctl.box import Box
-from shardctl.cast import cast
-from shardctl.digest import partial
+from shardctl.cast import cast_elements
+from shardctl.digest import compute_box_sums
 from shardctl.dtype import BY_NAME
 
 BAND = 16 << 20
@@ -43,7 +43,7 @@ def band(name, last):
     last = -(-last // dtype.unit_elements) * dtype.unit_elements
     shape = (elements // last, last) if last else (elements // 16 * 16,)
     data = np.random.default_rng(0).integers(0, 256, dtype.nbytes(shape), np.uint8)
-    return bind(partial, data, dtype, Box.whole(shape), shape), data.size
+    return bind(compute_box_sums, data, dtype, Box.whole(shape), shape), data.size
 
 
 def processor():
@@ -99,7 +99,7 @@ def main():
     print("\n| digest of a small tensor | microseconds |\n|---|---:|")
     for shape in ((), (8,), (64, 64), (4096,)):
         x = bytes(2 * prod(shape))
-        work = bind(partial, x, BY_NAME["BF16"], Box.whole(shape), shape)
+        work = bind(compute_box_sums, x, BY_NAME["BF16"], Box.whole(shape), shape)
         print(f"| BF16 {shape} | {seconds(lambda work=work: [work() for _ in range(1000)]) * 1e3:.0f} |")
 
     print("\n| GB/s by the clock | 1 thread | 2 threads |\n|---|---:|---:|")
@@ -114,7 +114,7 @@ def main():
         source, row = weights.astype(kind).view(np.uint8), []
         for want in (BY_NAME[n] for n in ("F32", "F16", "BF16")):
             out = np.empty(weights.size * want.bits // 8, np.uint8)
-            row.append(source.size / seconds(bind(cast, source, BY_NAME[name], want, out)) / 1e9)
+            row.append(source.size / seconds(bind(cast_elements, source, BY_NAME[name], want, out)) / 1e9)
         print(f"| {name} |", " | ".join(f"{rate:.2f}" for rate in row), "|")
 
 

@@ -31,9 +31,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from shardctl.errors import ShardctlError
 from shardctl.formats.torch_legacy import read_legacy
-from shardctl.formats.torch_state import state_dict
-from shardctl.formats.torch_zip import read_zip
-from shardctl.storage import Stat
+from shardctl.formats.torch_state import extract_state_dict
+from shardctl.formats.torch_zip import read_torch_zip
+from shardctl.storage import FileStat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -324,8 +324,8 @@ class MemorySource:
     def __init__(self, content: bytes) -> None:
         self.content = content
 
-    def files(self) -> Mapping[str, Stat]:
-        return {"m.pt": Stat(len(self.content), "")}
+    def files(self) -> Mapping[str, FileStat]:
+        return {"m.pt": FileStat(len(self.content), "")}
 
     def expect(self, spans: object) -> None:
         pass
@@ -340,9 +340,9 @@ Seen = dict[str, tuple[str, tuple[int, ...], bytes | None]]
 
 def seen_by_shardctl(content: bytes, *, legacy: bool) -> Seen:
     source: Any = MemorySource(content)
-    saved = (read_legacy if legacy else read_zip)(source, "m.pt")
+    saved = (read_legacy if legacy else read_torch_zip)(source, "m.pt")
     found: Seen = {}
-    for name, view in state_dict(saved.tree, "m.pt").views.items():
+    for name, view in extract_state_dict(saved.tree, "m.pt").views.items():
         region = saved.region(view, name)
         shape, unit = view.dtype.unit_shape(view.shape), view.dtype.unit_bytes
         data: bytes | None = b""

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardctl.dtype import BY_NAME
 from shardctl.formats.safetensors_header import encode_header
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 SHARD = 5_000_000_000
 
@@ -45,7 +45,7 @@ def generate(root, gigabytes=4.0):
     root.mkdir(parents=True, exist_ok=True)
     settings = config(gigabytes)
     (root / "config.json").write_text(json.dumps(settings, indent=2))
-    tensors = [(t.name, BY_NAME["BF16"], t.shape) for t in describe(settings).own()]
+    tensors = [(t.name, BY_NAME["BF16"], t.shape) for t in describe_model(settings).own()]
     groups, room = [[]], SHARD
     for row in tensors:
         size = row[1].nbytes(row[2])

@@ -22,9 +22,9 @@ from reshard import print_table, run
 import shardctl
 from shardctl.api import Mesh, ReshardOptions, reshard
 from shardctl.dtype import BY_NAME
-from shardctl.layouts.pickle_writer import Made, Name
-from shardctl.layouts.torch_item import saved, tensor_value
-from shardctl.models import describe
+from shardctl.layouts.pickle_writer import PickleCall, PickleName
+from shardctl.layouts.torch_item import build_archive, build_tensor_value
+from shardctl.models import describe_model
 
 RANKS = 2
 FLOAT, HALF = BY_NAME["F32"], BY_NAME["BF16"]
@@ -48,12 +48,12 @@ def zero3(root, gigabytes):
     folder = root / "global_step1"
     folder.mkdir(parents=True)
     (root / "latest").write_text("global_step1")
-    shapes = {tensor.name: tensor.shape for tensor in describe(config(gigabytes / 2)).own()}
+    shapes = {tensor.name: tensor.shape for tensor in describe_model(config(gigabytes / 2)).own()}
     length = sum(-(-int(np.prod(shape)) // RANKS) for shape in shapes.values())
     noise = np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32).tobytes()
-    sizes = {name: Made(Name("torch", "Size"), (shape,)) for name, shape in shapes.items()}
+    sizes = {name: PickleCall(PickleName("torch", "Size"), (shape,)) for name, shape in shapes.items()}
     model = {
-        "module": dict.fromkeys(shapes, tensor_value(HALF, (0,))),
+        "module": dict.fromkeys(shapes, build_tensor_value(HALF, (0,))),
         "buffer_names": [],
         "param_shapes": [sizes],
         "frozen_param_shapes": {},
@@ -65,20 +65,20 @@ def zero3(root, gigabytes):
         "ds_version": "0.19.8",
     }
     state = {
-        "step": tensor_value(FLOAT, (), 0),
-        "exp_avg": tensor_value(FLOAT, (length,), 1),
-        "exp_avg_sq": tensor_value(FLOAT, (length,), 2),
+        "step": build_tensor_value(FLOAT, (), 0),
+        "exp_avg": build_tensor_value(FLOAT, (length,), 1),
+        "exp_avg_sq": build_tensor_value(FLOAT, (length,), 2),
     }
     optimizer = {
         "zero_stage": 3,
         "partition_count": RANKS,
         "optimizer_state_dict": {"state": {0: state}, "param_groups": [{"lr": 0.001, "params": [0]}]},
-        "fp32_flat_groups": [tensor_value(FLOAT, (length,), 3)],
+        "fp32_flat_groups": [build_tensor_value(FLOAT, (length,), 3)],
     }
     for rank in range(RANKS):
         name = f"zero_pp_rank_{rank}_mp_rank_00"
-        place(folder / f"{name}_model_states.pt", saved(model, [0]))
-        item = saved({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}, [4, *3 * [4 * length]])
+        place(folder / f"{name}_model_states.pt", build_archive(model, [0]))
+        item = build_archive({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}, [4, *3 * [4 * length]])
         path = folder / f"bf16_{name}_optim_states.pt"
         place(path, item)
         with path.open("r+b") as file:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,7 +54,7 @@ sys.exit(code)
 
 def checkpoint(place: Path, layers: int) -> Path:
     header, end = {}, 0
-    for tensor in describe({**CONFIG, "num_hidden_layers": layers}).own():
+    for tensor in describe_model({**CONFIG, "num_hidden_layers": layers}).own():
         size = int(np.prod(tensor.shape)) * 2
         header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
         end += size

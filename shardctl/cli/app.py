@@ -35,9 +35,9 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:  # noqa: FBT001 - typer calls it so
+def _print_version(value: bool) -> None:  # noqa: FBT001 - typer calls it so
     if value:
-        streams.text(f"shardctl {__version__}\n")
+        streams.print_text(f"shardctl {__version__}\n")
         raise typer.Exit
 
 
@@ -46,7 +46,9 @@ def shardctl(
     *,
     version: Annotated[
         bool,
-        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and stop."),
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and stop."
+        ),
     ] = False,
 ) -> None:
     """Hold what stands before the command."""

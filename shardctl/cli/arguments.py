@@ -17,7 +17,7 @@ def parse_place(text: str) -> str:
     return text
 
 
-def written_file(text: str) -> Path:
+def parse_output_file(text: str) -> Path:
     """The file that a plan or a report is written to; an address must not become a directory of that name."""
     from shardctl.storage.places import check_written_file
 

@@ -27,16 +27,16 @@ def diff(
     reading: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
 ) -> int:
     """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
-    from shardctl.cli.progress import effort
+    from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
-    from shardctl.report.difference import difference
+    from shardctl.report.difference import render_difference
     from shardctl.verbs.diff import diff as verb
 
-    with effort("diff", threads) as work:
+    with watch_effort("diff", threads) as work:
         found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
-    streams.warn(found.warnings)
+    streams.print_warnings(found.warnings)
     if json:
-        streams.document(documents.diffed(found))
+        streams.print_document(documents.build_diff_document(found))
     else:
-        streams.show(difference(found))
+        streams.print_view(render_difference(found))
     return 3 if found.changes else 0

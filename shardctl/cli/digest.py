@@ -25,15 +25,15 @@ def digest(
     reading: arguments.StoredSource,
 ) -> None:
     """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
-    from shardctl.cli.progress import effort
+    from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
-    from shardctl.report.digests import digests
+    from shardctl.report.digests import render_digests
     from shardctl.verbs.digest import digest as verb
 
-    with effort("digest", threads) as work:
+    with watch_effort("digest", threads) as work:
         found = verb(src, reading=reading, effort=work)
-    streams.warn((*found.warnings, *found.unverified))
+    streams.print_warnings((*found.warnings, *found.unverified))
     if json:
-        streams.document(documents.digested(found, tensors=tensors))
+        streams.print_document(documents.build_digest_document(found, tensors=tensors))
     else:
-        streams.show(digests(found, tensors=tensors))
+        streams.print_view(render_digests(found, tensors=tensors))

@@ -24,29 +24,31 @@ class FinishedError(BaseException):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_termination() -> Iterator[None]:
     """Raise TerminatedError for a signal, so that the stack unwinds as for Ctrl-C, and locks and staging are tidied.
 
     A signal that is ignored stays so, as `nohup` has it.
     """
-    with _raising(TerminatedError, [each for each in _ENDING if _handler(each) == signal.SIG_DFL]):
+    with _raise_on_signals(TerminatedError, [each for each in _ENDING if _get_handler(each) == signal.SIG_DFL]):
         yield
 
 
 @contextmanager
-def finished() -> Iterator[None]:
+def raise_when_finished() -> Iterator[None]:
     """Raise FinishedError for a signal while a result is told that is complete: the exit code must not deny it."""
     wanted = (*_ENDING, signal.SIGINT)
-    with _raising(FinishedError, [each for each in wanted if _handler(each) not in (signal.SIG_IGN, None)]):
+    with _raise_on_signals(
+        FinishedError, [each for each in wanted if _get_handler(each) not in (signal.SIG_IGN, None)]
+    ):
         yield
 
 
-def _handler(number: signal.Signals) -> object:
+def _get_handler(number: signal.Signals) -> object:
     return signal.getsignal(number)
 
 
 @contextmanager
-def _raising(error: type[BaseException], numbers: list[signal.Signals]) -> Iterator[None]:
+def _raise_on_signals(error: type[BaseException], numbers: list[signal.Signals]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

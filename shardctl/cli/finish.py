@@ -29,14 +29,14 @@ def finish(
     Exit code 3 if workers are missing, which it names; 4 if none has begun; 6 while one is running.
     """
     from shardctl.report import documents
-    from shardctl.report.conversion import finished
+    from shardctl.report.conversion import render_finished
     from shardctl.verbs.finish import finish as verb
 
     began = time.monotonic()
     done = verb(dst)
     seconds = time.monotonic() - began
-    streams.warn(done.warnings)
+    streams.print_warnings(done.warnings)
     if json:
-        streams.document(documents.finished(done, seconds))
+        streams.print_document(documents.build_finish_document(done, seconds))
     else:
-        streams.show(finished(done, seconds))
+        streams.print_view(render_finished(done, seconds))

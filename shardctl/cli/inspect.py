@@ -25,12 +25,12 @@ def inspect(
 ) -> None:
     """Say what a checkpoint is: format, layout, model, types, ties; from its headers only."""
     from shardctl.report import documents
-    from shardctl.report.inspection import inspection
+    from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
 
     found = verb(src, reading=reading)
-    streams.warn(found.warnings)
+    streams.print_warnings(found.warnings)
     if json:
-        streams.document(documents.inspected(found, tensors=tensors, rules=show_rules))
+        streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=show_rules))
     else:
-        streams.show(inspection(found, tensors=tensors, rules=show_rules))
+        streams.print_view(render_inspection(found, tensors=tensors, rules=show_rules))

@@ -27,7 +27,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=arguments.written_file,
+            parser=arguments.parse_output_file,
             show_default=False,
             help="Write the plan, for reshard --plan FILE.",
         ),
@@ -36,7 +36,7 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE.html",
-            parser=arguments.written_file,
+            parser=arguments.parse_output_file,
             show_default=False,
             help="Write a self-contained page, too.",
         ),
@@ -48,19 +48,19 @@ def plan(
 ) -> int:
     """Say what each device will hold, whether it fits, and what the conversion will cost; moves nothing."""
     from shardctl.report import plan_document
-    from shardctl.report.planning import planning
+    from shardctl.report.planning import render_plan
     from shardctl.verbs.plan import plan as verb
 
     if report is not None and report.suffix.lower() not in _PAGES:
         raise UsageError(f"--report writes a page of HTML, and {report} is not called so", hint="name it FILE.html")
     planned = verb(src, conversion, reading=reading, purpose=options, out=out)
-    streams.warn(planned.warnings)
+    streams.print_warnings(planned.warnings)
     if report is not None:
         from shardctl.report.html import render_plan_page
 
-        streams.save(report, render_plan_page(planned))
+        streams.write_report(report, render_plan_page(planned))
     if json:
-        streams.document(plan_document.planned(planned))
+        streams.print_document(plan_document.build_plan_document(planned))
     else:
-        streams.show(planning(planned, detail, streams.columns()))
+        streams.print_view(render_plan(planned, detail, streams.count_columns()))
     return 0 if planned.fits else 3

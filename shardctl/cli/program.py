@@ -10,10 +10,10 @@ import typer
 
 from shardctl.cli import streams
 from shardctl.cli.app import app
-from shardctl.cli.endings import FinishedError, TerminatedError, terminable
+from shardctl.cli.endings import FinishedError, TerminatedError, raise_on_termination
 from shardctl.errors import UsageError
-from shardctl.report.documents import schema
-from shardctl.report.failure import Failure, failure
+from shardctl.report.documents import format_schema_name
+from shardctl.report.failure import FailureReport, describe_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,27 +24,27 @@ _PARSER_ERROR: Final = next(c for c in typer.BadParameter.__mro__ if c.__name__ 
 
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code; raises nothing but what ends the interpreter."""
-    streams.prepare()
+    streams.prepare_streams()
     try:
-        with terminable():
-            code = _invoke(list(args)) if args else _invoke(["--help"]) or 2
-            streams.flush()
+        with raise_on_termination():
+            code = _invoke_command(list(args)) if args else _invoke_command(["--help"]) or 2
+            streams.flush_streams()
             return code
     except KeyboardInterrupt:
-        return _report(Failure("interrupted", "run the same command again", 130), args)
+        return _report_failure(FailureReport("interrupted", "run the same command again", 130), args)
     except TerminatedError:
-        return _report(Failure("terminated", "run the same command again", 143), args)
+        return _report_failure(FailureReport("terminated", "run the same command again", 143), args)
     except (FinishedError, SystemExit):  # rich ends the process so when the reader of the help has left
         return 0
     except Exception as error:  # noqa: BLE001 - the last line of defence; nothing goes on after it
-        if isinstance(error, OSError) and _asks_help(args) and streams.abandoned(error):
+        if isinstance(error, OSError) and _asks_help(args) and streams.is_abandoned_pipe(error):
             return 0
         if os.environ.get("SHARDCTL_DEBUG", "0") not in {"", "0"}:
-            streams.talk(traceback.format_exc())
-        return _report(failure(_ours(error)), args)
+            streams.print_message(traceback.format_exc())
+        return _report_failure(describe_failure(_translate_parser_error(error)), args)
 
 
-def _invoke(args: list[str]) -> int:
+def _invoke_command(args: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
         with command.make_context("shardctl", args) as context:
@@ -59,21 +59,21 @@ def _asks_help(args: Sequence[str]) -> bool:
     return not args or not {"--help", "--version"}.isdisjoint(args)
 
 
-def _report(failed: Failure, args: Sequence[str]) -> int:
+def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
     """Say it on stderr, and as the last record where JSON was asked for; both must survive a bad command line."""
     given = args[: list(args).index("--")] if "--" in args else args
     verb = next((arg for arg in given if arg in {c.name for c in app.registered_commands}), None)
     try:
         if "--json" in given and verb:
-            streams.record(failed.document(schema(verb)))
-        streams.talk(failed.lines())
-        streams.flush()
+            streams.print_record(failed.document(format_schema_name(verb)))
+        streams.print_message(failed.lines())
+        streams.flush_streams()
     except OSError:
         return failed.exit_code or 1  # there is nowhere left to say it
     return failed.exit_code
 
 
-def _ours(error: Exception) -> Exception:
+def _translate_parser_error(error: Exception) -> Exception:
     """A parser's error as one of ours, with its suggestion as the hint."""
     if not isinstance(error, _PARSER_ERROR):
         return error

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TextIO, cast
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.cli import streams
-from shardctl.report.documents import progressed
+from shardctl.report.documents import build_progress_document
 from shardctl.report.meter import TransferMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.execute.progress import Progress
-    from shardctl.workers import Effort
+    from shardctl.execute.progress import CopyProgress
+    from shardctl.workers import ExecutionOptions
 
 _TICK: Final = 0.5
 """Seconds between samples of the rate, and between looks at whether something is due."""
@@ -72,7 +72,7 @@ class _LogLines:
     def show(self) -> None:
         self.meter.sample()
         if self.meter.is_line_due():
-            streams.talk(self.meter.format_line(self._verb, memory_held()))
+            streams.print_message(self.meter.format_line(self._verb, measure_held_memory()))
 
     def close(self) -> None:
         """Leave the lines."""
@@ -87,7 +87,7 @@ class _JsonRecords:
     def show(self) -> None:
         self.meter.sample()
         if self.meter.is_line_due():
-            streams.record(progressed(self.meter) | {"held_bytes": memory_held()})
+            streams.print_record(build_progress_document(self.meter) | {"held_bytes": measure_held_memory()})
 
     def close(self) -> None:
         """Leave the records."""
@@ -124,20 +124,20 @@ class _TerminalBar:
 
     def show(self) -> None:
         files = f"{self.meter.files_done:,}/{self.meter.files:,} files  " if self.meter.files else ""
-        self.meter.sample(files + memory_size(memory_held()))
+        self.meter.sample(files + format_memory_size(measure_held_memory()))
 
     def close(self) -> None:
         self._bar.stop()
 
 
-def _terminal_view(verb: str) -> _ProgressView:
+def _choose_terminal_view(verb: str) -> _ProgressView:
     return _TerminalBar() if streams.is_terminal(sys.stderr) else _LogLines(verb)
 
 
 @contextmanager
-def watching(verb: str, *, json: bool = False) -> Iterator[Progress]:
+def watch_progress(verb: str, *, json: bool = False) -> Iterator[CopyProgress]:
     """Someone to tell how a task goes on."""
-    watch = _ProgressWatch(_JsonRecords() if json else _terminal_view(verb))
+    watch = _ProgressWatch(_JsonRecords() if json else _choose_terminal_view(verb))
     try:
         yield watch
     finally:
@@ -145,15 +145,15 @@ def watching(verb: str, *, json: bool = False) -> Iterator[Progress]:
 
 
 @contextmanager
-def effort(verb: str, threads: int | None) -> Iterator[Effort]:
+def watch_effort(verb: str, threads: int | None) -> Iterator[ExecutionOptions]:
     """How much to spend on a task that reads everything, and someone to watch it."""
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
-    with watching(verb) as watch:
-        yield Effort(watcher=watch) if threads is None else Effort(threads=threads, watcher=watch)
+    with watch_progress(verb) as watch:
+        yield ExecutionOptions(watcher=watch) if threads is None else ExecutionOptions(threads=threads, watcher=watch)
 
 
-def memory_held() -> int:
+def measure_held_memory() -> int:
     """Bytes of anonymous memory of this process; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()

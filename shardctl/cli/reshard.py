@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shardctl.cli import arguments, streams
-from shardctl.cli.endings import finished
+from shardctl.cli.endings import raise_when_finished
 from shardctl.errors import UsageError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import flat_options
 
 if TYPE_CHECKING:
-    from shardctl.execute.worker import Worker
+    from shardctl.execute.worker import WorkerId
     from shardctl.verbs.plan_file import PlanFile
 
 EXAMPLES = """
@@ -72,9 +72,9 @@ def reshard(
     reading: SourceOptions,
 ) -> None:
     """Move the bytes into a new directory, in another layout; resumes where an earlier run stopped."""
-    file = _followed(context, plan) if plan is not None else None
+    file = _read_followed_plan(context, plan) if plan is not None else None
     if file is not None:
-        conversion = file.with_effort(conversion, _given(context))
+        conversion = file.with_effort(conversion, _list_given_parameters(context))
         reading = replace(
             file.reading,
             strict=reading.strict or file.reading.strict,
@@ -83,22 +83,24 @@ def reshard(
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
         raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
-    crew = _worker(worker)
+    crew = _parse_worker(worker)
     if crew is not None and engine == "ray":
         raise UsageError(
             "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
         )
     if dry_run:
-        _rehearse(src, dst, conversion, reading, file, overwrite=overwrite, json=json)
+        _rehearse_conversion(src, dst, conversion, reading, file, overwrite=overwrite, json=json)
         return
     if engine == "ray":
-        verb, document, view = _on_ray()
+        verb, document, view = _build_ray_way()
     else:
-        verb, document, view = _as_worker(crew, launched=worker == "auto") if crew is not None else _on_this_machine()
-    from shardctl.cli.progress import watching
+        verb, document, view = (
+            _build_worker_way(crew, launched=worker == "auto") if crew is not None else _build_local_way()
+        )
+    from shardctl.cli.progress import watch_progress
 
     began = time.monotonic()
-    with watching("reshard", json=json) as progress:
+    with watch_progress("reshard", json=json) as progress:
         done = verb(
             src,
             dst,
@@ -110,46 +112,46 @@ def reshard(
             progress=progress,
             plan=file,
         )
-    with finished():
+    with raise_when_finished():
         seconds = time.monotonic() - began
-        streams.warn(done.warnings)
+        streams.print_warnings(done.warnings)
         if json:
-            streams.record(document(done, seconds))
+            streams.print_record(document(done, seconds))
         else:
-            streams.show(view(done, seconds))
+            streams.print_view(view(done, seconds))
 
 
-def _worker(text: str | None) -> "Worker | None":
+def _parse_worker(text: str | None) -> "WorkerId | None":
     if text is None:
         return None
-    from shardctl.execute.worker import Worker
+    from shardctl.execute.worker import WorkerId
 
-    return Worker.parse(text, os.environ)
+    return WorkerId.parse(text, os.environ)
 
 
-def _followed(context: typer.Context, path: Path) -> "PlanFile":
+def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
     """The plan to follow; raises UsageError for any other option that would shape the result."""
-    from shardctl.verbs.plan_file import load
+    from shardctl.verbs.plan_file import read_plan_file
 
     declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
     shaping = {each.name: each.flag for each, option in declared if option.shapes_result}
-    for name in _given(context):
+    for name in _list_given_parameters(context):
         if name in shaping:
             raise UsageError(
                 f"--plan and {shaping[name]} are both given",
                 hint="the plan says what is made: leave the option out, or make another plan",
             )
-    return load(path)
+    return read_plan_file(path)
 
 
-def _given(context: typer.Context) -> tuple[str, ...]:
+def _list_given_parameters(context: typer.Context) -> tuple[str, ...]:
     """The parameters that the command line has, by the names of the options' fields."""
     names = (parameter.name or "" for parameter in context.command.params)
     sources = ((name, context.get_parameter_source(name)) for name in names)
     return tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
 
 
-def _rehearse(
+def _rehearse_conversion(
     src: str,
     dst: str,
     conversion: ReshardOptions,
@@ -160,39 +162,43 @@ def _rehearse(
     json: bool,
 ) -> None:
     from shardctl.report import plan_document
-    from shardctl.report.planning import planning
-    from shardctl.verbs.rehearse import rehearse
+    from shardctl.report.planning import render_plan
+    from shardctl.verbs.rehearse import rehearse_reshard
 
-    planned = rehearse(src, dst, conversion, reading=reading, overwrite=overwrite, plan=plan)
-    streams.warn(planned.warnings)
+    planned = rehearse_reshard(src, dst, conversion, reading=reading, overwrite=overwrite, plan=plan)
+    streams.print_warnings(planned.warnings)
     if json:
-        streams.record(plan_document.rehearsed(planned, dst))
+        streams.print_record(plan_document.build_rehearsal_document(planned, dst))
     else:
-        streams.show(planning(planned))
-        streams.talk("dry run: nothing was written\n")
+        streams.print_view(render_plan(planned))
+        streams.print_message("dry run: nothing was written\n")
 
 
-def _on_this_machine() -> _Way:
-    from shardctl.report.conversion import conversion
-    from shardctl.report.documents import resharded
+def _build_local_way() -> _Way:
+    from shardctl.report.conversion import render_conversion
+    from shardctl.report.documents import build_reshard_document
     from shardctl.verbs.reshard import reshard as verb
 
-    return verb, resharded, conversion
+    return verb, build_reshard_document, render_conversion
 
 
-def _as_worker(worker: "Worker", *, launched: bool) -> _Way:
+def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:
     """The part of one worker of several; `launched` if what started it told it which one it is."""
-    from shardctl.execute.worker import job
-    from shardctl.report.conversion import contribution
-    from shardctl.report.documents import contributed
+    from shardctl.execute.worker import find_job_name
+    from shardctl.report.conversion import render_contribution
+    from shardctl.report.documents import build_contribution_document
     from shardctl.verbs.contribute import contribute as verb
 
-    return partial(verb, worker=worker, run=job(os.environ) if launched else ""), contributed, contribution
+    return (
+        partial(verb, worker=worker, run=find_job_name(os.environ) if launched else ""),
+        build_contribution_document,
+        render_contribution,
+    )
 
 
-def _on_ray() -> _Way:
+def _build_ray_way() -> _Way:
     from shardctl.report import documents
-    from shardctl.report.conversion import finished
+    from shardctl.report.conversion import render_finished
     from shardctl.verbs.on_ray import reshard_on_ray as verb
 
-    return verb, partial(documents.finished, verb="reshard"), finished
+    return verb, partial(documents.build_finish_document, verb="reshard"), render_finished

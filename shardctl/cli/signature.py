@@ -34,7 +34,7 @@ class OmittedOptions(frozenset[str]):
     __slots__ = ()
 
 
-class _Group(NamedTuple):
+class _OptionFields(NamedTuple):
     """A parameter of the function that is a dataclass of options."""
 
     kind: type[object]
@@ -51,7 +51,7 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
     declare an option of the same name, the later declaration stands, in the place of the earlier, whose field keeps its
     default.
     """
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _OptionFields] = {}
     owners: dict[str, str] = {}
     found: dict[str, tuple[HelpPanel, Parameter]] = {}
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -63,7 +63,7 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
             continue
         group = _read_group(parameter.annotation)
         if group is None:
-            found[parameter.name] = _panel(parameter), parameter
+            found[parameter.name] = _find_panel(parameter), parameter
             continue
         groups[parameter.name] = group
         for declared, option in group.options():
@@ -74,7 +74,7 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
         values = {name: value for name, value in given.items() if name not in owners}
         for each, group in groups.items():
             own = {name: value for name, value in given.items() if owners.get(name) == each}
-            values[each] = _collect(group.kind, own)
+            values[each] = _collect_options(group.kind, own)
         return function(**values)
 
     panels = list(HelpPanel)
@@ -85,7 +85,7 @@ def spread_options(function: Callable[..., int | None]) -> Callable[..., int | N
     return command
 
 
-def _read_group(annotation: object) -> _Group | None:
+def _read_group(annotation: object) -> _OptionFields | None:
     kind, omitted = annotation, frozenset[str]()
     if get_origin(annotation) is Annotated:
         kind, *metadata = get_args(annotation)
@@ -94,10 +94,10 @@ def _read_group(annotation: object) -> _Group | None:
         return None
     unknown = omitted - {declared.name for declared, _ in flat_options(kind)}
     assert not unknown, f"{kind.__name__} has no options {sorted(unknown)}"  # noqa: S101
-    return _Group(kind, omitted)
+    return _OptionFields(kind, omitted)
 
 
-def _panel(parameter: Parameter) -> HelpPanel:
+def _find_panel(parameter: Parameter) -> HelpPanel:
     """The panel of a parameter that is declared for typer itself."""
     named = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
     return HelpPanel(next(filter(None, named), HelpPanel.GENERAL))
@@ -121,7 +121,7 @@ def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
     return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _collect(kind: type[object], given: Mapping[str, object]) -> object:
+def _collect_options(kind: type[object], given: Mapping[str, object]) -> object:
     """The dataclass of the options that were given; what is None has the default of the field."""
     values = dict[str, object]()
     for each in declared_options(kind):

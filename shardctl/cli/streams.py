@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO, cast
 
 from shardctl.errors import AccessError, DestinationError
-from shardctl.report.failure import warning
+from shardctl.report.failure import format_warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ _PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "
 """For terminals and locales without the block characters."""
 
 
-def prepare() -> None:
+def prepare_streams() -> None:
     """Names that are not valid text, and characters that a terminal lacks, are escaped rather than fatal."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -44,7 +44,7 @@ def prepare() -> None:
             del os.environ[name]  # rich would lay out, and fill with spaces, lines of any length
 
 
-def show(view: RenderableType) -> None:
+def print_view(view: RenderableType) -> None:
     """Print a view."""
     from rich.console import Console
 
@@ -53,20 +53,20 @@ def show(view: RenderableType) -> None:
     with console.capture() as captured:
         console.print(view)
     lines = captured.get().rstrip("\n").split("\n")
-    _write(sys.stdout, "".join(f"{line.rstrip()}\n" for line in lines))
+    _write_text(sys.stdout, "".join(f"{line.rstrip()}\n" for line in lines))
 
 
-def document(content: dict[str, Any]) -> None:
+def print_document(content: dict[str, Any]) -> None:
     """Print the one document of a verb."""
-    _write(sys.stdout, _json(content, indent=2))
+    _write_text(sys.stdout, _encode_json(content, indent=2))
 
 
-def record(content: dict[str, Any]) -> None:
+def print_record(content: dict[str, Any]) -> None:
     """Print one of several records, on a line."""
-    _write(sys.stdout, _json(content))
+    _write_text(sys.stdout, _encode_json(content))
 
 
-def _json(content: dict[str, Any], indent: int | None = None) -> str:
+def _encode_json(content: dict[str, Any], indent: int | None = None) -> str:
     """JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape, as in messages."""
     written = json.dumps(content, indent=indent)
     if _SURROGATE.search(written):
@@ -82,17 +82,17 @@ def _as_unicode(value: Any) -> Any:  # noqa: ANN401 - any JSON
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def text(content: str) -> None:
+def print_text(content: str) -> None:
     """Print plain data."""
-    _write(sys.stdout, content)
+    _write_text(sys.stdout, content)
 
 
-def talk(content: str) -> None:
+def print_message(content: str) -> None:
     """Say something that is not data."""
-    _write(sys.stderr, content)
+    _write_text(sys.stderr, content)
 
 
-def save(path: Path, content: str | bytes) -> None:
+def write_report(path: Path, content: str | bytes) -> None:
     """Write a report where it was asked for; in text, a byte of a name that is not UTF-8 is escaped."""
     try:
         path.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
@@ -102,26 +102,26 @@ def save(path: Path, content: str | bytes) -> None:
         raise DestinationError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def warn(messages: Iterable[str]) -> None:
+def print_warnings(messages: Iterable[str]) -> None:
     """Say what is odd but not wrong."""
-    talk("".join(map(warning, messages)))
+    print_message("".join(map(format_warning, messages)))
 
 
-def abandoned(error: OSError) -> bool:
+def is_abandoned_pipe(error: OSError) -> bool:
     """Whether an error of what writes to stdout by itself (help) says that its reader has left, such as `head`.
 
     What is left to write goes nowhere, or the interpreter would complain of it at its end.
     """
     if sys.stdout is None or not _is_gone(sys.stdout, error):
         return False
-    _discard(sys.stdout)
+    _discard_stream(sys.stdout)
     return True
 
 
-def flush() -> None:
+def flush_streams() -> None:
     """Empty the buffers, so that a closed pipe shows here and not when the interpreter ends."""
     for stream in (sys.stdout, sys.stderr):
-        _write(stream, "")
+        _write_text(stream, "")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -129,12 +129,12 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def columns() -> int | None:
+def count_columns() -> int | None:
     """Those of the terminal that shows what is written; None where it goes elsewhere."""
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
-def _write(stream: TextIO | None, content: str) -> None:
+def _write_text(stream: TextIO | None, content: str) -> None:
     """Write and flush; a reader or a terminal that has left is not an error, and the work goes on.
 
     Data that is lost otherwise, as on a full disk, is one; talk that is lost must not fail what it is about.
@@ -142,12 +142,12 @@ def _write(stream: TextIO | None, content: str) -> None:
     if stream is None:  # the descriptor was closed when the program began
         return
     try:
-        stream.write(_encodable(content, stream))
+        stream.write(_escape_unencodable(content, stream))
         stream.flush()
     except OSError as error:
         if stream is not sys.stderr and not _is_gone(stream, error):
             raise
-        _discard(stream)
+        _discard_stream(stream)
 
 
 def _is_gone(stream: TextIO, error: OSError) -> bool:
@@ -163,7 +163,7 @@ class LastingStream:
 
     def write(self, content: str) -> int:
         """Write and flush."""
-        _write(self._stream, content)
+        _write_text(self._stream, content)
         return len(content)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a stream has
@@ -171,16 +171,16 @@ class LastingStream:
 
     def flush(self) -> None:
         """Empty the buffer."""
-        _write(self._stream, "")
+        _write_text(self._stream, "")
 
 
-def _discard(stream: TextIO) -> None:
+def _discard_stream(stream: TextIO) -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, stream.fileno())
     os.close(devnull)
 
 
-def _encodable(content: str, stream: TextIO) -> str:
+def _escape_unencodable(content: str, stream: TextIO) -> str:
     try:
         "█".encode(stream.encoding or "ascii")
     except UnicodeEncodeError:

@@ -39,7 +39,7 @@ def verify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=arguments.written_file,
+            parser=arguments.parse_output_file,
             rich_help_panel=HelpPanel.REPORTS,
             help="Write the outcome as JUnit XML.",
         ),
@@ -48,7 +48,7 @@ def verify(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=arguments.written_file,
+            parser=arguments.parse_output_file,
             rich_help_panel=HelpPanel.REPORTS,
             help="Write the outcome as Markdown.",
         ),
@@ -58,15 +58,15 @@ def verify(
     reading: arguments.StoredSource,
 ) -> int:
     """Prove a checkpoint: structure, content, that it equals its source, loads and computes. Exit code 3 if not."""
-    from shardctl.cli.progress import effort
+    from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report import junit as junit_xml
     from shardctl.report import summary as markdown
-    from shardctl.report.annotations import github
-    from shardctl.report.verification import verification
+    from shardctl.report.annotations import format_github_annotations
+    from shardctl.report.verification import render_verification
     from shardctl.verbs.verify import verify as verb
 
-    with effort("verify", threads) as work:
+    with watch_effort("verify", threads) as work:
         found = verb(
             src,
             level=level,
@@ -77,13 +77,13 @@ def verify(
             effort=work,
         )
     if junit:
-        streams.save(junit, junit_xml.junit(found))
+        streams.write_report(junit, junit_xml.build_junit_report(found))
     if summary:
-        streams.save(summary, markdown.summary(found))
+        streams.write_report(summary, markdown.format_summary(found))
     if json:
-        streams.document(documents.verified(found))
+        streams.print_document(documents.build_verify_document(found))
     else:
-        streams.show(verification(found))
+        streams.print_view(render_verification(found))
     if os.environ.get("GITHUB_ACTIONS"):
-        streams.talk(github(found))
+        streams.print_message(format_github_annotations(found))
     return 0 if found.ok else 3

@@ -30,7 +30,7 @@ SMALLEST_BLOCK: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class HostMemoryBudget:
     """`projected` is a promise: the engine's anonymous memory stays below it, whatever the size of the model."""
 
     limit: int
@@ -45,7 +45,7 @@ class Budget:
     buffers: float
     """Blocks each thread holds: the band, the scratch, and the output of a cast."""
 
-    def with_block(self, block: int) -> Budget:
+    def with_block(self, block: int) -> HostMemoryBudget:
         """The same limit with the block size of an earlier run, and as many threads as then fit.
 
         Raises MemoryBudgetError if not even one does.
@@ -81,7 +81,7 @@ def require_bookkeeping(tensors: int, chunks: int, limit: int) -> None:
         )
 
 
-def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budget:
+def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> HostMemoryBudget:
     """Divide `limit` bytes; blocks shrink before threads are given up. `beside` are those that the source holds.
 
     Raises UsageError for more threads than any machine uses, MemoryBudgetError if not even one thread with the smallest
@@ -89,12 +89,12 @@ def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budg
     """
     chunks = sum(len(c.source.chunks) + len(c.target.chunks) for c in plan.copies)
     reserved = INTERPRETER + beside + PER_TENSOR * len(plan.copies) + PER_CHUNK * chunks
-    buffers = 2 + max((_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
+    buffers = 2 + max((_compute_cast_ratio(c.source.dtype, c.target.dtype) for c in plan.copies), default=0)
     check_threads(threads)
     for count in range(threads, 0, -1):
         block = min(USUAL_BLOCK, int(((limit - reserved) / count - PER_THREAD) / buffers) // 4096 * 4096)
         if block >= (MIB if count > 1 else SMALLEST_BLOCK):
-            return Budget(limit, count, block, int(block * buffers) + PER_THREAD, reserved, buffers)
+            return HostMemoryBudget(limit, count, block, int(block * buffers) + PER_THREAD, reserved, buffers)
     least = reserved + PER_THREAD + int((SMALLEST_BLOCK + 4096) * buffers)
     raise MemoryBudgetError(
         f"--memory {limit / MIB:.0f}MiB cannot hold this conversion: it needs at least {-(-least // MIB)} MiB",
@@ -103,6 +103,6 @@ def budget(plan: CopyPlan, limit: int, threads: int, *, beside: int = 0) -> Budg
     )
 
 
-def _cast_ratio(have: DType, want: DType) -> float:
+def _compute_cast_ratio(have: DType, want: DType) -> float:
     """Bytes of a cast's output for one byte of its input; none without a cast."""
     return 0 if have == want else want.bits / have.bits

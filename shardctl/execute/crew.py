@@ -14,34 +14,34 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError, some
+from shardctl.errors import DestinationError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, WORKER_PREFIX
-from shardctl.execute.lock import Lock
-from shardctl.execute.part import load
-from shardctl.execute.worker import Worker
-from shardctl.storage.durable import sync_directory, told, write_file
+from shardctl.execute.lock import DestinationLock
+from shardctl.execute.part import parse_part
+from shardctl.execute.worker import WorkerId
+from shardctl.storage.durable import sync_directory, translate_os_errors, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.execute.part import Part
-    from shardctl.execute.staging import Staging
+    from shardctl.execute.part import WorkerPart
+    from shardctl.execute.staging import StagingArea
 
 SCHEMA: Final = "shardctl.workers/1"
 
 
-class Crew:
+class WorkerCrew:
     """The workers of one destination. Everything is done while the staging area's own lock is held, but the work."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: StagingArea) -> None:
         self._staging = staging
         self._note = staging.root / CREW_NOTE
 
     @property
     def plan(self) -> dict[str, Any] | None:
         """What the workers share; None if there are none. Raises DestinationError if the note of it is damaged."""
-        with told(self._note, "reading"):
+        with translate_os_errors(self._note, "reading"):
             content = self._note.read_bytes() if self._note.exists() else None
         if content is None:
             return None
@@ -70,59 +70,59 @@ class Crew:
             )
         if found is None:
             staging.begin(tree, keep=False)
-            with told(self._note, "writing"):
+            with translate_os_errors(self._note, "writing"):
                 sync_directory(staging.root)
-                _write(self._note, json.dumps(wanted).encode())
+                _replace_file(self._note, json.dumps(wanted).encode())
         elif found != wanted:
             raise other_plan(found, wanted, str(staging.destination), f"remove {staging.root}")
         else:
             staging.proceed(tree)
 
-    def lock(self, worker: Worker, run: str = "") -> Lock:
+    def lock(self, worker: WorkerId, run: str = "") -> DestinationLock:
         """The lock of a worker, held for as long as it works."""
-        return Lock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}", run)
+        return DestinationLock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}", run)
 
-    def journal(self, worker: Worker) -> Path:
+    def journal(self, worker: WorkerId) -> Path:
         """Where a worker notes what it has done so far."""
         return self._path(worker, "journal")
 
-    def part(self, worker: Worker, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
+    def part(self, worker: WorkerId, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
         """What a worker has finished, if all of it is still there; and the frame of the record, if it has that."""
         path = self._path(worker, "part")
-        with told(path, "reading"):
-            found = load(path.read_bytes(), header) if path.exists() else None
+        with translate_os_errors(path, "reading"):
+            found = parse_part(path.read_bytes(), header) if path.exists() else None
             if found is None:
                 return None
             data = self._staging.root / str(header["tree"])
-            there = all(_size(data / path) == size for path, size in found[0].files.items())
+            there = all(_find_file_size(data / path) == size for path, size in found[0].files.items())
         return found if there else None
 
-    def part_exists(self, worker: Worker) -> bool:
+    def part_exists(self, worker: WorkerId) -> bool:
         """Whether a worker says that it is done."""
         return self._path(worker, "part").exists()
 
-    def note_part(self, worker: Worker, content: bytes) -> None:
+    def note_part(self, worker: WorkerId, content: bytes) -> None:
         """Note durably that a worker is done."""
         path = self._path(worker, "part")
-        with told(path, "writing"):
-            _write(path, content)
+        with translate_os_errors(path, "writing"):
+            _replace_file(path, content)
 
-    def forget_part(self, worker: Worker) -> None:
+    def forget_part(self, worker: WorkerId) -> None:
         """Let a worker start anew."""
-        with told(self._staging.root, "emptying"):
+        with translate_os_errors(self._staging.root, "emptying"):
             self._path(worker, "part").unlink(missing_ok=True)
             self.journal(worker).unlink(missing_ok=True)
 
     def require_rest(self, count: int) -> None:
         """Raise DestinationError if any worker is at work."""
         for number in range(count):
-            worker = Worker(number, count)
+            worker = WorkerId(number, count)
             if self._path(worker, "lock").exists():
                 lock = self.lock(worker)
                 lock.acquire()  # that of a dead worker is taken, and gone with this
                 lock.release()
 
-    def _path(self, worker: Worker, what: str) -> Path:
+    def _path(self, worker: WorkerId, what: str) -> Path:
         return self._staging.root / f"{WORKER_PREFIX}{worker.number:05d}.{what}"
 
 
@@ -150,7 +150,7 @@ def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination:
     before, now = found.get(differing), wanted.get(differing)
     more = f": {before}, not {now}" if differing in _SHORT else ""
     if differing in _BY_FILE and isinstance(before, dict) and isinstance(now, dict):
-        more = f": {some(sorted(path for path in before | now if before.get(path) != now.get(path)))}"
+        more = f": {format_first_few(sorted(path for path in before | now if before.get(path) != now.get(path)))}"
     return DestinationError(
         f"{destination} is being written by {found.get('workers')} workers with another "
         f"{_WORDS.get(differing, differing)}{more}",
@@ -158,7 +158,7 @@ def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
+def _replace_file(path: Path, content: bytes) -> None:
     """All of a file or nothing, durably."""
     draft = path.with_name(f"{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
@@ -168,7 +168,7 @@ def _write(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
-def _size(path: Path) -> int | None:
+def _find_file_size(path: Path) -> int | None:
     try:
         return path.lstat().st_size
     except FileNotFoundError:

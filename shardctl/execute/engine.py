@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, fastest_dim, split
+from shardctl.bands import Band, ChunkIndex, find_fastest_dim, split_bands
 from shardctl.box import Box
-from shardctl.cast import cast
-from shardctl.digest import Sums, partial
-from shardctl.execute.journal import Entry
-from shardctl.execute.progress import Silent
+from shardctl.cast import cast_elements
+from shardctl.digest import DigestSums, compute_box_sums
+from shardctl.execute.journal import JournalEntry
+from shardctl.execute.progress import SilentProgress
 from shardctl.execute.provenance import Provenance
-from shardctl.manifest import Fill
-from shardctl.shares import Portion
+from shardctl.manifest import ConstantFill
+from shardctl.shares import WorkerPortion
 from shardctl.storage.crc_tracker import CrcReader
-from shardctl.workers import Stop, spread
+from shardctl.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.copyplan import CopyPlan, TensorCopy
-    from shardctl.execute.budget import Budget
-    from shardctl.execute.journal import Journal, Key
-    from shardctl.execute.progress import Progress
-    from shardctl.storage import Source, Target
+    from shardctl.execute.budget import HostMemoryBudget
+    from shardctl.execute.journal import BandJournal, Key
+    from shardctl.execute.progress import CopyProgress
+    from shardctl.storage import Source, WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
 
 SYNC_BYTES: Final = 1 << 30
@@ -45,14 +45,14 @@ itself would be a call and, on a cold file, a small read from the disk, which ta
 
 
 @dataclass(slots=True)
-class Outcome:
+class CopyOutcome:
     """What a copy did."""
 
-    source_sums: dict[str, Sums] = field(default_factory=dict)
+    source_sums: dict[str, DigestSums] = field(default_factory=dict)
     """Digest sums of each tensor as it was read."""
-    output_sums: dict[str, Sums] = field(default_factory=dict)
+    output_sums: dict[str, DigestSums] = field(default_factory=dict)
     """Digest sums of each tensor as it was written; the same unless it was cast."""
-    whole_sums: dict[str, Sums] = field(default_factory=dict)
+    whole_sums: dict[str, DigestSums] = field(default_factory=dict)
     """Digest sums of each tensor of which every element was read, though others count some of them."""
     overflowed: dict[str, int] = field(default_factory=dict)
     """Finite elements that a cast turned into infinities, by tensor."""
@@ -64,19 +64,19 @@ class Outcome:
     """Files of the source that must have the hash that is promised of them for the result to be right."""
 
 
-def execute(
+def execute_plan(
     plan: CopyPlan,
     source: Source,
-    target: Target,
-    budget: Budget,
+    target: WriteTarget,
+    budget: HostMemoryBudget,
     *,
     tracker: CrcTracker | None = None,
-    portions: Mapping[str, tuple[Portion, ...]] | None = None,
-    journal: Journal | None = None,
-    progress: Progress | None = None,
-    stop: Stop | None = None,
+    portions: Mapping[str, tuple[WorkerPortion, ...]] | None = None,
+    journal: BandJournal | None = None,
+    progress: CopyProgress | None = None,
+    stop: StopRequest | None = None,
     allow_unverified: bool = False,
-) -> Outcome:
+) -> CopyOutcome:
     """Copy; on return every file of the plan is complete and synced.
 
     `portions` are the boxes to move of the tensors that are not moved whole; the digest sums are then those of what
@@ -85,11 +85,13 @@ def execute(
     Raises Interrupted if `stop` was set, else the first error of any thread; either way what is done is journalled.
     """
     provenance = Provenance(source, journal, allow_unverified=allow_unverified)
-    run = _Run(plan, source, target, journal, progress or Silent(), budget, portions or {}, tracker, provenance)
+    run = _CopyRun(
+        plan, source, target, journal, progress or SilentProgress(), budget, portions or {}, tracker, provenance
+    )
     run.prepare()
-    stop = Stop() if stop is None else stop
+    stop = StopRequest() if stop is None else stop
     try:
-        spread(run.tasks(), run.worker, budget.threads, stop)
+        run_in_threads(run.tasks(), run.worker, budget.threads, stop)
     finally:
         run.settle()
     run.prove()
@@ -97,7 +99,7 @@ def execute(
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _BandTask:
     key: Key
     copy: TensorCopy
     reads: ChunkIndex
@@ -106,22 +108,22 @@ class _Task:
     counted: bool
 
 
-_Batch = tuple[list[tuple["Key", Entry]], list[str]]
+_Batch = tuple[list[tuple["Key", JournalEntry]], list[str]]
 """Journal rows, and the files to sync before they may be written."""
 
 
-class _Run:
+class _CopyRun:
     """The state that the threads of one copy share; `_lock` guards all of it."""
 
     def __init__(
         self,
         plan: CopyPlan,
         source: Source,
-        target: Target,
-        journal: Journal | None,
-        progress: Progress,
-        budget: Budget,
-        portions: Mapping[str, tuple[Portion, ...]],
+        target: WriteTarget,
+        journal: BandJournal | None,
+        progress: CopyProgress,
+        budget: HostMemoryBudget,
+        portions: Mapping[str, tuple[WorkerPortion, ...]],
         tracker: CrcTracker | None,
         provenance: Provenance,
     ) -> None:
@@ -131,15 +133,15 @@ class _Run:
         self._tracker = tracker
         self._lock = threading.Lock()
         self._numbers = count()
-        self._missing = _payloads(plan)
+        self._missing = _count_payload_bytes(plan)
         self._unsynced: set[str] = set()
-        self._unjournalled: list[tuple[Key, Entry]] = []
+        self._unjournalled: list[tuple[Key, JournalEntry]] = []
         self._unsynced_bytes = 0
         self._settling = 0
         """Threads that have taken rows which are not in the journal yet."""
         self._sync_failed = False
         self._elements: Counter[str] = Counter()
-        self.outcome = Outcome()
+        self.outcome = CopyOutcome()
 
     def prepare(self) -> None:
         files = self._plan.want.files
@@ -155,28 +157,28 @@ class _Run:
         copies = ((copy, ChunkIndex(copy.reads)) for copy in self._plan.copies)
         self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
-    def tasks(self) -> Iterator[_Task]:
+    def tasks(self) -> Iterator[_BandTask]:
         """Every band of every tensor, in the order of the source's bytes."""
         for number, copy in enumerate(self._plan.copies):
             reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
-            tile = fastest_dim([*copy.reads, *copy.target.chunks])
+            tile = find_fastest_dim([*copy.reads, *copy.target.chunks])
             bands = count()
             for portion in self._portions_of(copy):
                 shape, origin = portion.box.shape, portion.box.origin
-                for box in split(shape, copy.source.dtype, self._budget.block, fastest=tile, origin=origin):
-                    yield _Task((number, next(bands)), copy, reads, writes, box, portion.counted)
+                for box in split_bands(shape, copy.source.dtype, self._budget.block, fastest=tile, origin=origin):
+                    yield _BandTask((number, next(bands)), copy, reads, writes, box, portion.counted)
 
-    def _portions_of(self, copy: TensorCopy) -> tuple[Portion, ...]:
-        return self._portions.get(copy.source.name) or (Portion(Box.whole(copy.source.shape), counted=True),)
+    def _portions_of(self, copy: TensorCopy) -> tuple[WorkerPortion, ...]:
+        return self._portions.get(copy.source.name) or (WorkerPortion(Box.whole(copy.source.shape), counted=True),)
 
-    def worker(self) -> Callable[[_Task], None]:
+    def worker(self) -> Callable[[_BandTask], None]:
         """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
-            hands = _Hands(self._budget, next(self._numbers), GAP if self._portions else 0)
+            hands = _BandMover(self._budget, next(self._numbers), GAP if self._portions else 0)
         tracker = self._tracker
         reader = CrcReader(self._source.read_at, tracker, keep=True) if tracker is not None else None
 
-        def handle(task: _Task) -> None:
+        def handle(task: _BandTask) -> None:
             entry = self._journal.find(task.key) if self._journal else None
             believed = entry is not None and self._provenance.believes(task.reads, task.box)
             if entry and believed and hands.intact(task, self._target, entry.written):
@@ -191,7 +193,7 @@ class _Run:
 
         return handle
 
-    def _record(self, task: _Task, entry: Entry, written: Counter[str], *, kept: bool = False) -> None:
+    def _record(self, task: _BandTask, entry: JournalEntry, written: Counter[str], *, kept: bool = False) -> None:
         """Add a band's digests and bytes; sync and journal when enough has gathered."""
         name, nbytes = task.copy.source.name, written.total()
         done: list[str] = []
@@ -199,11 +201,11 @@ class _Run:
         with self._lock:
             self._elements[name] += task.box.size
             if name in self._portions:
-                _accumulate(self.outcome.whole_sums, name, entry.read)
+                _accumulate_sums(self.outcome.whole_sums, name, entry.read)
             self._provenance.take(task.reads, task.box, kept=kept)
             if task.counted:
-                _accumulate(self.outcome.source_sums, name, entry.read)
-                _accumulate(self.outcome.output_sums, name, entry.written)
+                _accumulate_sums(self.outcome.source_sums, name, entry.read)
+                _accumulate_sums(self.outcome.output_sums, name, entry.written)
             if task.counted and entry.overflowed:
                 self.outcome.overflowed[name] = self.outcome.overflowed.get(name, 0) + entry.overflowed
             for path, count in written.items():
@@ -231,7 +233,7 @@ class _Run:
         self._provenance.close()
         return rows, paths
 
-    def _settle(self, rows: list[tuple[Key, Entry]], paths: list[str]) -> None:
+    def _settle(self, rows: list[tuple[Key, JournalEntry]], paths: list[str]) -> None:
         for path in paths:
             self._sync(path)
         if not rows:
@@ -265,9 +267,9 @@ class _Run:
         for path, missing in self._missing.items():
             assert missing == 0, f"{path}: {missing} bytes were not written"  # noqa: S101 - our own second count
         for copy in self._plan.copies:
-            sums = Sums.zero(copy.source.dtype)
+            sums = DigestSums.zero(copy.source.dtype)
             self.outcome.source_sums.setdefault(copy.source.name, sums)
-            self.outcome.output_sums.setdefault(copy.source.name, Sums.zero(copy.target.dtype))
+            self.outcome.output_sums.setdefault(copy.source.name, DigestSums.zero(copy.target.dtype))
             seen = self._elements[copy.source.name]
             wanted = sum(portion.box.size for portion in self._portions_of(copy))
             assert seen == wanted, f"{copy.source.name}: {seen} elements seen"  # noqa: S101
@@ -276,37 +278,37 @@ class _Run:
         self.outcome.read_whole = frozenset(self._provenance.moved)
 
 
-class _Hands:
+class _BandMover:
     """One thread's buffers, and what it does with them."""
 
-    def __init__(self, budget: Budget, number: int, gap: int) -> None:
+    def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
         self._turn = number / budget.threads
         self._band = Band(budget.block, gap)
         self._data = np.empty(budget.block, np.uint8)
         self._cast = np.empty(0, np.uint8)
         self.written: Counter[str] = Counter()
 
-    def move(self, task: _Task, source: Reader, target: Target) -> Entry:
+    def move(self, task: _BandTask, source: ByteReader, target: WriteTarget) -> JournalEntry:
         """Read a band and write it everywhere; leaves the bytes written by file in `written`."""
         tensor, wanted = task.copy.source, task.copy.target
         found = self._band.read(source, task.reads, task.box, self._data)
         assert found == task.box.size, f"{tensor.name} {task.box}: read {found} elements"  # noqa: S101
         data = self._data
-        read_sums = partial(data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, task.box, tensor.shape)
+        read_sums = compute_box_sums(data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, task.box, tensor.shape)
         sums, overflowed = read_sums, 0
         if wanted.dtype != tensor.dtype:
             data = self._cast_buffer(wanted.dtype.nbytes(task.box.shape))
-            overflowed = cast(
+            overflowed = cast_elements(
                 self._data[: tensor.dtype.nbytes(task.box.shape)], tensor.dtype, wanted.dtype, data
             ).overflowed
-            sums = partial(data, wanted.dtype, task.box, tensor.shape)
+            sums = compute_box_sums(data, wanted.dtype, task.box, tensor.shape)
         self.written = Counter()
         chunks = list(task.writes.within(task.box))
         turn = int(self._turn * len(chunks))  # each thread begins with another file, so that they seldom meet
         for chunk in chunks[turn:] + chunks[:turn]:
-            if not isinstance(chunk.where, Fill):
+            if not isinstance(chunk.where, ConstantFill):
                 self.written[chunk.where.file] += self._band.write(target, chunk, task.box, data)
-        return Entry(read_sums, sums, overflowed)
+        return JournalEntry(read_sums, sums, overflowed)
 
     def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
         """Room for the output of a cast; made once, and made larger only for a cast that widens more."""
@@ -315,21 +317,21 @@ class _Hands:
             self._cast = np.empty(nbytes, np.uint8)
         return self._cast[:nbytes]
 
-    def intact(self, task: _Task, target: Target, expected: Sums) -> bool:
+    def intact(self, task: _BandTask, target: WriteTarget, expected: DigestSums) -> bool:
         """Whether every copy of the band that an earlier run wrote still has the journal's digest."""
-        by_box: dict[Box, list[Sums]] = {}
+        by_box: dict[Box, list[DigestSums]] = {}
         dtype, shape = task.copy.target.dtype, task.copy.target.shape
         nbytes = dtype.nbytes(task.box.shape)
         buffer = self._data if nbytes <= self._data.nbytes else self._cast_buffer(nbytes)
         for chunk in task.writes.within(task.box):
-            if isinstance(chunk.where, Fill):
+            if isinstance(chunk.where, ConstantFill):
                 continue
             self._band.read(target, ChunkIndex([chunk]), chunk.box, buffer)
-            sums = partial(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
+            sums = compute_box_sums(buffer[: dtype.nbytes(chunk.box.shape)], dtype, chunk.box, shape)
             by_box.setdefault(chunk.box, []).append(sums)
         if sum(box.size for box in by_box) != task.box.size:
             return False  # boxes that overlap in part cannot be added up; copying again is always right
-        total = Sums.zero(dtype)
+        total = DigestSums.zero(dtype)
         for replicas in by_box.values():
             if any(sums != replicas[0] for sums in replicas):
                 return False
@@ -337,23 +339,23 @@ class _Hands:
         return total == expected
 
     @staticmethod
-    def output_bytes(task: _Task) -> Counter[str]:
+    def output_bytes(task: _BandTask) -> Counter[str]:
         """The bytes a band has in each file."""
         written: Counter[str] = Counter()
         for chunk in task.writes.within(task.box):
-            if not isinstance(chunk.where, Fill):
+            if not isinstance(chunk.where, ConstantFill):
                 written[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
         return written
 
 
-def _payloads(plan: CopyPlan) -> Counter[str]:
+def _count_payload_bytes(plan: CopyPlan) -> Counter[str]:
     """The bytes that tensors have in each file; together with the literals they must be all of it."""
     payload: Counter[str] = Counter(dict.fromkeys(plan.want.files, 0))
     for _, chunk in plan.want.arrays():
-        if not isinstance(chunk.where, Fill):
+        if not isinstance(chunk.where, ConstantFill):
             payload[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
     return payload
 
 
-def _accumulate(into: dict[str, Sums], name: str, sums: Sums) -> None:
+def _accumulate_sums(into: dict[str, DigestSums], name: str, sums: DigestSums) -> None:
     into[name] = into[name] + sums if name in into else sums

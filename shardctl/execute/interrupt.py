@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 
 @contextlib.contextmanager
-def stopping(stop: Stop) -> Iterator[None]:
+def stop_on_signals(stop: StopRequest) -> Iterator[None]:
     """While active, the first SIGINT, SIGTERM or SIGHUP sets `stop`; outside the main thread signals are left alone.
 
     A terminal that goes away (SIGHUP) is reported as SIGTERM is: nobody is left to tell them apart.

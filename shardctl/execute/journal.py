@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from shardctl.digest import Sums
+from shardctl.digest import DigestSums
 from shardctl.storage.crc_tracker import CrcPiece
-from shardctl.storage.durable import flush, told
+from shardctl.storage.durable import sync_descriptor, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ _MARGIN: Final = 16
 """Bytes of a line for its own check."""
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """What is known of a band that was moved."""
 
-    read: Sums
+    read: DigestSums
     """Digest sums of its elements in the source."""
-    written: Sums
+    written: DigestSums
     """And as they were written; the same unless they were cast."""
     overflowed: int = 0
     """Finite elements that the cast made infinite."""
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     """What of the source's files was read for it, where they state CRC-32s."""
 
 
-class Journal:
+class BandJournal:
     """An append-only file bound to one plan and one state of the source.
 
     A line is written only after the bytes it speaks of were synced. Each ends with its CRC-32, because what it says of
@@ -62,7 +62,7 @@ class Journal:
         self._keys = self._places = np.empty(0, np.int64)
         self.proved: frozenset[str] = frozenset()
         """Files of the source that an earlier run saw the whole of, as their place promises them."""
-        with told(path, "opening"):
+        with translate_os_errors(path, "opening"):
             if self.header(path) == self._header:
                 self._load()
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (0 if len(self) else os.O_TRUNC)
@@ -85,7 +85,7 @@ class Journal:
                 found = json.loads(lines.readline())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.get("schema") == Journal.SCHEMA else None
+        return found if isinstance(found, dict) and found.get("schema") == BandJournal.SCHEMA else None
 
     @classmethod
     def block(cls, path: Path, header: Mapping[str, Any]) -> int | None:
@@ -104,42 +104,42 @@ class Journal:
             for line in lines:
                 if (path := _parse_proof(line)) is not None:
                     proved.add(path)
-                elif row := _parse(line):
-                    keys.append(_packed(row[0]))
+                elif row := _parse_line(line):
+                    keys.append(_pack_key(row[0]))
                     places.append(place)
                 place += len(line)
         order = np.argsort(np.array(keys), kind="stable")
         self._keys, self._places = np.array(keys)[order], np.array(places)[order]
         self.proved = frozenset(proved)
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> JournalEntry | None:
         """What an earlier run with the same header finished of a band; the last line about it counts."""
-        packed = _packed(key)
+        packed = _pack_key(key)
         position = int(np.searchsorted(self._keys, packed, "right")) - 1
         if position < 0 or self._keys[position] != packed:
             return None
-        with told(self._path, "reading"):
+        with translate_os_errors(self._path, "reading"):
             lines = os.pread(self._descriptor, _LONGEST, int(self._places[position]))
-        row = _parse(lines.partition(b"\n")[0])
+        row = _parse_line(lines.partition(b"\n")[0])
         return row[1] if row else None
 
-    def append(self, rows: Sequence[tuple[Key, Entry]]) -> None:
+    def append(self, rows: Sequence[tuple[Key, JournalEntry]]) -> None:
         """Record bands whose bytes have been synced."""
-        self._write("".join(map(_line, rows)))
+        self._write("".join(map(_format_line, rows)))
 
     def append_proofs(self, paths: Sequence[str]) -> None:
         """Record files of the source that were hashed whole, once all bands that they have a part in are recorded."""
         self._write("".join(_with_check(json.dumps(path)) for path in paths))
 
     def _write(self, text: str) -> None:
-        with told(self._path, "writing"), self._lock:
+        with translate_os_errors(self._path, "writing"), self._lock:
             if self._broken:
                 return  # the first error is on its way to the user, and a second try to flush would lie
             self._broken = True
             data = text.encode()
             while data:
                 data = data[os.write(self._descriptor, data) :]
-            flush(self._descriptor)
+            sync_descriptor(self._descriptor)
             self._broken = False
 
     def close(self) -> None:
@@ -147,11 +147,11 @@ class Journal:
         os.close(self._descriptor)
 
 
-def _packed(key: Key) -> int:
+def _pack_key(key: Key) -> int:
     return key[0] << 32 | key[1]
 
 
-def _line(row: tuple[Key, Entry]) -> str:
+def _format_line(row: tuple[Key, JournalEntry]) -> str:
     key, (read, written, overflowed, crcs) = row
     fixed = [*key, str(read), str(written), overflowed]
     text = json.dumps([*fixed, crcs])
@@ -161,26 +161,26 @@ def _line(row: tuple[Key, Entry]) -> str:
 
 
 def _with_check(text: str) -> str:
-    return f"{text} {_check(text.encode())}\n"
+    return f"{text} {_compute_crc(text.encode())}\n"
 
 
 def _parse_proof(line: bytes) -> str | None:
     """The file that a line says was proved; None for any other line."""
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
-    if not text.startswith(b'"') or check.decode(errors="replace") != _check(text):
+    if not text.startswith(b'"') or check.decode(errors="replace") != _compute_crc(text):
         return None
     return str(json.loads(text))
 
 
-def _parse(line: bytes) -> tuple[Key, Entry] | None:
+def _parse_line(line: bytes) -> tuple[Key, JournalEntry] | None:
     """A line's content; None if it is not whole."""
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
-    if check.decode(errors="replace") != _check(text):
+    if check.decode(errors="replace") != _compute_crc(text):
         return None
     tensor, band, read, written, overflowed, crcs = json.loads(text)
     pieces = tuple(CrcPiece(*piece) for piece in crcs)
-    return (tensor, band), Entry(Sums.parse(read), Sums.parse(written), overflowed, pieces)
+    return (tensor, band), JournalEntry(DigestSums.parse(read), DigestSums.parse(written), overflowed, pieces)
 
 
-def _check(text: bytes) -> str:
+def _compute_crc(text: bytes) -> str:
     return f"{zlib.crc32(text):08x}"

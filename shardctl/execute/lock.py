@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import DestinationError
-from shardctl.storage.durable import told
+from shardctl.storage.durable import translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,7 @@ _PAUSE: Final = (0.02, 0.2)
 """Seconds between two tries."""
 
 
-class Lock:
+class DestinationLock:
     """Held by at most one run.
 
     Between processes of one kernel `flock` decides, because it ends with its process. On network file systems it may
@@ -51,7 +51,7 @@ class Lock:
         Raises DestinationError if another run holds it, and still does after `patience` seconds.
         """
         deadline = time.monotonic() + patience
-        with told(self._path, "making"):
+        with translate_os_errors(self._path, "making"):
             while True:
                 try:
                     self._acquire()
@@ -86,12 +86,12 @@ class Lock:
             return False
         if (named.st_dev, named.st_ino) != (found.st_dev, found.st_ino):
             return False
-        owner = _parse(os.pread(descriptor, 4096, 0))
+        owner = _parse_owner(os.pread(descriptor, 4096, 0))
         replaced = self._run and owner.get("run") == self._run
-        if owner and not replaced and not _dead(owner, alone=alone):
+        if owner and not replaced and not _is_owner_dead(owner, alone=alone):
             raise self._taken(owner)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({**_me(), "run": self._run}).encode(), 0)
+        os.pwrite(descriptor, json.dumps({**_describe_process(), "run": self._run}).encode(), 0)
         os.fsync(descriptor)
         return True
 
@@ -100,7 +100,7 @@ class Lock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._taken(_parse(os.pread(descriptor, 4096, 0))) from None
+            raise self._taken(_parse_owner(os.pread(descriptor, 4096, 0))) from None
         except OSError:
             return False
         return True
@@ -120,11 +120,16 @@ class Lock:
             self._descriptor = None
 
 
-def _me() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "start": _started(os.getpid())}
+def _describe_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _read_boot_id(),
+        "pid": os.getpid(),
+        "start": _read_start_time(os.getpid()),
+    }
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse_owner(text: bytes) -> dict[str, Any]:
     """Who wrote the file; empty if its owner was killed before it had written its name."""
     try:
         owner = json.loads(text)
@@ -133,14 +138,14 @@ def _parse(text: bytes) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and isinstance(owner.get("pid"), int) else {}
 
 
-def _dead(owner: Mapping[str, Any], *, alone: bool) -> bool:
+def _is_owner_dead(owner: Mapping[str, Any], *, alone: bool) -> bool:
     """Whether the owner cannot be running any more: only of our own machine can that be known."""
-    if owner.get("boot") != _boot():
+    if owner.get("boot") != _read_boot_id():
         return owner.get("host") == socket.gethostname()  # this machine, before it was started anew
-    return alone or _started(owner["pid"]) != owner.get("start")
+    return alone or _read_start_time(owner["pid"]) != owner.get("start")
 
 
-def _boot() -> str:
+def _read_boot_id() -> str:
     """What tells this running kernel from every other one, whatever its containers call themselves."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -148,7 +153,7 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     """What tells a process from a later one with the same number; empty if it does not run."""
     try:
         os.kill(pid, 0)

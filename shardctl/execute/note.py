@@ -18,7 +18,7 @@ Way = Literal["rename", "exchange", "move"]
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class PublicationNote:
     """One publication."""
 
     way: Way
@@ -36,7 +36,7 @@ class Note:
         sync_directory(path.parent)
 
     @classmethod
-    def read(cls, path: Path) -> Note | None:
+    def read(cls, path: Path) -> PublicationNote | None:
         """The note of an earlier run; None if there is none, or if it was not finished, when nothing had begun."""
         try:
             raw = json.loads(path.read_bytes())
@@ -60,7 +60,7 @@ class Note:
         return data.exists() and data.stat().st_ino == self.inode
 
 
-def way_back(files: Iterable[str], destination: Path, data: Path) -> None:
+def undo_partial_move(files: Iterable[str], destination: Path, data: Path) -> None:
     """Take back the files of a tree that was moved in only in part, so that they can be checked again.
 
     A file is one that was moved if it is at the destination and no longer where it was staged.

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.digest import Sums
-from shardctl.errors import SourceError, some
-from shardctl.record import Hashed
+from shardctl.digest import DigestSums
+from shardctl.errors import SourceError, format_first_few
+from shardctl.record import HashedSpans
 from shardctl.storage.crc_tracker import CrcPiece, CrcRange, CrcShare
 
 if TYPE_CHECKING:
@@ -20,20 +20,20 @@ SCHEMA: Final = "shardctl.part/2"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WorkerPart:
     """A finished part of a result; the parts of all workers are the whole, and one part may be all of it."""
 
     files: Mapping[str, int]
     """Bytes of each file that this worker wrote."""
-    source_sums: Mapping[str, Sums]
+    source_sums: Mapping[str, DigestSums]
     """Digest sums by tensor, as it was read: of the elements that count here."""
-    output_sums: Mapping[str, Sums]
+    output_sums: Mapping[str, DigestSums]
     """And as it was written."""
-    whole_sums: Mapping[str, Sums]
+    whole_sums: Mapping[str, DigestSums]
     """Of the tensors of which all elements were read here, though others count some: what theirs must add up to."""
     overflowed: Mapping[str, int]
     """Finite elements that a cast made infinite, by tensor."""
-    hashes: Mapping[str, Hashed]
+    hashes: Mapping[str, HashedSpans]
     """Of every byte of the files that is not an element of a tensor."""
     sha256: Mapping[str, str] = field(default_factory=dict)
     """Of whole files, if they were asked for; hexadecimal."""
@@ -46,7 +46,7 @@ class Part:
     projected_memory_bytes: int = 0
 
 
-def dump(part: Part, header: Mapping[str, Any], frame: Mapping[str, Any] | None = None) -> bytes:
+def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str, Any] | None = None) -> bytes:
     """A part as JSON lines, the last of which is a hash of all before; `header` says of which plan it is a part.
 
     `frame` is what the record will say besides: one part has it.
@@ -74,30 +74,30 @@ def dump(part: Part, header: Mapping[str, Any], frame: Mapping[str, Any] | None 
     return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
 
 
-def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any] | None] | None:
-    """A part that `dump` wrote, and its frame; None if it is damaged, or if it is one of another plan."""
+def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
+    """A part that `encode_part` wrote, and its frame; None if it is damaged, or if it is one of another plan."""
     body, seal = data[:-65], data[-65:]
     if seal != hashlib.sha256(body).hexdigest().encode() + b"\n":
         return None
     head, *rows = map(json.loads, body.splitlines())
     if head["schema"] != SCHEMA or head["header"] != dict(header):
         return None
-    hashes: dict[str, Hashed] = {}
-    read: dict[str, Sums] = {}
-    written: dict[str, Sums] = {}
-    whole: dict[str, Sums] = {}
+    hashes: dict[str, HashedSpans] = {}
+    read: dict[str, DigestSums] = {}
+    written: dict[str, DigestSums] = {}
+    whole: dict[str, DigestSums] = {}
     crcs: list[CrcShare] = []
     for kind, name, first, second in rows:
         if kind == "hash":
-            hashes[name] = Hashed(tuple((int(start), int(size)) for start, size in first), second)
+            hashes[name] = HashedSpans(tuple((int(start), int(size)) for start, size in first), second)
         elif kind == "whole":
-            whole[name] = Sums.parse(first)
+            whole[name] = DigestSums.parse(first)
         elif kind == "crc":
             crcs.append(CrcShare(name, CrcRange(*first), tuple(CrcPiece(*piece) for piece in second)))
         else:
-            read[name] = Sums.parse(first)
-            written[name] = Sums.parse(second) if second is not None else read[name]
-    part = Part(
+            read[name] = DigestSums.parse(first)
+            written[name] = DigestSums.parse(second) if second is not None else read[name]
+    part = WorkerPart(
         files=head["files"],
         source_sums=read,
         output_sums=written,
@@ -114,16 +114,16 @@ def load(data: bytes, header: Mapping[str, Any]) -> tuple[Part, Mapping[str, Any
     return part, head["frame"]
 
 
-def merge(parts: Sequence[Part]) -> Part:
+def merge_parts(parts: Sequence[WorkerPart]) -> WorkerPart:
     """One part of several that one worker made one after another."""
-    sums: tuple[dict[str, Sums], dict[str, Sums]] = {}, {}
+    sums: tuple[dict[str, DigestSums], dict[str, DigestSums]] = {}, {}
     overflowed: Counter[str] = Counter()
     for part in parts:
         for total, more in zip(sums, (part.source_sums, part.output_sums), strict=True):
             for name, each in more.items():
                 total[name] = total[name] + each if name in total else each
         overflowed.update(part.overflowed)
-    return Part(
+    return WorkerPart(
         files={path: size for part in parts for path, size in part.files.items()},
         source_sums=sums[0],
         output_sums=sums[1],
@@ -139,21 +139,22 @@ def merge(parts: Sequence[Part]) -> Part:
     )
 
 
-def require_one_source(parts: Mapping[str, Part]) -> None:
+def require_one_source(parts: Mapping[str, WorkerPart]) -> None:
     """Raise SourceError if writers, by name, read different elements of one tensor: their copies of the source differ.
 
     It is found of tensors that somebody read whole beside those who count it.
     """
-    totals: dict[str, Sums] = {}
+    totals: dict[str, DigestSums] = {}
     for name in {name for part in parts.values() for name in part.whole_sums}:
         counted = [part.source_sums[name] for part in parts.values() if name in part.source_sums]
         totals[name] = sum(counted[1:], counted[0])
     for writer, part in parts.items():
         for name, seen in sorted(part.whole_sums.items()):
             if seen != totals[name]:
-                zero = Sums((0,) * len(seen.words))
+                zero = DigestSums((0,) * len(seen.words))
                 others = [w for w, other in parts.items() if w != writer and other.source_sums.get(name, zero) != zero]
                 raise SourceError(
-                    f"{name} is not the same for everybody: {writer} read other elements than {some(others)}",
+                    f"{name} is not the same for everybody: {writer} read other elements than "
+                    f"{format_first_few(others)}",
                     hint="give all workers one source; shardctl digest on each machine says which of them differs",
                 )

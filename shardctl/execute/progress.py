@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Progress(Protocol):
+class CopyProgress(Protocol):
     """Called from several threads; must not raise."""
 
     def begin(self, total_bytes: int, files: int) -> None:
@@ -18,7 +18,7 @@ class Progress(Protocol):
         """A file is complete and on stable storage."""
 
 
-class Silent:
+class SilentProgress:
     """Nobody watches."""
 
     def begin(self, total_bytes: int, files: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardctl.manifest import Fill
+from shardctl.manifest import ConstantFill
 from shardctl.storage.file_hashes import is_almost_all
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from shardctl.bands import ChunkIndex
     from shardctl.box import Box
-    from shardctl.execute.journal import Journal
+    from shardctl.execute.journal import BandJournal
     from shardctl.storage import Source
 
 
 class Provenance:
     """Counts, by file of the source, what is still to be moved; the caller's lock guards it."""
 
-    def __init__(self, source: Source, journal: Journal | None, *, allow_unverified: bool) -> None:
+    def __init__(self, source: Source, journal: BandJournal | None, *, allow_unverified: bool) -> None:
         """With `allow_unverified` every band that is as it was written is kept."""
         self._source, self._journal, self._allow = source, journal, allow_unverified
         self._missing: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Provenance:
     def _bytes(self, reads: ChunkIndex, box: Box) -> Counter[str]:
         found: Counter[str] = Counter()
         for chunk in reads.within(box):
-            if not isinstance(chunk.where, Fill) and chunk.where.file in self._source.promised:
+            if not isinstance(chunk.where, ConstantFill) and chunk.where.file in self._source.promised:
                 found[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
         return found
 

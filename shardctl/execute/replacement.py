@@ -23,7 +23,7 @@ from shardctl.record import RECORD
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.storage.cloud.bucket import Bucket
+    from shardctl.storage.cloud.bucket import CloudBucket
 
 STATE: Final = ".shardctl/"
 """What is below is ours, and no part of a checkpoint."""
@@ -45,11 +45,11 @@ class BucketReplacement:
     replaces: Mapping[str, Any]
     """The ETags of the old checkpoint's objects, `files`, and of its record, `etag`; empty if there is none."""
 
-    def note(self, bucket: Bucket) -> None:
+    def note(self, bucket: CloudBucket) -> None:
         """Say that everything is complete: from here on it goes forward only."""
         bucket.write(REPLACEMENT, json.dumps(asdict(self)).encode())
 
-    def carry_out(self, bucket: Bucket) -> None:
+    def carry_out(self, bucket: CloudBucket) -> None:
         """Do what is left of it; on return the new checkpoint is complete.
 
         Raises DestinationError if somebody removed what was to be published.
@@ -69,7 +69,7 @@ class BucketReplacement:
         self._require_all(bucket)
         bucket.write(RECORD, self.record.encode())
 
-    def _require_all(self, bucket: Bucket) -> None:
+    def _require_all(self, bucket: CloudBucket) -> None:
         """Raise DestinationError if somebody removed what was published, as a second run at the same time would."""
         objects = bucket.objects()
         for path, size in self.staged.items():
@@ -77,13 +77,13 @@ class BucketReplacement:
                 raise self._lost(bucket, path)
 
     @staticmethod
-    def _lost(bucket: Bucket, path: str) -> DestinationError:
+    def _lost(bucket: CloudBucket, path: str) -> DestinationError:
         return DestinationError(
             f"{bucket.name}/{path} was removed by another program", hint=f"remove all that is in {bucket.name}"
         )
 
 
-def replaced_by(bucket: Bucket) -> BucketReplacement | None:
+def replaced_by(bucket: CloudBucket) -> BucketReplacement | None:
     """The replacement that an earlier run had begun; None if there is none."""
     content = bucket.read(REPLACEMENT)
     if content is None:

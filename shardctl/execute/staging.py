@@ -21,15 +21,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
-from shardctl.errors import AccessError, DestinationError, some
+from shardctl.errors import AccessError, DestinationError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
-from shardctl.execute.lock import Lock
-from shardctl.execute.note import Note, way_back
+from shardctl.execute.lock import DestinationLock
+from shardctl.execute.note import PublicationNote, undo_partial_move
 from shardctl.record import RECORD
 from shardctl.storage import linux
 from shardctl.storage.byte_names import name_to_bytes
-from shardctl.storage.durable import make_directories, sync_directory, told, write_file
-from shardctl.storage.room import existing, free_space
+from shardctl.storage.durable import make_directories, sync_directory, translate_os_errors, write_file
+from shardctl.storage.room import find_existing_parent, measure_free_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,14 +44,14 @@ _NOT_OURS: Final = frozenset({_INSIDE, "lost+found"})
 Found = Literal["nothing", "empty", "ours"]
 
 
-class Staging:
+class StagingArea:
     """The staging area of one destination; use as a context manager, which holds the lock."""
 
     def __init__(self, destination: Path, *, overwrite: bool = False, patience: float = 0) -> None:
         """`patience` is for how many seconds another run is waited for."""
-        with told(destination, "looking at"):
-            self.destination = _followed(destination)
-            self._inside = _no_beside(self.destination)
+        with translate_os_errors(destination, "looking at"):
+            self.destination = _resolve_link(destination)
+            self._inside = _must_stage_inside(self.destination)
             """Whether the tree must be moved in file by file, because no rename can replace the directory."""
         self._overwrite = overwrite
         self._patience = patience
@@ -64,18 +64,18 @@ class Staging:
         """Whether an earlier run was killed after its result had taken its final name."""
         self._old = self.root / "old"
         self._note = self.root / "publishing.json"
-        self._lock = Lock(self.root / "lock", f"writing {self.destination}")
-        with told(destination, "looking at"):
+        self._lock = DestinationLock(self.root / "lock", f"writing {self.destination}")
+        with translate_os_errors(destination, "looking at"):
             if not self.root.exists():
                 self._require_replaceable()
 
     def __enter__(self) -> Self:
-        with told(self.root, "making"):
+        with translate_os_errors(self.root, "making"):
             make_directories(self.root)
             self._require_own_directory()
         self._lock.acquire(self._patience)
         try:
-            with told(self.root, "recovering what an earlier run left in"):
+            with translate_os_errors(self.root, "recovering what an earlier run left in"):
                 self._recover()
         except BaseException:
             self.__exit__()
@@ -124,12 +124,12 @@ class Staging:
         """Go on with a tree as it is."""
         self._require_replaceable()
         self.data = self.root / tree
-        with told(self.data, "making"):
+        with translate_os_errors(self.data, "making"):
             self.data.mkdir(exist_ok=True)
 
     def discard(self) -> None:
         """Throw away what was staged; whatever cannot be removed is an error, or it would be published."""
-        with told(self.root, "emptying"):
+        with translate_os_errors(self.root, "emptying"):
             self.journal.unlink(missing_ok=True)
             remove_crew_files(self.root)
             self._remove(*self._trees())
@@ -137,7 +137,7 @@ class Staging:
     def require_space(self, nbytes: int) -> None:
         """Raise DestinationError if the file system cannot hold what is still to be written."""
         have = sum(f.stat().st_blocks * 512 for tree in self._trees() for f in tree.rglob("*") if f.is_file())
-        free = free_space(existing(self.root))
+        free = measure_free_space(find_existing_parent(self.root))
         if free is not None and free + have < nbytes:
             raise DestinationError(
                 f"{self.destination} needs {nbytes:,} bytes, but its file system has {free + have:,} free",
@@ -147,7 +147,7 @@ class Staging:
     def write(self, path: str, content: bytes) -> None:
         """Write and sync a small file of the result."""
         full = self.data / path
-        with told(path, "writing"):
+        with translate_os_errors(path, "writing"):
             full.parent.mkdir(parents=True, exist_ok=True)
             write_file(full, content)
 
@@ -156,14 +156,14 @@ class Staging:
 
         Returns warnings. Raises DestinationError if the tree is not complete or the destination cannot be taken.
         """
-        with told(self.destination, "publishing"):
+        with translate_os_errors(self.destination, "publishing"):
             self._require_complete(files)
             for folder in sorted((f for f in self.data.rglob("*") if f.is_dir()), reverse=True):
                 sync_directory(folder)
             sync_directory(self.data)
             if self._inside:
                 self._move_in(sorted(files))
-            elif _examine(self.destination) == "ours":
+            elif _examine_destination(self.destination) == "ours":
                 self._require_replaceable()
                 self._exchange()
             else:
@@ -199,7 +199,7 @@ class Staging:
                 shutil.rmtree(tree)
 
     def _require_replaceable(self) -> None:
-        if _examine(self.destination, moving=self._note.exists()) != "ours" or self.published:
+        if _examine_destination(self.destination, moving=self._note.exists()) != "ours" or self.published:
             return
         if not self._overwrite:
             raise DestinationError(
@@ -217,7 +217,7 @@ class Staging:
 
     def _require_own_directory(self) -> None:
         """Refuse a directory that somebody else laid here: its journal could lie, its links lead our writes away."""
-        if self.root.is_symlink() or not _ours(self.root):
+        if self.root.is_symlink() or not _is_our_directory(self.root):
             raise DestinationError(
                 f"{self.root} was not made by this user", hint="remove it, or choose another destination"
             )
@@ -235,7 +235,7 @@ class Staging:
                 )
 
     def _take_name(self) -> None:
-        Note("rename", self.data.name).write(self._note)
+        PublicationNote("rename", self.data.name).write(self._note)
         try:
             self.data.rename(self.destination)
         except OSError as error:
@@ -248,8 +248,8 @@ class Staging:
         sync_directory(self.destination.parent)
 
     def _exchange(self) -> None:
-        Note("exchange", self.data.name, inode=self.data.stat().st_ino).write(self._note)
-        if not linux.exchange(self.data, self.destination):
+        PublicationNote("exchange", self.data.name, inode=self.data.stat().st_ino).write(self._note)
+        if not linux.exchange_names(self.data, self.destination):
             self.destination.rename(self._old)
             try:
                 self.data.rename(self.destination)
@@ -261,12 +261,12 @@ class Staging:
 
     def _move_in(self, files: list[str]) -> None:
         """Weights first, `config.json` and the record last."""
-        Note("move", self.data.name, files=tuple(files)).write(self._note)
+        PublicationNote("move", self.data.name, files=tuple(files)).write(self._note)
         last = [path for path in ("config.json", RECORD) if path in files]
         for path in [*(f for f in files if f not in last), *last]:
             target = self.destination / path
             make_directories(target.parent)
-            if not linux.rename_new(self.data / path, target):
+            if not linux.rename_without_replacing(self.data / path, target):
                 if os.path.lexists(target):
                     raise FileExistsError(errno.EEXIST, f"{target} appeared while it was being written")
                 (self.data / path).rename(target)
@@ -274,7 +274,7 @@ class Staging:
 
     def _recover(self) -> None:
         """Find out how far the publication by an earlier run came, and undo half of one."""
-        note = Note.read(self._note)
+        note = PublicationNote.read(self._note)
         if note is None:
             return
         self.data = self.root / note.tree
@@ -284,13 +284,13 @@ class Staging:
         self.published = note.done(self.data, self.destination)
         if not self.published:
             if note.way == "move":
-                way_back(note.files, self.destination, self.data)
+                undo_partial_move(note.files, self.destination, self.data)
             elif note.way == "exchange" and not note.staged(self.data):
                 self.discard()  # a file system without lasting inode numbers: this may be the old tree
             self._note.unlink()
 
 
-def _followed(destination: Path) -> Path:
+def _resolve_link(destination: Path) -> Path:
     """The directory itself, where the destination is a link to one."""
     path = Path(os.path.abspath(destination))  # noqa: PTH100 - resolve() would lose the name of what is not there yet
     if path.is_symlink():
@@ -308,7 +308,7 @@ def _name_beside(name: str) -> str:
     return beside
 
 
-def _examine(destination: Path, *, moving: bool = False) -> Found:
+def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
     """What is at the destination; `moving` says that files half moved in are our own.
 
     Raises DestinationError if it is something that must not be replaced.
@@ -325,13 +325,13 @@ def _examine(destination: Path, *, moving: bool = False) -> Found:
         return "ours"
     if content and not moving:
         raise DestinationError(
-            f"{destination} is not empty and was not written by shardctl: it holds {some(sorted(content))}",
+            f"{destination} is not empty and was not written by shardctl: it holds {format_first_few(sorted(content))}",
             hint="choose another destination, or remove it yourself",
         )
     return "empty"
 
 
-def _no_beside(destination: Path) -> bool:
+def _must_stage_inside(destination: Path) -> bool:
     """Whether a directory must be staged within itself: a mount point, or one whose parent we may not write."""
     if not destination.is_dir():
         return False
@@ -342,7 +342,7 @@ def _no_beside(destination: Path) -> bool:
     )
 
 
-def _ours(directory: Path) -> bool:
+def _is_our_directory(directory: Path) -> bool:
     """Whether this user made a directory; network file systems may call us by another number, but always the same."""
     owner = directory.stat().st_uid
     if owner == os.geteuid():

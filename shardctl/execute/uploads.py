@@ -18,29 +18,29 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import DestinationError, SourceError, some
+from shardctl.errors import DestinationError, SourceError, format_first_few
 from shardctl.execute.crew import other_plan
-from shardctl.execute.part import dump, load
+from shardctl.execute.part import encode_part, parse_part
 from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, replaced_by
 from shardctl.record import RECORD
-from shardctl.record import load as load_record
+from shardctl.record import parse_record as load_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from shardctl.execute.part import Part
-    from shardctl.execute.worker import Worker
-    from shardctl.storage.cloud.bucket import Bucket, Object
+    from shardctl.execute.part import WorkerPart
+    from shardctl.execute.worker import WorkerId
+    from shardctl.storage.cloud.bucket import BucketObject, CloudBucket
 
 _PLAN: Final = f"{STATE}plan.json"
 _SCHEMA: Final = "shardctl.uploads/2"
 
 
-class Uploads:
+class BucketUploads:
     """The state of one destination in a bucket, for one writer."""
 
-    def __init__(self, bucket: Bucket, plan: Mapping[str, Any], worker: Worker | None = None) -> None:
+    def __init__(self, bucket: CloudBucket, plan: Mapping[str, Any], worker: WorkerId | None = None) -> None:
         """Of a plan as it is noted there; `begin` notes it."""
         self._bucket = bucket
         self._plan = dict(plan)
@@ -52,15 +52,15 @@ class Uploads:
     @classmethod
     def begin(
         cls,
-        bucket: Bucket,
+        bucket: CloudBucket,
         header: Mapping[str, Any],
         files: Sequence[str],
         *,
         resume: bool,
         overwrite: bool = False,
-        worker: Worker | None = None,
+        worker: WorkerId | None = None,
         held: Iterable[str] = (),
-    ) -> Uploads:
+    ) -> BucketUploads:
         """Begin to write `files` there, or go on; what another plan had left is removed.
 
         `header` is the same for all workers, and says how many they are; `held` are the files that wait for the others.
@@ -82,11 +82,11 @@ class Uploads:
             return uploads
         if earlier is not None and not same and published is None:
             _require_own(bucket, earlier, wanted)
-        replaces = require_free(bucket, overwrite=overwrite)
+        replaces = require_free_destination(bucket, overwrite=overwrite)
         if earlier is not None and (not same or (not resume and worker is None)):
             if published is None:
-                _forget(bucket, earlier)
-            _forget_notes(bucket)
+                _remove_uploads(bucket, earlier)
+            _remove_notes(bucket)
             earlier = None
         plan = earlier or {**wanted, "replaces": replaces}
         if earlier is None:
@@ -106,10 +106,10 @@ class Uploads:
         """Whether there is a finished checkpoint to be replaced."""
         return bool(self._plan["replaces"])
 
-    def group(self, number: int) -> Part | None:
+    def group(self, number: int) -> WorkerPart | None:
         """A group that an earlier run finished, if its objects are still the ones that it wrote."""
         content = self._bucket.read(self._note(number))
-        part, etags = (load(content, self._plan) if content is not None else None) or (None, None)
+        part, etags = (parse_part(content, self._plan) if content is not None else None) or (None, None)
         if part is None or etags is None:
             return None
         objects = {path: self._bucket.head(self._at(path)) for path in part.files}
@@ -118,31 +118,31 @@ class Uploads:
         self._etags |= etags
         return part
 
-    def upload(self, number: int, part: Part, tree: Path) -> Part:
+    def upload(self, number: int, part: WorkerPart, tree: Path) -> WorkerPart:
         """Write the objects of a group, and note it; raises DestinationError if another command has taken the place."""
         self._require_place()
         etags = {path: self._bucket.upload(self._at(path), tree / path, size).etag for path, size in part.files.items()}
         self._etags |= etags
-        self._bucket.write(self._note(number), dump(part, self._plan, etags))
+        self._bucket.write(self._note(number), encode_part(part, self._plan, etags))
         return part
 
     def write(self, path: str, content: bytes) -> None:
         """Write a small file of the result."""
         self._bucket.write(self._at(path), content)
 
-    def note_worker(self, worker: Worker, part: Part, frame: Mapping[str, Any] | None) -> None:
+    def note_worker(self, worker: WorkerId, part: WorkerPart, frame: Mapping[str, Any] | None) -> None:
         """Note that a worker is done: all that it wrote, and the frame of the record from the one that has it."""
         self._require_place()
         etags = {path: self._etags[path] for path in part.files}
-        content = dump(part, {**self._plan, "worker": worker.number}, {"etags": etags, "frame": frame})
-        self._bucket.write(_done(worker), content)
+        content = encode_part(part, {**self._plan, "worker": worker.number}, {"etags": etags, "frame": frame})
+        self._bucket.write(_format_done_path(worker), content)
 
     def worker_done(
-        self, worker: Worker, objects: Mapping[str, Object]
-    ) -> tuple[Part, Mapping[str, Any] | None] | None:
+        self, worker: WorkerId, objects: Mapping[str, BucketObject]
+    ) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
         """What a worker has finished, if all of it is among the objects that were listed; and the record's frame."""
-        content = self._bucket.read(_done(worker)) if _done(worker) in objects else None
-        part, more = (load(content, {**self._plan, "worker": worker.number}) if content else None) or (None, None)
+        content = self._bucket.read(_format_done_path(worker)) if _format_done_path(worker) in objects else None
+        part, more = (parse_part(content, {**self._plan, "worker": worker.number}) if content else None) or (None, None)
         if part is None or more is None:
             return None
         for path, etag in more["etags"].items():
@@ -152,25 +152,25 @@ class Uploads:
         self._etags |= more["etags"]
         return part, more["frame"]
 
-    def workers_noted(self, workers: Iterable[Worker]) -> set[Worker]:
+    def workers_noted(self, workers: Iterable[WorkerId]) -> set[WorkerId]:
         """The workers that say that they are done."""
         objects = self._bucket.objects()
-        return {worker for worker in workers if _done(worker) in objects}
+        return {worker for worker in workers if _format_done_path(worker) in objects}
 
-    def forget_done(self, worker: Worker) -> None:
+    def forget_done(self, worker: WorkerId) -> None:
         """Take back that a worker is done, because something of it is not there any more."""
-        self._bucket.delete([_done(worker)])
+        self._bucket.delete([_format_done_path(worker)])
 
-    def forget_worker(self, worker: Worker) -> None:
+    def forget_worker(self, worker: WorkerId) -> None:
         """Let a worker start anew."""
-        self._bucket.delete([path for path in self._bucket.objects() if path.startswith(_of(worker))])
+        self._bucket.delete([path for path in self._bucket.objects() if path.startswith(_format_worker_path(worker))])
 
     def discard(self) -> None:
         """Remove what was written so far; of several workers, what this one has noted."""
         if self._worker is not None:
             self.forget_worker(self._worker)
         else:
-            _forget(self._bucket, self._plan)
+            _remove_uploads(self._bucket, self._plan)
 
     def publish(self, record: bytes, sizes: Mapping[str, int]) -> None:
         """Write the record, if everything it speaks of is there, and remove the notes."""
@@ -193,7 +193,7 @@ class Uploads:
 
     def forget(self) -> None:
         """Remove the notes of a result that is published."""
-        _forget_notes(self._bucket)
+        _remove_notes(self._bucket)
 
     def _require_place(self) -> None:
         if noted_plan(self._bucket) != self._plan:
@@ -207,10 +207,10 @@ class Uploads:
         return f"{NEW}{path}" if self.replacing or path in self._plan["held"] else path
 
     def _note(self, number: int) -> str:
-        return f"{_of(self._worker) if self._worker is not None else STATE}group-{number:05d}"
+        return f"{_format_worker_path(self._worker) if self._worker is not None else STATE}group-{number:05d}"
 
 
-def require_free(bucket: Bucket, *, overwrite: bool = False) -> dict[str, Any] | None:
+def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) -> dict[str, Any] | None:
     """What of a finished checkpoint will be replaced; None if there is nothing.
 
     Raises DestinationError if there is one and it may not be replaced, or anything that is not ours.
@@ -223,23 +223,23 @@ def require_free(bucket: Bucket, *, overwrite: bool = False) -> dict[str, Any] |
                 f"{bucket.name} already holds a finished checkpoint",
                 hint="add --overwrite to replace it once the new one is complete, or choose another prefix",
             )
-        files = _recorded(bucket)
+        files = _read_recorded_objects(bucket)
         beside = [path for path in others if path not in files]
         if beside:
             raise DestinationError(
-                f"{bucket.name} holds more than the checkpoint that would be replaced: {some(beside)}",
+                f"{bucket.name} holds more than the checkpoint that would be replaced: {format_first_few(beside)}",
                 hint="move or remove that first, or choose another prefix",
             )
         return {"files": {path: objects[path].etag for path in others}, "etag": objects[RECORD].etag}
     if others and _PLAN not in objects:
         raise DestinationError(
-            f"{bucket.name} is not empty and was not written by shardctl: it holds {some(others)}",
+            f"{bucket.name} is not empty and was not written by shardctl: it holds {format_first_few(others)}",
             hint="choose another prefix",
         )
     return None
 
 
-def _recorded(bucket: Bucket) -> set[str]:
+def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
     """The objects of a finished checkpoint; raises DestinationError if its record cannot be read."""
     try:
         return {*load_record(bucket.read(RECORD) or b"").files, RECORD}
@@ -247,7 +247,7 @@ def _recorded(bucket: Bucket) -> set[str]:
         raise DestinationError(f"{bucket.name}/{RECORD} cannot be read: {error.message}", hint=error.hint) from error
 
 
-def noted_plan(bucket: Bucket) -> dict[str, Any] | None:
+def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
     """The plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
     content = bucket.read(_PLAN)
     if content is None:
@@ -262,7 +262,7 @@ def noted_plan(bucket: Bucket) -> dict[str, Any] | None:
     raise DestinationError(f"{bucket.name}/{_PLAN} is damaged", hint=f"remove all that is in {bucket.name}")
 
 
-def published_record(bucket: Bucket, plan: Mapping[str, Any] | None) -> bytes | None:
+def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> bytes | None:
     """The record of a plan's result, if that is complete; a replacement that was interrupted is carried out first."""
     replacement = replaced_by(bucket)
     if replacement is not None:
@@ -273,7 +273,7 @@ def published_record(bucket: Bucket, plan: Mapping[str, Any] | None) -> bytes | 
     return bucket.read(RECORD)
 
 
-def _require_own(bucket: Bucket, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _require_own(bucket: CloudBucket, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise DestinationError if what another plan left is that of several workers."""
     if "workers" in found:
         give_up = f"remove all objects below {bucket.name}/{STATE}, and what they wrote"
@@ -285,15 +285,15 @@ def _require_own(bucket: Bucket, found: Mapping[str, Any], wanted: Mapping[str, 
         )
 
 
-def _forget(bucket: Bucket, plan: Mapping[str, Any]) -> None:
+def _remove_uploads(bucket: CloudBucket, plan: Mapping[str, Any]) -> None:
     """Remove what an earlier run wrote, and nothing else."""
     objects = bucket.objects()
     if not plan["replaces"]:
         bucket.delete([path for path in plan["files"] if path in objects])
-    _forget_notes(bucket)
+    _remove_notes(bucket)
 
 
-def _forget_notes(bucket: Bucket) -> None:
+def _remove_notes(bucket: CloudBucket) -> None:
     """Remove what tells of an unfinished run; the plan goes last, because without it nobody knows whose the rest is."""
     notes = [path for path in bucket.objects() if path.startswith(STATE)]
     bucket.delete([path for path in notes if path == REPLACEMENT])
@@ -301,9 +301,9 @@ def _forget_notes(bucket: Bucket) -> None:
     bucket.delete([_PLAN])
 
 
-def _of(worker: Worker) -> str:
+def _format_worker_path(worker: WorkerId) -> str:
     return f"{STATE}worker-{worker.number:05d}-"
 
 
-def _done(worker: Worker) -> str:
-    return f"{_of(worker)}done"
+def _format_done_path(worker: WorkerId) -> str:
+    return f"{_format_worker_path(worker)}done"

@@ -30,7 +30,7 @@ _MOST: Final = 100_000
 _UNNAMED: Final = frozenset({"", "none"})
 
 
-def job(environment: Mapping[str, str]) -> str:
+def find_job_name(environment: Mapping[str, str]) -> str:
     """The name of the job that this process is started for; empty where the launcher gives none.
 
     Whoever starts worker I of a job has seen its predecessor die, also on another machine.
@@ -43,7 +43,7 @@ def job(environment: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Worker:
+class WorkerId:
     """One of `count` workers that share a conversion."""
 
     number: int
@@ -67,7 +67,7 @@ class Worker:
         return f"{self.number}/{self.count}"
 
     @classmethod
-    def parse(cls, text: str, environment: Mapping[str, str]) -> Worker:
+    def parse(cls, text: str, environment: Mapping[str, str]) -> WorkerId:
         """Read ``I/N``, or for ``auto`` what the launcher says.
 
         >>> Worker.parse("1/3", {})
@@ -78,7 +78,7 @@ class Worker:
         Raises UsageError for anything else, or if launchers say nothing or contradict each other.
         """
         if text == "auto":
-            return _launched(environment)
+            return _find_launched_worker(environment)
         match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
         if match is None:
             raise UsageError(
@@ -87,11 +87,11 @@ class Worker:
         return cls(int(match[1]), int(match[2]))
 
 
-def _launched(environment: Mapping[str, str]) -> Worker:
-    found: dict[str, Worker] = {}
+def _find_launched_worker(environment: Mapping[str, str]) -> WorkerId:
+    found: dict[str, WorkerId] = {}
     for launcher, number, count in _LAUNCHERS:
         if number in environment:
-            found[f"{launcher} ({number}, {count})"] = _said(environment, launcher, number, count)
+            found[f"{launcher} ({number}, {count})"] = _parse_launcher_variables(environment, launcher, number, count)
         if launcher == "torchrun" and found and _TORCHRUN in environment:
             break
     if not found:
@@ -103,7 +103,7 @@ def _launched(environment: Mapping[str, str]) -> Worker:
     return next(iter(found.values()))
 
 
-def _said(environment: Mapping[str, str], launcher: str, number: str, count: str) -> Worker:
+def _parse_launcher_variables(environment: Mapping[str, str], launcher: str, number: str, count: str) -> WorkerId:
     if count not in environment:
         raise UsageError(
             f"--worker auto: {launcher} set {number}={environment[number]}, but not {count}",
@@ -112,4 +112,4 @@ def _said(environment: Mapping[str, str], launcher: str, number: str, count: str
     values = environment[number], environment[count]
     if not all(value.isascii() and value.isdigit() for value in values):
         raise UsageError(f"--worker auto: {number}={values[0]!r} of {count}={values[1]!r} are not two numbers")
-    return Worker(int(values[0]), int(values[1]))
+    return WorkerId(int(values[0]), int(values[1]))

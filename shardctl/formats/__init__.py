@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import SourceError, UsageError, some
+from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.formats import (
     dcp,
     deepseek_mp,
@@ -20,7 +20,7 @@ from shardctl.formats import (
     vllm,
 )
 from shardctl.formats.archive_crcs import ArchiveCrcs
-from shardctl.formats.format import Format, Weights, given_file
+from shardctl.formats.format import Format, Weights, find_given_file
 from shardctl.formats.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.storage.byte_names import is_unicode
 
@@ -48,16 +48,16 @@ _ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT, vllm.FORMAT})
 _SHOWN: Final = 5
 
 
-def detect(source: Source) -> Format:
+def detect_format(source: Source) -> Format:
     """The container of a source, by its marks alone.
 
     Raises:
         SourceError: there is none, or more than one.
         UnsupportedError: what is there is a checkpoint of a kind that shardctl does not read.
     """
-    found = _detected(source)
+    found = _list_matching_formats(source)
     if not found:
-        raise _nothing(source)
+        raise _build_unknown_error(source)
     if len(found) > 1 and found[0] is not safetensors.FORMAT:
         raise SourceError(
             f"{source.name} looks like {' and like '.join(f.title for f in found)}",
@@ -66,7 +66,7 @@ def detect(source: Source) -> Format:
     return found[0]
 
 
-def scan(
+def scan_checkpoint(
     source: Source, *, override: str | None = None, weights: Weights = None, prefer_index: bool = False
 ) -> Manifest:
     """What the source contains and where, by stored names; headers only, never tensor data.
@@ -77,21 +77,21 @@ def scan(
 
     Raises:
         UsageError: there is no format of that name, or it has one copy of weights only and `weights` is given.
-        SourceError: as `detect`, and as the format's own `scan`.
+        SourceError: as `detect_format`, and as the format's own `scan_checkpoint`.
     """
     refuse_adapter(source)
-    chosen = _named(override) if override is not None else detect(source)
+    chosen = _get_format(override) if override is not None else detect_format(source)
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
-        return _checked((indexed or chosen.scan)(source))
+        return _check_names((indexed or chosen.scan)(source))
     if chosen.scan_copy is None:
         raise UsageError(
             f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
         )
-    return _checked(chosen.scan_copy(source, weights))
+    return _check_names(chosen.scan_copy(source, weights))
 
 
-def _checked(found: Manifest) -> Manifest:
+def _check_names(found: Manifest) -> Manifest:
     """The manifest, if its names are text that can be written: pickles and trees may hold halves of characters."""
     names = [*found.tensors, *(found.training.states if found.training is not None else ())]
     if not is_unicode("".join(names)):
@@ -101,30 +101,30 @@ def _checked(found: Manifest) -> Manifest:
 
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
-    """What the files that `scan` found state of their own bytes; reads nothing yet."""
+    """What the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 
-def _detected(source: Source) -> list[Format]:
+def _list_matching_formats(source: Source) -> list[Format]:
     found = [format_ for format_ in FORMATS if format_.detect(source)]
     if _ENGINES.isdisjoint(found):
         return found
     return [format_ for format_ in found if format_ is not safetensors.FORMAT]
 
 
-def _named(name: str) -> Format:
+def _get_format(name: str) -> Format:
     for format_ in FORMATS:
         if format_.name == name:
             return format_
     raise UsageError(f"there is no format {name!r}", hint=f"formats: {', '.join(f.name for f in FORMATS)}")
 
 
-def _nothing(source: Source) -> SourceError:
+def _build_unknown_error(source: Source) -> SourceError:
     """The error that says what was found instead of a checkpoint."""
     refuse_foreign(source)
     known = ", ".join(f.title for f in FORMATS)
     files = list(source.files())
-    given = given_file(source)
+    given = find_given_file(source)
     if given is not None:
         refuse_impostor(source, given, "a checkpoint that shardctl reads")
         return SourceError(f"{source.name} is not a checkpoint", hint=f"recognised are {known}")
@@ -142,4 +142,6 @@ def _nothing(source: Source) -> SourceError:
             f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
             hint=f"give one of them, such as {source.name}/{saves[-1]}",
         )
-    return SourceError(f"{source.name} holds no checkpoint, only {some(files, _SHOWN)}", hint=f"recognised are {known}")
+    return SourceError(
+        f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
+    )

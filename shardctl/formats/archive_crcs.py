@@ -6,13 +6,13 @@ import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardctl.formats.zip_records import MAGIC, read_archive
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 from shardctl.storage.crc_tracker import CrcRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.manifest import File
+    from shardctl.manifest import CheckpointFile
     from shardctl.storage import Source
 
 _ENTRY: Final = struct.Struct("<16xI8x3H12x")
@@ -38,7 +38,7 @@ class _KnownDirectory(NamedTuple):
 class ArchiveCrcs:
     """The ranges of zip archives: their records, each of which has a CRC-32 that the directory states."""
 
-    def __init__(self, source: Source, files: Mapping[str, File], *, saved: bool) -> None:
+    def __init__(self, source: Source, files: Mapping[str, CheckpointFile], *, saved: bool) -> None:
         """`saved` says that files are torch.save's even where the manifest says nothing of archives in them."""
         self._source = source
         self._files = files
@@ -50,20 +50,20 @@ class ArchiveCrcs:
         file = self._files.get(path)
         if file is None or file.archives or not self._saved:
             return file.archives if file is not None else ()
-        head = read(self._source, path, 0, min(file.size, len(MAGIC)))
+        head = read_bytes(self._source, path, 0, min(file.size, len(MAGIC)))
         return ((0, file.size),) if head == MAGIC else ()
 
     def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
         """The records of one of them; raises as `read_archive`."""
         known = self._known.get(size)
         if known is not None:
-            tail = read(self._source, path, offset + size - len(known.tail), len(known.tail))
-            if _without(tail, known.crcs) == known.tail:
+            tail = read_bytes(self._source, path, offset + size - len(known.tail), len(known.tail))
+            if _blank_crcs(tail, known.crcs) == known.tail:
                 return [
-                    each._replace(offset=offset + each.offset, crc=_number(tail, known.crcs[each.crc]))
+                    each._replace(offset=offset + each.offset, crc=_parse_crc(tail, known.crcs[each.crc]))
                     for each in known.ranges
                 ]
-        elif read(self._source, path, offset, min(size, len(MAGIC))) != MAGIC:
+        elif read_bytes(self._source, path, offset, min(size, len(MAGIC))) != MAGIC:
             return ()  # what was saved is no archive, and nobody reads it as one
         return self._read(path, offset, size)
 
@@ -77,7 +77,7 @@ class ArchiveCrcs:
     def _remember(
         self, directory: int, path: str, offset: int, size: int, records: Sequence[tuple[str, int, int]]
     ) -> None:
-        tail = read(self._source, path, directory, offset + size - directory)
+        tail = read_bytes(self._source, path, directory, offset + size - directory)
         crcs: list[int] = []
         names: dict[str, int] = {}
         at = 0
@@ -88,15 +88,15 @@ class ArchiveCrcs:
             crcs.append(at + _CRC)
             at += _ENTRY.size + named + extra + remark
         ranges = tuple(CrcRange(name, start - offset, length, names[name]) for name, start, length in records)
-        self._known[size] = _KnownDirectory(_without(tail, crcs), tuple(crcs), ranges)
+        self._known[size] = _KnownDirectory(_blank_crcs(tail, crcs), tuple(crcs), ranges)
 
 
-def _without(tail: bytes, crcs: Sequence[int]) -> bytes:
+def _blank_crcs(tail: bytes, crcs: Sequence[int]) -> bytes:
     data = bytearray(tail)
     for at in crcs:
         data[at : at + 4] = bytes(4)
     return bytes(data)
 
 
-def _number(tail: bytes, at: int) -> int:
+def _parse_crc(tail: bytes, at: int) -> int:
     return int.from_bytes(tail[at : at + 4], "little")

@@ -12,20 +12,20 @@ from shardctl.manifest import Region
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.formats.index import Index
+    from shardctl.formats.index import WeightIndex
     from shardctl.manifest import Chunk, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FileChoice:
     """The files that make up the checkpoint."""
 
     files: tuple[str, ...]
-    index: Index | None = None
+    index: WeightIndex | None = None
     warnings: tuple[str, ...] = ()
 
 
-def numbered(name: str, suffix: str) -> tuple[str, str, str] | None:
+def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
     """Prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
 
     >>> numbered("model-00001-of-000163.safetensors", ".safetensors")  # DeepSeek's; the two widths may differ
@@ -36,7 +36,7 @@ def numbered(name: str, suffix: str) -> tuple[str, str, str] | None:
     return (found[1], found[2], found[3]) if found is not None else None
 
 
-def missing(names: Sequence[str], noun: str = "files") -> str:
+def describe_missing(names: Sequence[str], noun: str = "files") -> str:
     """What to say of files, or of what `noun` says, that are not there.
 
     >>> missing(["a.pt"]), missing(["a.pt", "b.pt", "c.pt"])
@@ -46,14 +46,14 @@ def missing(names: Sequence[str], noun: str = "files") -> str:
     return f"{names[0]}{more} missing"
 
 
-def one_file(path: str, suffix: str) -> Choice:
+def choose_given_file(path: str, suffix: str) -> FileChoice:
     """The choice where one file was given; raises SourceError for an index, which has no weights."""
     if path.endswith(f"{suffix}.index.json"):
         raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
-    parts = numbered(path, suffix)
+    parts = parse_numbered_name(path, suffix)
     if parts is None or int(parts[2]) == 1:
-        return Choice((path,))
-    return Choice((path,), warnings=(f"{path} is one of {int(parts[2])} files; only its own tensors are read",))
+        return FileChoice((path,))
+    return FileChoice((path,), warnings=(f"{path} is one of {int(parts[2])} files; only its own tensors are read",))
 
 
 def with_copy(tensor: Tensor, copy: Chunk) -> Tensor:
@@ -71,7 +71,7 @@ def with_copy(tensor: Tensor, copy: Chunk) -> Tensor:
     return replace(tensor, chunks=(*tensor.chunks, copy))
 
 
-def one_index(indexes: Sequence[str], standard: str) -> str:
+def choose_index(indexes: Sequence[str], standard: str) -> str:
     """The index that counts: the one called `standard`, or the only one; raises SourceError if that cannot be said."""
     if standard in indexes or len(indexes) == 1:
         return standard if standard in indexes else indexes[0]

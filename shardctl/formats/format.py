@@ -44,7 +44,7 @@ class Format:
     """Whether its files are torch.save's, so that each may be a zip archive."""
 
 
-def given_file(source: Source) -> str | None:
+def find_given_file(source: Source) -> str | None:
     """The file's path, if the source was given as one file and not as a directory."""
     files = source.files()
     if len(files) != 1:

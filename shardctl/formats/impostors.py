@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -35,7 +35,7 @@ def refuse_impostor(source: Source, path: str, expected: str) -> None:
     size = source.files()[path].size
     if not size:
         raise SourceError(f"{path} is empty", hint=_AGAIN)
-    head = read(source, path, 0, min(size, _HEAD))
+    head = read_bytes(source, path, 0, min(size, _HEAD))
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         raise SourceError(
             f"{path} is a Git LFS pointer, not the weights themselves", hint="run `git lfs pull` in the repository"
@@ -63,7 +63,7 @@ def refuse_unfinished(source: Source, path: str) -> None:
             )
 
 
-def unfinished_downloads(source: Source, suffix: str) -> list[str]:
+def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
     """What the root's files that end in `suffix` and are not completely downloaded will be called."""
     return [
         path.removesuffix(ending)

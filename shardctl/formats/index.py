@@ -14,14 +14,14 @@ from shardctl.formats.json_members import (
     PLAIN_END,
     PLAIN_KEY,
     MalformedError,
-    end_of_text,
-    read_string,
-    read_value,
+    check_end_of_text,
+    parse_string,
+    parse_value,
     skip_space,
     walk_object,
 )
 from shardctl.formats.links import check_link
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class WeightIndex:
     """What an index file says."""
 
     path: str
@@ -80,7 +80,7 @@ class Index:
             extra = [name for name in held if self.weight_map.get(name) != file]
             if extra:
                 warnings.append(
-                    f"{file} holds {_some(extra)}, which {self.path} "
+                    f"{file} holds {_format_some_tensors(extra)}, which {self.path} "
                     + ("places in another file" if extra[0] in self.weight_map else "does not name")
                 )
         total = sum(found[file][name] for name, file in self.weight_map.items())
@@ -89,7 +89,7 @@ class Index:
         return tuple(warnings)
 
 
-def read_index(source: Source, path: str) -> Index:
+def read_index(source: Source, path: str) -> WeightIndex:
     """Read the index file `path`; its shards are looked for beside it, but not opened.
 
     Raises:
@@ -100,9 +100,9 @@ def read_index(source: Source, path: str) -> Index:
     if size > _LARGEST:
         raise SourceError(f"{path} has {size:,} bytes; an index of more than {_LARGEST:,} is not read")
     check_link(source, path)
-    parsed = _Parsed(path)
+    parsed = _ParsedIndex(path)
     try:
-        parsed.read(str(read(source, path), "utf-8"))
+        parsed.read(str(read_bytes(source, path), "utf-8"))
     except UnicodeDecodeError as error:
         refuse_impostor(source, path, "an index")
         raise SourceError(f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
@@ -115,7 +115,7 @@ def read_index(source: Source, path: str) -> Index:
     weight_map = parsed.weight_map
     if any(file != inside for file, inside in paths.items()):
         weight_map = {name: paths[file] for name, file in weight_map.items()}
-    return Index(path, weight_map, parsed.total_size, tuple(parsed.warnings))
+    return WeightIndex(path, weight_map, parsed.total_size, tuple(parsed.warnings))
 
 
 def shard_path(source: Source, index: str, file: str) -> str:
@@ -155,7 +155,7 @@ def _check_shard(source: Source, index: str, file: str) -> None:
 
 
 @dataclass
-class _Parsed:
+class _ParsedIndex:
     """The state of one pass over an index's text."""
 
     path: str
@@ -168,7 +168,7 @@ class _Parsed:
 
     def read(self, text: str) -> None:
         self._text = text
-        end_of_text(text, walk_object(text, skip_space(text, 0), self._member))
+        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._member))
 
     def _member(self, key: str, at: int) -> int:
         if key in self._keys:
@@ -179,7 +179,7 @@ class _Parsed:
         if key == "weight_map":
             self.weight_map = {}
             return walk_object(self._text, at, self._entry, plain=self._plain)
-        value, at = read_value(self._text, at, _LONGEST_VALUE)
+        value, at = parse_value(self._text, at, _LONGEST_VALUE)
         if key == "metadata":
             self._metadata(value)
         return at
@@ -199,7 +199,7 @@ class _Parsed:
     def _entry(self, name: str, at: int) -> int:
         assert self.weight_map is not None  # noqa: S101 - set by the only caller
         try:
-            file, at = read_string(self._text, at)
+            file, at = parse_string(self._text, at)
         except MalformedError as error:
             raise MalformedError(f"the file of tensor {name!r}: {error}") from error
         other = self.weight_map.setdefault(name, file)
@@ -217,5 +217,5 @@ class _Parsed:
             self.warnings.append(f"{self.path} has a `metadata` without a usable `total_size`")
 
 
-def _some(names: list[str]) -> str:
+def _format_some_tensors(names: list[str]) -> str:
     return f"tensor {names[0]!r}" + (f" and {len(names) - 1:,} others" if len(names) > 1 else "")

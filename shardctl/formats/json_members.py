@@ -30,26 +30,28 @@ class MalformedError(ValueError):
     """The text is not the JSON it should be; the message says where or which member, without naming the file."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         keys = [key for key, _ in pairs]
         raise MalformedError(
-            f"the key {excerpt(next(k for k in keys if keys.count(k) > 1), 0)} appears twice in one object"
+            f"the key {quote_excerpt(next(k for k in keys if keys.count(k) > 1), 0)} appears twice in one object"
         )
     return members
 
 
-def _integer(digits: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     """An int only if it can be a size: a negative number (`-0` too) or one beyond 64 bits becomes a float."""
     return float(digits) if digits[0] == "-" or len(digits) > 20 else int(digits)  # noqa: PLR2004 - 2**64 has 20 digits
 
 
-def _constant(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise MalformedError(f"{name} is not JSON")
 
 
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_constant=_constant)
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_build_object, parse_int=_parse_integer, parse_constant=_refuse_constant
+)
 
 
 def walk_object(
@@ -65,69 +67,69 @@ def walk_object(
         MalformedError: no such object starts there, or a key holds a lone surrogate.
     """
     if text[at : at + 1] != "{":
-        raise MalformedError(f"expected a JSON object, found {excerpt(text, at)}")
+        raise MalformedError(f"expected a JSON object, found {quote_excerpt(text, at)}")
     at = skip_space(text, at + 1)
     if text[at : at + 1] == "}":
         return at + 1
     while True:
         if plain is not None:
             at = plain(at)
-        key, at = read_string(text, at)
+        key, at = parse_string(text, at)
         if len(key) > _LONGEST_KEY:
-            raise MalformedError(f"the key {excerpt(key, 0)} has more than {_LONGEST_KEY:,} characters")
+            raise MalformedError(f"the key {quote_excerpt(key, 0)} has more than {_LONGEST_KEY:,} characters")
         colon = _AFTER_KEY.match(text, at)
         if colon is None:
-            raise MalformedError(f"expected ':' after the key {key!r}, found {excerpt(text, at)}")
+            raise MalformedError(f"expected ':' after the key {key!r}, found {quote_excerpt(text, at)}")
         at = skip_space(text, member(key, colon.end()))
         separator = text[at : at + 1]
         if separator == "}":
             return at + 1
         if separator != ",":
-            raise MalformedError(f"expected ',' or '}}' after the value of {key!r}, found {excerpt(text, at)}")
+            raise MalformedError(f"expected ',' or '}}' after the value of {key!r}, found {quote_excerpt(text, at)}")
         at = skip_space(text, at + 1)
 
 
-def read_string(text: str, at: int) -> tuple[str, int]:
+def parse_string(text: str, at: int) -> tuple[str, int]:
     """The string that starts at `at`, and the position after it; a lone surrogate is refused."""
     if text[at : at + 1] != '"':
-        raise MalformedError(f"expected a string, found {excerpt(text, at)}")
+        raise MalformedError(f"expected a string, found {quote_excerpt(text, at)}")
     try:
         value, end = _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
-        raise MalformedError(f"{error.msg} in the string {excerpt(text, at)}") from error
+        raise MalformedError(f"{error.msg} in the string {quote_excerpt(text, at)}") from error
     if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
-        raise MalformedError(f"the string {excerpt(value, 0)} holds a lone surrogate, which is not Unicode text")
+        raise MalformedError(f"the string {quote_excerpt(value, 0)} holds a lone surrogate, which is not Unicode text")
     return value, end
 
 
-def read_value(text: str, at: int, longest: int) -> tuple[Any, int]:
+def parse_value(text: str, at: int, longest: int) -> tuple[Any, int]:
     """Whatever value starts at `at`, and the position after it; one longer than `longest` characters is refused."""
-    return _decode(text[at : at + longest], at, f"is malformed, or longer than {longest:,} characters")
+    return _decode_value(text[at : at + longest], at, f"is malformed, or longer than {longest:,} characters")
 
 
-def read_flat_object(text: str, at: int, longest: int) -> tuple[dict[str, Any], int]:
+def parse_flat_object(text: str, at: int, longest: int) -> tuple[dict[str, Any], int]:
     """The object that starts at `at`, and the position after it; it holds no object and no brace.
 
     Such an object ends at the first closing brace, so reading many costs time linear in the text. Integers that can
     be sizes arrive as `int`, all other numbers as `float`.
     """
     if text[at : at + 1] != "{":
-        raise MalformedError(f"expected a JSON object, found {excerpt(text, at)}")
+        raise MalformedError(f"expected a JSON object, found {quote_excerpt(text, at)}")
     end = text.find("}", at, at + longest) + 1
     if not end:
-        raise MalformedError(f"{excerpt(text, at)} is not closed within {longest:,} characters")
-    value, end = _decode(text[at:end], at, "is malformed")
+        raise MalformedError(f"{quote_excerpt(text, at)} is not closed within {longest:,} characters")
+    value, end = _decode_value(text[at:end], at, "is malformed")
     assert isinstance(value, dict)  # noqa: S101 - it began with a brace
     return value, end
 
 
-def _decode(piece: str, at: int, complaint: str) -> tuple[Any, int]:
+def _decode_value(piece: str, at: int, complaint: str) -> tuple[Any, int]:
     try:
         value, length = _DECODER.raw_decode(piece)
     except json.JSONDecodeError as error:
-        raise MalformedError(f"{excerpt(piece, 0)} {complaint}") from error
+        raise MalformedError(f"{quote_excerpt(piece, 0)} {complaint}") from error
     except RecursionError:
-        raise MalformedError(f"{excerpt(piece, 0)} is nested too deep") from None
+        raise MalformedError(f"{quote_excerpt(piece, 0)} is nested too deep") from None
     return value, at + length
 
 
@@ -140,14 +142,14 @@ def skip_space(text: str, at: int) -> int:
     return space.end()
 
 
-def end_of_text(text: str, at: int) -> None:
+def check_end_of_text(text: str, at: int) -> None:
     """Raise MalformedError if anything but white space follows `at`."""
     at = skip_space(text, at)
     if at < len(text):
-        raise MalformedError(f"expected the end, found {excerpt(text, at)}")
+        raise MalformedError(f"expected the end, found {quote_excerpt(text, at)}")
 
 
-def excerpt(text: str, at: int) -> str:
+def quote_excerpt(text: str, at: int) -> str:
     """A few characters from `at`, quoted, for a message."""
     if at >= len(text):
         return "the end"

@@ -33,7 +33,7 @@ def check_link(source: Source, path: str) -> None:
     if not isinstance(source, LocalSource):
         return
     link = source.root / path
-    if not (link.is_symlink() or any(folder.is_symlink() for folder in _folders(source.root, path))):
+    if not (link.is_symlink() or any(folder.is_symlink() for folder in _list_folders(source.root, path))):
         return
     target = link.resolve()
     if target.is_relative_to(source.root.resolve()) or _is_blob(target):
@@ -44,7 +44,7 @@ def check_link(source: Source, path: str) -> None:
     )
 
 
-def _folders(root: Path, path: str) -> Iterator[Path]:
+def _list_folders(root: Path, path: str) -> Iterator[Path]:
     """The folders between the root and a file."""
     return (root / folder for folder in PurePosixPath(path).parents if folder.name)
 

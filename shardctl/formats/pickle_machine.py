@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.formats.pickle_state import FLAT, NODE, Limits, PickleState
-from shardctl.formats.pickle_tree import Call, Global, Persistent, Pickle
+from shardctl.formats.pickle_state import FLAT, NODE, PickleLimits, PickleState
+from shardctl.formats.pickle_tree import CallNode, GlobalNode, ParsedPickle, PersistentNode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,22 +27,22 @@ _INTEGER: Final = 1 << 10
 """Longest integer, in bytes."""
 _STRETCH: Final = 64
 """Opcodes run between two looks at what was spent."""
-_SET: Final = Global("builtins", "set")
-_FROZENSET: Final = Global("builtins", "frozenset")
+_SET: Final = GlobalNode("builtins", "set")
+_FROZENSET: Final = GlobalNode("builtins", "frozenset")
 
 _u4 = struct.Struct("<I").unpack_from
 _i4 = struct.Struct("<i").unpack_from
 _f8 = struct.Struct(">d").unpack_from
 
 
-def load(
+def parse_pickle(
     data: bytes,
     where: str,
     *,
     start: int = 0,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    limits: PickleLimits = PickleLimits(),  # noqa: B008 - frozen
     budget: PickleBudget | None = None,
-) -> Pickle:
+) -> ParsedPickle:
     """Read the pickle that begins at `start` of `data`; `where` names it in messages.
 
     `budget` is that of all pickles of a checkpoint, and is charged.
@@ -53,9 +53,9 @@ def load(
     if budget is not None:
         budget.collect_cycles()
         limits = replace(limits, opcodes=max(min(limits.opcodes, budget.opcodes), 0))
-    machine = _Machine(data, where, start, limits)
+    machine = _PickleMachine(data, where, start, limits)
     try:
-        with _no_collection():
+        with _pause_garbage_collection():
             return machine.run()
     finally:
         if budget is not None:
@@ -63,7 +63,7 @@ def load(
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Stop the cyclic garbage collector: a growing tree has no garbage; looking for it takes a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -74,12 +74,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Machine(PickleState):
+class _PickleMachine(PickleState):
     """One handler for each opcode."""
 
     __slots__ = ()
 
-    def run(self) -> Pickle:
+    def run(self) -> ParsedPickle:
         """Every opcode up to STOP."""
         try:
             self._steps()
@@ -96,7 +96,7 @@ class _Machine(PickleState):
             self.malformed(f"has an argument that does not parse ({error})")
         if self.stack or self.marked:
             self.malformed("stops with values left on its stack")
-        return Pickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
+        return ParsedPickle(value, tuple(self.persistents), tuple(self.globals.values()), self.pos)
 
     def _steps(self) -> None:
         data, handlers, limits = self.data, _HANDLERS, self.limits
@@ -209,13 +209,13 @@ class _Machine(PickleState):
         line = self.line().strip()
         if len(line) < 2 or line[0] != line[-1] or line[0] not in b"'\"":  # noqa: PLR2004 - two quotes
             self.malformed("has a string without quotes")
-        self.stack.append(_text(codecs.escape_decode(line[1:-1])[0]))
+        self.stack.append(_decode_text(codecs.escape_decode(line[1:-1])[0]))
 
     def binstring(self) -> None:
-        self.stack.append(_text(self.take(self.u4())))
+        self.stack.append(_decode_text(self.take(self.u4())))
 
     def short_binstring(self) -> None:
-        self.stack.append(_text(self.take(self.u1())))
+        self.stack.append(_decode_text(self.take(self.u1())))
 
     def unicode_line(self) -> None:
         self.stack.append(self.line().decode("raw-unicode-escape"))
@@ -342,7 +342,7 @@ class _Machine(PickleState):
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if not isinstance(target, Call):
+        if not isinstance(target, CallNode):
             self.malformed(f"sets the state of a {type(target).__name__}")
         if target.state is not None:
             self.malformed("sets the state of an object twice")
@@ -353,7 +353,7 @@ class _Machine(PickleState):
         self.binpersid()
 
     def binpersid(self) -> None:
-        node = Persistent(self.stack.pop())
+        node = PersistentNode(self.stack.pop())
         self.persistents.append(node)
         self.stack.append(node)
         self.spent += NODE
@@ -378,78 +378,78 @@ class _Machine(PickleState):
 
 
 _STOP: Final = ord(".")
-_HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
-    ord("("): _Machine.open_mark,
-    ord("0"): _Machine.pop,
-    ord("1"): _Machine.pop_mark,
-    ord("2"): _Machine.dup,
-    ord("F"): _Machine.float_line,
-    ord("I"): _Machine.int_line,
-    ord("J"): _Machine.binint,
-    ord("K"): _Machine.binint1,
-    ord("L"): _Machine.long_line,
-    ord("M"): _Machine.binint2,
-    ord("N"): _Machine.none,
-    ord("P"): _Machine.persid,
-    ord("Q"): _Machine.binpersid,
-    ord("R"): _Machine.reduce,
-    ord("S"): _Machine.string_line,
-    ord("T"): _Machine.binstring,
-    ord("U"): _Machine.short_binstring,
-    ord("V"): _Machine.unicode_line,
-    ord("X"): _Machine.binunicode,
-    ord("a"): _Machine.append,
-    ord("b"): _Machine.build,
-    ord("c"): _Machine.global_line,
-    ord("d"): _Machine.make_dict,
-    ord("}"): _Machine.empty_dict,
-    ord("e"): _Machine.appends,
-    ord("g"): _Machine.get,
-    ord("h"): _Machine.binget,
-    ord("i"): _Machine.inst,
-    ord("j"): _Machine.long_binget,
-    ord("l"): _Machine.make_list,
-    ord("]"): _Machine.empty_list,
-    ord("o"): _Machine.obj,
-    ord("p"): _Machine.put,
-    ord("q"): _Machine.binput,
-    ord("r"): _Machine.long_binput,
-    ord("s"): _Machine.setitem,
-    ord("t"): _Machine.make_tuple,
-    ord(")"): _Machine.empty_tuple,
-    ord("u"): _Machine.setitems,
-    ord("G"): _Machine.binfloat,
-    ord("B"): _Machine.binbytes,
-    ord("C"): _Machine.short_binbytes,
-    0x80: _Machine.proto,
-    0x81: _Machine.newobj,
-    0x82: _Machine.extension,
-    0x83: _Machine.extension,
-    0x84: _Machine.extension,
-    0x85: _Machine.tuple1,
-    0x86: _Machine.tuple2,
-    0x87: _Machine.tuple3,
-    0x88: _Machine.true,
-    0x89: _Machine.false,
-    0x8A: _Machine.long1,
-    0x8B: _Machine.long4,
-    0x8C: _Machine.short_binunicode,
-    0x8D: _Machine.binunicode8,
-    0x8E: _Machine.binbytes8,
-    0x8F: _Machine.empty_set,
-    0x90: _Machine.appends,  # ADDITEMS
-    0x91: _Machine.make_frozenset,
-    0x92: _Machine.newobj_ex,
-    0x93: _Machine.stack_global,
-    0x94: _Machine.memoize,
-    0x95: _Machine.frame,
-    0x96: _Machine.binbytes8,  # BYTEARRAY8
-    0x97: _Machine.buffer,
-    0x98: _Machine.buffer,
+_HANDLERS: Final[dict[int, Callable[[_PickleMachine], None]]] = {
+    ord("("): _PickleMachine.open_mark,
+    ord("0"): _PickleMachine.pop,
+    ord("1"): _PickleMachine.pop_mark,
+    ord("2"): _PickleMachine.dup,
+    ord("F"): _PickleMachine.float_line,
+    ord("I"): _PickleMachine.int_line,
+    ord("J"): _PickleMachine.binint,
+    ord("K"): _PickleMachine.binint1,
+    ord("L"): _PickleMachine.long_line,
+    ord("M"): _PickleMachine.binint2,
+    ord("N"): _PickleMachine.none,
+    ord("P"): _PickleMachine.persid,
+    ord("Q"): _PickleMachine.binpersid,
+    ord("R"): _PickleMachine.reduce,
+    ord("S"): _PickleMachine.string_line,
+    ord("T"): _PickleMachine.binstring,
+    ord("U"): _PickleMachine.short_binstring,
+    ord("V"): _PickleMachine.unicode_line,
+    ord("X"): _PickleMachine.binunicode,
+    ord("a"): _PickleMachine.append,
+    ord("b"): _PickleMachine.build,
+    ord("c"): _PickleMachine.global_line,
+    ord("d"): _PickleMachine.make_dict,
+    ord("}"): _PickleMachine.empty_dict,
+    ord("e"): _PickleMachine.appends,
+    ord("g"): _PickleMachine.get,
+    ord("h"): _PickleMachine.binget,
+    ord("i"): _PickleMachine.inst,
+    ord("j"): _PickleMachine.long_binget,
+    ord("l"): _PickleMachine.make_list,
+    ord("]"): _PickleMachine.empty_list,
+    ord("o"): _PickleMachine.obj,
+    ord("p"): _PickleMachine.put,
+    ord("q"): _PickleMachine.binput,
+    ord("r"): _PickleMachine.long_binput,
+    ord("s"): _PickleMachine.setitem,
+    ord("t"): _PickleMachine.make_tuple,
+    ord(")"): _PickleMachine.empty_tuple,
+    ord("u"): _PickleMachine.setitems,
+    ord("G"): _PickleMachine.binfloat,
+    ord("B"): _PickleMachine.binbytes,
+    ord("C"): _PickleMachine.short_binbytes,
+    0x80: _PickleMachine.proto,
+    0x81: _PickleMachine.newobj,
+    0x82: _PickleMachine.extension,
+    0x83: _PickleMachine.extension,
+    0x84: _PickleMachine.extension,
+    0x85: _PickleMachine.tuple1,
+    0x86: _PickleMachine.tuple2,
+    0x87: _PickleMachine.tuple3,
+    0x88: _PickleMachine.true,
+    0x89: _PickleMachine.false,
+    0x8A: _PickleMachine.long1,
+    0x8B: _PickleMachine.long4,
+    0x8C: _PickleMachine.short_binunicode,
+    0x8D: _PickleMachine.binunicode8,
+    0x8E: _PickleMachine.binbytes8,
+    0x8F: _PickleMachine.empty_set,
+    0x90: _PickleMachine.appends,  # ADDITEMS
+    0x91: _PickleMachine.make_frozenset,
+    0x92: _PickleMachine.newobj_ex,
+    0x93: _PickleMachine.stack_global,
+    0x94: _PickleMachine.memoize,
+    0x95: _PickleMachine.frame,
+    0x96: _PickleMachine.binbytes8,  # BYTEARRAY8
+    0x97: _PickleMachine.buffer,
+    0x98: _PickleMachine.buffer,
 }
 
 
-def _text(data: bytes) -> str | bytes:
+def _decode_text(data: bytes) -> str | bytes:
     """A Python 2 string: text if it is UTF-8, as torch.load reads it, else bytes."""
     try:
         return data.decode()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_MODULES: Final = _words("""
+_MODULES: Final = _split_words("""
     _aix_support _ctypes _osx_support _posixshmem _posixsubprocess _pyrepl _socket _winapi aiohttp asyncio bdb cProfile
     cloudpickle codeop commands concurrent ctypes dill distutils doctest ensurepip fileinput ftplib idlelib imaplib imp
     importlib inspect joblib lib2to3 marshal msvcrt multiprocessing nt ntpath os os2 pdb pip pkgutil poplib popen2 posix
@@ -18,13 +18,13 @@ _MODULES: Final = _words("""
 """)
 """Top-level modules of which no checkpoint has a use, and attackers have; Python 2 spellings included."""
 
-_BUILTINS: Final = _words("""
+_BUILTINS: Final = _split_words("""
     apply breakpoint compile delattr eval exec execfile exit file globals help input locals open quit raw_input reload
     setattr vars
 """)
 """What runs or reaches code in `builtins`; `getattr` is not here (see `is_getattr`), `__import__` is in `_REACHED`."""
 
-_PATHS: Final = _words("""
+_PATHS: Final = _split_words("""
     _codecs.lookup _io.FileIO _io.open _pickle.Unpickler _pickle.load _pickle.loads cPickle.load cPickle.loads
     code.InteractiveConsole code.InteractiveInterpreter code.interact codecs.lookup codecs.open
     copyreg.add_extension copyreg.pickle http.client http.server io.FileIO io.open numpy.f2py numpy.load
@@ -37,7 +37,7 @@ _PATHS: Final = _words("""
 """)
 """Dotted prefixes that load or run code from elsewhere; the lists of picklescan were a start."""
 
-_REACHED: Final = _words("""
+_REACHED: Final = _split_words("""
     __base__ __bases__ __builtins__ __call__ __class__ __closure__ __code__ __dict__ __func__ __getattr__
     __getattribute__ __globals__ __import__ __init_subclass__ __loader__ __mro__ __reduce__ __reduce_ex__ __self__
     __spec__ __subclasses__ __wrapped__ builtins ctypes eval exec importlib nt os popen posix pty runpy shutil socket
@@ -48,7 +48,7 @@ _REACHED: Final = _words("""
 _BUILTIN_MODULES: Final = frozenset({"builtins", "__builtin__", "__builtins__"})
 
 
-def executes(module: str, name: str) -> bool:
+def can_execute_code(module: str, name: str) -> bool:
     """Whether a reference to `name` (perhaps dotted) of `module` runs code or reaches for what does.
 
     >>> executes("posix", "system"), executes("__builtin__", "eval"), executes("torch.serialization", "os.system")
@@ -65,12 +65,12 @@ def executes(module: str, name: str) -> bool:
     return any(".".join(path[:end]) in _PATHS for end in range(2, len(path) + 1))
 
 
-_HARMLESS_MODULES: Final = _words("""
+_HARMLESS_MODULES: Final = _split_words("""
     _codecs argparse collections copy_reg copyreg datetime decimal enum fractions numpy pathlib torch._tensor
     torch._utils torch.cuda torch.distributed torch.nn.parameter torch.serialization torch.storage types uuid
 """)
 """Modules whose names make values and nothing else; those of them that run code are in `_PATHS`."""
-_HARMLESS_BUILTINS: Final = _words("""
+_HARMLESS_BUILTINS: Final = _split_words("""
     bool bytearray bytes complex dict float frozenset getattr int list object range set slice str tuple
 """)
 
@@ -87,7 +87,7 @@ def is_harmless(module: str, name: str) -> bool:
     return module == "torch" or any(".".join(path[:end]) in _HARMLESS_MODULES for end in (1, 2, 3))
 
 
-def reaches(attribute: str) -> bool:
+def can_reach_code(attribute: str) -> bool:
     """Whether fetching the (perhaps dotted) `attribute` of an innocent object is a step towards running code.
 
     >>> reaches("__globals__"), reaches("a.system"), reaches("_local_tensor")

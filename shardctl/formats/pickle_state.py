@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from shardctl.errors import HostileError, SourceError
-from shardctl.formats.pickle_names import executes, is_getattr, reaches
-from shardctl.formats.pickle_tree import MAPPINGS, Call, Global, Persistent
+from shardctl.formats.pickle_names import can_execute_code, can_reach_code, is_getattr
+from shardctl.formats.pickle_tree import MAPPINGS, CallNode, GlobalNode, PersistentNode
 
 NODE: Final = 96
 """Bytes charged for an object: its slots and the garbage collector's header, or a dict's entry."""
@@ -20,8 +20,8 @@ _NAME: Final = 1_000
 """Longest name of a global, in characters."""
 _HOLE: Final = object()
 """Stands in the memo where nothing was stored."""
-_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), Global, Call, Persistent})
-_SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), Global, Call, Persistent})
+_FLAT: Final = frozenset({str, bytes, int, bool, float, type(None), GlobalNode, CallNode, PersistentNode})
+_SAFE_KEYS: Final = frozenset({str, bytes, bool, type(None), GlobalNode, CallNode, PersistentNode})
 """Types whose hash is secret, an address or one of a few, so that collisions cannot be arranged."""
 _KEY_PARTS: Final = 64
 """Parts of a tuple that is a key: a tuple is hashed anew wherever it is one."""
@@ -41,7 +41,7 @@ class TruncatedError(SourceError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PickleLimits:
     """What a pickle may ask for; more makes it hostile. The defaults keep any verdict below 20 s and 1 GiB."""
 
     opcodes: int = 24_000_000
@@ -79,7 +79,7 @@ class PickleState:
         "where",
     )
 
-    def __init__(self, data: bytes, where: str, start: int, limits: Limits) -> None:
+    def __init__(self, data: bytes, where: str, start: int, limits: PickleLimits) -> None:
         self.data = data
         self.where = where
         self.pos = start
@@ -87,9 +87,9 @@ class PickleState:
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []
         self.memo: list[Any] = []
-        self.globals: dict[tuple[str, str], Global] = {}
-        self.persistents: list[Persistent] = []
-        self.attributes: set[Global] = set()
+        self.globals: dict[tuple[str, str], GlobalNode] = {}
+        self.persistents: list[PersistentNode] = []
+        self.attributes: set[GlobalNode] = set()
         """`getattr`, in each spelling that was mentioned."""
         self.spent = 0
         """Bytes, and as many for work that takes as long as making them."""
@@ -213,19 +213,19 @@ class PickleState:
         self.spent += 16 * len(values)
         if isinstance(target, list):
             target.extend(values)
-        elif isinstance(target, Call) and target.function not in MAPPINGS:
+        elif isinstance(target, CallNode) and target.function not in MAPPINGS:
             if target.elements is None:
                 target.elements = []
                 self.spent += NODE
             target.elements.extend(values)
         else:
-            self.malformed(f"appends to a {target if isinstance(target, Call) else type(target).__name__}")
+            self.malformed(f"appends to a {target if isinstance(target, CallNode) else type(target).__name__}")
 
     def store(self, target: object, items: list[Any]) -> None:
         """Store alternating keys and values in a dict or in whatever a call would have returned."""
         if len(items) % 2:
             self.malformed("stores a key without a value")
-        if isinstance(target, Call):
+        if isinstance(target, CallNode):
             if target.items is None:
                 target.items = {}
                 self.spent += NODE
@@ -259,7 +259,7 @@ class PickleState:
 
     # Names and calls
 
-    def named(self, module: object, name: object) -> Global:
+    def named(self, module: object, name: object) -> GlobalNode:
         """The reference to a global, one object for each; hostile if it runs code."""
         if not isinstance(module, str) or not isinstance(name, str):
             self.malformed("names a global by something other than text")
@@ -267,9 +267,9 @@ class PickleState:
             self.malformed(f"names a global in more than {_NAME:,} characters")
         known = self.globals.get((module, name))
         if known is None:
-            if executes(module, name):
+            if can_execute_code(module, name):
                 self.hostile(f"mentions {module}.{name}, which runs code")
-            known = self.globals[module, name] = Global(module, name)
+            known = self.globals[module, name] = GlobalNode(module, name)
             self.spent += 2 * NODE
             if is_getattr(module, name):
                 self.attributes.add(known)
@@ -283,31 +283,31 @@ class PickleState:
         `getattr` of a name is a longer name and is judged as one: pickled enums need it, and so do attacks that
         reach a module through another. As an argument of another function nobody needs it.
         """
-        if not isinstance(function, Global | Call):
+        if not isinstance(function, GlobalNode | CallNode):
             self.malformed(f"calls a {type(function).__name__}")
         if not isinstance(args, tuple):
             self.malformed(f"calls with a {type(args).__name__} for arguments")
         self.spent += NODE
         if self.attributes:
             self.spent += 32 * len(args)  # the same tuple may be looked through again and again
-        if self.attributes and any(type(argument) is Global and argument in self.attributes for argument in args):
+        if self.attributes and any(type(argument) is GlobalNode and argument in self.attributes for argument in args):
             self.hostile("hands getattr to another function")
-        if isinstance(function, Global) and function in self.attributes:
+        if isinstance(function, GlobalNode) and function in self.attributes:
             self.stack.append(self._attribute(function, args))
         elif function in MAPPINGS:
             self.stack.append(self._mapping(function, args if not kwargs else (None,), new=new))
         else:
-            if isinstance(function, Global) and function.module in _TORCH and len(args) <= _SNAPSHOT:
+            if isinstance(function, GlobalNode) and function.module in _TORCH and len(args) <= _SNAPSHOT:
                 args = tuple(tuple(a) if type(a) is list and len(a) <= _SNAPSHOT else a for a in args)
-            self.stack.append(Call(function, args, kwargs))
+            self.stack.append(CallNode(function, args, kwargs))
 
-    def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> Call:  # noqa: ANN401 - of a tree
+    def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> CallNode:  # noqa: ANN401 - of a tree
         """A mapping with the items that it was made of: they are those that were there then.
 
         Python 2 wrote an ordered dict as a call with a list of pairs. `__new__` would ignore them.
         """
         given = args[1:] if function.name == "defaultdict" and args else args
-        made = Call(function, args[: len(args) - len(given)])
+        made = CallNode(function, args[: len(args) - len(given)])
         if not given:
             return made
         (items,) = given if len(given) == 1 else (None,)
@@ -322,12 +322,12 @@ class PickleState:
         self.store(made, [part for pair in pairs for part in pair])
         return made
 
-    def _attribute(self, function: Global, args: tuple[Any, ...]) -> Global | Call:
+    def _attribute(self, function: GlobalNode, args: tuple[Any, ...]) -> GlobalNode | CallNode:
         if len(args) < 2 or not isinstance(args[1], str) or len(args[1]) > _NAME:  # noqa: PLR2004 - object and name
             self.malformed("calls getattr with strange arguments")
         target, attribute = args[:2]
-        if isinstance(target, Global):
+        if isinstance(target, GlobalNode):
             return self.named(target.module, f"{target.name}.{attribute}")
-        if reaches(attribute):
+        if can_reach_code(attribute):
             self.hostile(f"reaches for the attribute {attribute}")
-        return Call(function, args)
+        return CallNode(function, args)

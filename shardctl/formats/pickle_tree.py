@@ -10,7 +10,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
-class Global:
+class GlobalNode:
     """A name that the pickle would have imported."""
 
     module: str
@@ -23,10 +23,10 @@ class Global:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class CallNode:
     """A call or construction that the pickle asked for, and everything it did to the result."""
 
-    function: Global | Call
+    function: GlobalNode | CallNode
     args: tuple[Any, ...]
     kwargs: dict[Any, Any] | None = None
     """Keyword arguments (NEWOBJ_EX)."""
@@ -38,13 +38,13 @@ class Call:
     """What was appended or added (APPEND, APPENDS, ADDITEMS)."""
 
     def __str__(self) -> str:
-        return f"{self.function}()" if isinstance(self.function, Global) else "a call of a call"
+        return f"{self.function}()" if isinstance(self.function, GlobalNode) else "a call of a call"
 
     __repr__ = __str__  # the generated one would follow the tree
 
 
 @dataclass(eq=False, slots=True)
-class Persistent:
+class PersistentNode:
     """An object that lives outside the pickle, such as a storage."""
 
     id: Any
@@ -54,26 +54,26 @@ class Persistent:
 
 
 @dataclass(frozen=True, slots=True)
-class Pickle:
+class ParsedPickle:
     """One pickle, read."""
 
     value: Any
-    persistents: tuple[Persistent, ...]
+    persistents: tuple[PersistentNode, ...]
     """In the order met."""
-    globals: tuple[Global, ...]
+    globals: tuple[GlobalNode, ...]
     """Every name mentioned, once, in the order met."""
     end: int
     """Position after the STOP opcode."""
 
 
-def mapping(node: object) -> dict[Any, Any] | None:
+def as_mapping(node: object) -> dict[Any, Any] | None:
     """The items of a dict or of a `collections` mapping; None for anything else."""
     if isinstance(node, dict):
         return node
-    if not isinstance(node, Call) or node.function not in MAPPINGS:
+    if not isinstance(node, CallNode) or node.function not in MAPPINGS:
         return None
     return node.items or {}
 
 
-MAPPINGS: Final = frozenset({Global("collections", "OrderedDict"), Global("collections", "defaultdict")})
+MAPPINGS: Final = frozenset({GlobalNode("collections", "OrderedDict"), GlobalNode("collections", "defaultdict")})
 """Classes that hold what a dict holds."""

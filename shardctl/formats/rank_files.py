@@ -19,7 +19,7 @@ _OTHERS: Final = frozenset({"args", "dataloader", "extra", "random", "rng", "sca
 
 
 @dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFileName:
     """One rank's file.
 
     >>> rank_file("pytorch_model_fsdp_0_rank3.bin").rank, rank_file("optim_world_size_4_rank_1.pt").kind
@@ -52,14 +52,14 @@ class RankFile:
         return f"{self.before}{rank}{self.after}"
 
 
-def rank_file(path: str) -> RankFile | None:
+def parse_rank_file_name(path: str) -> RankFileName | None:
     """The parts of such a name; None if it is another name, or one of DeepSpeed's, or in a folder."""
     found = _NAME.fullmatch(path)
     if found is None or "/" in path or _DEEPSPEED.fullmatch(path):
         return None
-    return RankFile(path, path[: found.start(2)], int(found[2]), path[found.end(2) :])
+    return RankFileName(path, path[: found.start(2)], int(found[2]), path[found.end(2) :])
 
 
-def rank_files(paths: Iterable[str]) -> list[RankFile]:
+def list_rank_files(paths: Iterable[str]) -> list[RankFileName]:
     """Those of the paths that have such a name."""
-    return [found for path in paths if (found := rank_file(path)) is not None]
+    return [found for path in paths if (found := parse_rank_file_name(path)) is not None]

@@ -25,13 +25,13 @@ from shardctl.formats.json_members import (
     PLAIN_END,
     PLAIN_KEY,
     MalformedError,
-    end_of_text,
-    read_flat_object,
-    read_string,
+    check_end_of_text,
+    parse_flat_object,
+    parse_string,
     skip_space,
     walk_object,
 )
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +65,8 @@ _PLAIN_MEMBER: Final = re.compile(
 """A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
 
 
-@value
-class Array:
+@value_class
+class HeaderArray:
     """One entry of a header: an array that the file stores whole and row-major."""
 
     name: str
@@ -79,19 +79,19 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """What the header of one file says; the arrays cover the rest of the file exactly."""
 
     path: str
     size: int
     """Bytes of the whole file."""
-    arrays: tuple[Array, ...]
+    arrays: tuple[HeaderArray, ...]
     """In the order in which the header lists them."""
     metadata: Mapping[str, str]
     """`__metadata__`; empty where the header has none."""
 
 
-def read_header(source: Source, path: str) -> Header:
+def read_header(source: Source, path: str) -> SafetensorsHeader:
     """Read and check the header of one file; the tensors' data is not touched.
 
     Raises:
@@ -104,11 +104,11 @@ def read_header(source: Source, path: str) -> Header:
     length = int.from_bytes(first, "little")
     if size < _LENGTH_BYTES or length > min(LARGEST_HEADER, size - _LENGTH_BYTES):
         refuse_impostor(source, path, "a safetensors file")
-        raise SourceError(*_bad_length(path, size, length))
+        raise SourceError(*_describe_bad_length(path, size, length))
     start = _LENGTH_BYTES + length
     text = bytearray(length)
     source.read_at(path, _LENGTH_BYTES, memoryview(text))
-    parsed = _Parsed(start)
+    parsed = _ParsedHeader(start)
     try:
         parsed.read(str(text, "utf-8"))
         del text
@@ -122,11 +122,11 @@ def read_header(source: Source, path: str) -> Header:
     except UnsupportedError as error:
         raise UnsupportedError(f"{path}: {error.message}", hint=error.hint) from error
     if end != size:
-        raise _wrong_size(path, size, end)
-    return Header(path, size, tuple(parsed.entries), parsed.metadata)
+        raise _build_size_error(path, size, end)
+    return SafetensorsHeader(path, size, tuple(parsed.entries), parsed.metadata)
 
 
-def header_span(names: Iterable[str] | None) -> int:
+def estimate_header_size(names: Iterable[str] | None) -> int:
     """How many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
     return _FIRST_READ if names is None else sum(len(name.encode()) + _PER_ENTRY for name in names) + _BESIDES
 
@@ -143,7 +143,7 @@ def looks_like_header(source: Source, path: str) -> bool:
     return length <= min(LARGEST_HEADER, size - _LENGTH_BYTES) and (not text or text.startswith(b"{"))
 
 
-def _bad_length(path: str, size: int, length: int) -> tuple[str]:
+def _describe_bad_length(path: str, size: int, length: int) -> tuple[str]:
     if size < _LENGTH_BYTES:
         return (f"{path} has {size} bytes; a safetensors file begins with the 8 bytes of its header's length",)
     if length > LARGEST_HEADER:
@@ -151,7 +151,7 @@ def _bad_length(path: str, size: int, length: int) -> tuple[str]:
     return (f"{path} ends inside its header: {length:,} bytes are declared, {size - _LENGTH_BYTES:,} follow",)
 
 
-def _wrong_size(path: str, size: int, end: int) -> SourceError:
+def _build_size_error(path: str, size: int, end: int) -> SourceError:
     if size < end:
         return SourceError(
             f"{path} is truncated: it has {size:,} bytes, and its header describes {end:,}",
@@ -160,11 +160,11 @@ def _wrong_size(path: str, size: int, end: int) -> SourceError:
     return SourceError(f"{path} has {size - end:,} bytes after its last tensor; the format allows none")
 
 
-class _Parsed:
+class _ParsedHeader:
     """The state of one pass over a header's text."""
 
     def __init__(self, start: int) -> None:
-        self.entries: list[Array] = []
+        self.entries: list[HeaderArray] = []
         self.metadata: dict[str, str] = {}
         self._names: set[str] = set()
         self._kinds: dict[tuple[str, str], tuple[DType, tuple[int, ...], int]] = {}
@@ -173,7 +173,7 @@ class _Parsed:
 
     def read(self, text: str) -> None:
         self._text = text
-        end_of_text(text, walk_object(text, skip_space(text, 0), self._member, plain=self._plain))
+        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._member, plain=self._plain))
 
     def _plain(self, at: int) -> int:
         """Take the plain members from `at` on; what is wrong with one is for `_member` to say."""
@@ -183,13 +183,13 @@ class _Parsed:
             kind = kinds.get((dtype, extents))
             if kind is None:
                 shape = [int(extent) for extent in extents.split(",")] if extents else []
-                known = _array(name, dtype, shape, 0, int(last) - int(first))
+                known = _build_array(name, dtype, shape, 0, int(last) - int(first))
                 kind = kinds[dtype, extents] = known.dtype, known.shape, known.nbytes
             begin, nbytes = int(first), kind[2]
             if int(last) - begin != nbytes or name in names or name == _METADATA or len(entries) == MOST_ARRAYS:
                 break
             names.add(name)
-            entries.append(Array(name, kind[0], kind[1], start + begin, nbytes))
+            entries.append(HeaderArray(name, kind[0], kind[1], start + begin, nbytes))
             at = member.end()
         return at
 
@@ -204,24 +204,24 @@ class _Parsed:
         if len(self.entries) == MOST_ARRAYS:
             raise UnsupportedError(f"the header lists more than {MOST_ARRAYS:,} tensors")
         try:
-            entry, at = read_flat_object(self._text, at, _LONGEST_ENTRY)
+            entry, at = parse_flat_object(self._text, at, _LONGEST_ENTRY)
         except MalformedError as error:
             raise MalformedError(f"tensor {name!r}: {error}") from error
-        dtype, shape, begin, end = _fields(name, entry)
-        self.entries.append(_array(name, dtype, shape, self._start + begin, end - begin))
+        dtype, shape, begin, end = _parse_fields(name, entry)
+        self.entries.append(_build_array(name, dtype, shape, self._start + begin, end - begin))
         return at
 
     def _metadata_member(self, key: str, at: int) -> int:
         if key in self.metadata:
             raise MalformedError(f"the key {key!r} of {_METADATA} appears twice")
         try:
-            self.metadata[key], at = read_string(self._text, at)
+            self.metadata[key], at = parse_string(self._text, at)
         except MalformedError as error:
             raise MalformedError(f"{_METADATA} maps strings to strings, but at {key!r}: {error}") from error
         return at
 
 
-def _fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
+def _parse_fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
     """The dtype's name, the shape and the two offsets of an entry, each of the right JSON type."""
     if entry.keys() != _FIELDS:
         odd = min(entry.keys() ^ _FIELDS)
@@ -236,7 +236,7 @@ def _fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]
     return dtype, shape, *offsets
 
 
-def _array(name: str, dtype_name: str, shape: list[int], offset: int, span: int) -> Array:
+def _build_array(name: str, dtype_name: str, shape: list[int], offset: int, span: int) -> HeaderArray:
     """The array an entry describes: its `data_offsets` give the file's byte `offset` and `span` bytes from there."""
     dtype = BY_NAME.get(dtype_name)
     if dtype is None:
@@ -245,19 +245,19 @@ def _array(name: str, dtype_name: str, shape: list[int], offset: int, span: int)
         )
     if len(shape) > MOST_DIMS:
         raise UnsupportedError(f"tensor {name!r} has {len(shape)} dims; at most {MOST_DIMS} are handled")
-    nbytes = _nbytes(name, dtype, shape)
+    nbytes = _compute_nbytes(name, dtype, shape)
     if span != nbytes:
         raise MalformedError(
             f"tensor {name!r} is {dtype} {shape}, which takes {nbytes:,} bytes, but its data_offsets span {span:,}"
         )
-    return Array(name, dtype, tuple(shape), offset, nbytes)
+    return HeaderArray(name, dtype, tuple(shape), offset, nbytes)
 
 
 def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(v) is int and v < _U64 for v in values)
 
 
-def _nbytes(name: str, dtype: DType, shape: list[int]) -> int:
+def _compute_nbytes(name: str, dtype: DType, shape: list[int]) -> int:
     """Bytes of the array; like the library, refuses a product that overflows 64 bits even if a later factor is 0."""
     bits = 1
     for extent in shape:
@@ -272,7 +272,7 @@ def _nbytes(name: str, dtype: DType, shape: list[int]) -> int:
     return bits // 8
 
 
-def _check_covered(arrays: list[Array], start: int) -> int:
+def _check_covered(arrays: list[HeaderArray], start: int) -> int:
     """Check that the arrays follow each other from `start` without hole or overlap; returns the end of the last.
 
     An array of no bytes lies at the running offset too.
@@ -290,7 +290,7 @@ def _check_covered(arrays: list[Array], start: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedHeader:
     """A header ready to be written, and where the data must go."""
 
     header: bytes
@@ -301,7 +301,7 @@ class Encoded:
     """Bytes of the whole file."""
 
 
-def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: Mapping[str, str]) -> Encoded:
+def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: Mapping[str, str]) -> EncodedHeader:
     """Lay out a file that holds `arrays`, as the library would: by dtype, the widest alignment first, then by name.
 
     The result depends on the set of arrays alone, not on their order. Keys of `metadata` are sorted, where the
@@ -315,17 +315,17 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
     Raises:
         UnsupportedError: a name cannot be a tensor's, an array does not end on a byte, or the header is too large.
     """
-    entries = [f'"{_METADATA}":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
+    entries = [f'"{_METADATA}":{_encode_compact_json(dict(sorted(metadata.items())))}'] if metadata else []
     relative: dict[str, int] = {}
     sizes: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     end = 0
-    for name, dtype, shape in sorted(arrays, key=_file_order):
+    for name, dtype, shape in sorted(arrays, key=_get_file_order):
         if name == _METADATA:
             raise UnsupportedError(f"a safetensors file cannot hold a tensor named {_METADATA!r}")
         assert name not in relative, f"two arrays named {name!r} in one file"  # noqa: S101 - a layout's bug
         kind = (dtype.name, tuple(shape))
         if kind not in sizes:
-            sizes[kind] = dtype.nbytes(shape), f'{{"dtype":"{dtype.name}","shape":{_compact(list(shape))}'
+            sizes[kind] = dtype.nbytes(shape), f'{{"dtype":"{dtype.name}","shape":{_encode_compact_json(list(shape))}'
         nbytes, said = sizes[kind]
         entries.append(f'{_quoted(name)}:{said},"data_offsets":[{end},{end + nbytes}]}}')
         relative[name] = end
@@ -341,10 +341,10 @@ def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: 
             f"a header for {len(relative):,} tensors takes {len(text):,} bytes; safetensors allows {LARGEST_HEADER:,}"
         )
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return Encoded(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
+    return EncodedHeader(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
 
 
-def _compact(value: object) -> str:
+def _encode_compact_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -352,5 +352,5 @@ _ALIGNMENT: Final = {dtype.name: -position for position, dtype in enumerate(DTYP
 """The library sorts by the position in its enum `Dtype`, whose order `DTYPES` repeats."""
 
 
-def _file_order(array: tuple[str, DType, Sequence[int]]) -> tuple[int, str]:
+def _get_file_order(array: tuple[str, DType, Sequence[int]]) -> tuple[int, str]:
     return _ALIGNMENT[array[1].name], array[0]

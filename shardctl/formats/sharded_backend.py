@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -41,10 +41,10 @@ class ShardedBackend:
     """The name of the container of everything that all ranks have alike."""
 
 
-def sharded_backend(source: Source) -> ShardedBackend | None:
+def read_sharded_backend(source: Source) -> ShardedBackend | None:
     """What the source's `metadata.json` says, or that of the iteration that is the last; None if there is none."""
-    for folder in _folders(source):
-        said = _read(source, folder + MARK)
+    for folder in _list_folders(source):
+        said = _read_metadata(source, folder + MARK)
         if said is not None:
             name = said.get(_KEY)
             return ShardedBackend(folder, str(name), said.get(f"{_KEY}_version"), said.get("common_backend"))
@@ -54,35 +54,35 @@ def sharded_backend(source: Source) -> ShardedBackend | None:
 def is_megatron(source: Source) -> bool:
     """Whether there is such a file, or all else of such a checkpoint: nobody should take it for one of torch alone."""
     files = source.files()
-    return sharded_backend(source) is not None or any(
-        f"{folder}{COMMON}" in files and f"{folder}{_METADATA}" in files for folder in _folders(source)
+    return read_sharded_backend(source) is not None or any(
+        f"{folder}{COMMON}" in files and f"{folder}{_METADATA}" in files for folder in _list_folders(source)
     )
 
 
-def _folders(source: Source) -> tuple[str, ...]:
-    return ("", *filter(None, (tracked(source),)), *(f"{name}/" for name in _FOLDERS))
+def _list_folders(source: Source) -> tuple[str, ...]:
+    return ("", *filter(None, (read_tracker(source),)), *(f"{name}/" for name in _FOLDERS))
 
 
-def tracked(source: Source) -> str | None:
+def read_tracker(source: Source) -> str | None:
     """The folder that the tracker names, with a slash; None if there is no tracker, or it names none.
 
     See `get_checkpoint_name` in `megatron/training/checkpointing.py`.
     """
-    text = _text(source, TRACKER) or ""
+    text = _read_text(source, TRACKER) or ""
     if text == "release":
         return "release/"
     return f"iter_{int(text):07d}/" if _NUMBER.fullmatch(text) else None
 
 
-def _text(source: Source, path: str) -> str | None:
+def _read_text(source: Source, path: str) -> str | None:
     stat = source.files().get(path)
     if stat is None or stat.size > _LARGEST:
         return None
-    return read(source, path).decode("ascii", "replace").strip()
+    return read_bytes(source, path).decode("ascii", "replace").strip()
 
 
-def _read(source: Source, path: str) -> dict[str, object] | None:
-    text = _text(source, path)
+def _read_metadata(source: Source, path: str) -> dict[str, object] | None:
+    text = _read_text(source, path)
     if text is None:
         return None
     try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.json_members import MalformedError, end_of_text, read_flat_object, skip_space, walk_object
+from shardctl.formats.json_members import MalformedError, check_end_of_text, parse_flat_object, skip_space, walk_object
 
 if TYPE_CHECKING:
-    from shardctl.formats.safetensors_header import Header
+    from shardctl.formats.safetensors_header import SafetensorsHeader
 
 KEY: Final = "DCP_SHARDING_INFO"
 VERSION_KEY: Final = "DCP_VERSION"
@@ -24,7 +24,7 @@ _LONGEST_ENTRY: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ArrayPlace:
     """Where a stored array lies in its global tensor."""
 
     origin: tuple[int, ...]
@@ -32,7 +32,7 @@ class Placed:
     """None where the writer did not say."""
 
 
-def read_sharding_info(header: Header) -> dict[str, Placed] | None:
+def read_sharding_info(header: SafetensorsHeader) -> dict[str, ArrayPlace] | None:
     """The place of each array of a file, by name; None if the file has no such information, so that all are whole.
 
     Entries for tensors that the file does not hold are ignored, as torch does.
@@ -45,18 +45,18 @@ def read_sharding_info(header: Header) -> dict[str, Placed] | None:
     if not text:
         return None
     ndims = {array.name: len(array.shape) for array in header.arrays}
-    info: dict[str, Placed] = {}
+    info: dict[str, ArrayPlace] = {}
 
     def member(name: str, at: int) -> int:
         if name in info:
             raise MalformedError(f"tensor {name!r} appears twice")
-        entry, at = read_flat_object(text, at, _LONGEST_ENTRY)
+        entry, at = parse_flat_object(text, at, _LONGEST_ENTRY)
         if name in ndims:
-            info[name] = _placed(name, entry, ndims[name])
+            info[name] = _parse_place(name, entry, ndims[name])
         return at
 
     try:
-        end_of_text(text, walk_object(text, skip_space(text, 0), member))
+        check_end_of_text(text, walk_object(text, skip_space(text, 0), member))
     except MalformedError as error:
         raise SourceError(f"{KEY} of {header.path} is malformed: {error}") from error
     except UnsupportedError as error:
@@ -67,7 +67,7 @@ def read_sharding_info(header: Header) -> dict[str, Placed] | None:
     return info
 
 
-def _placed(name: str, entry: dict[str, Any], ndim: int) -> Placed:
+def _parse_place(name: str, entry: dict[str, Any], ndim: int) -> ArrayPlace:
     unknown = sorted(entry.keys() - {_OFFSETS, _GLOBAL})
     if unknown:
         raise UnsupportedError(
@@ -75,12 +75,12 @@ def _placed(name: str, entry: dict[str, Any], ndim: int) -> Placed:
         )
     if _OFFSETS not in entry:
         raise MalformedError(f"tensor {name!r} has no field {_OFFSETS!r}")
-    origin = _indices(name, _OFFSETS, entry[_OFFSETS], ndim)
-    shape = _indices(name, _GLOBAL, entry[_GLOBAL], ndim) if _GLOBAL in entry else None
-    return Placed(origin, shape)
+    origin = _parse_indices(name, _OFFSETS, entry[_OFFSETS], ndim)
+    shape = _parse_indices(name, _GLOBAL, entry[_GLOBAL], ndim) if _GLOBAL in entry else None
+    return ArrayPlace(origin, shape)
 
 
-def _indices(name: str, field: str, values: object, ndim: int) -> tuple[int, ...]:
+def _parse_indices(name: str, field: str, values: object, ndim: int) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(v) is not int for v in values):
         raise MalformedError(f"tensor {name!r} has a {field} that is not a list of sizes")
     if len(values) != ndim:

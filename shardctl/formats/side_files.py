@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import some
+from shardctl.errors import format_first_few
 from shardctl.formats.impostors import ADAPTERS
 from shardctl.formats.links import check_link
-from shardctl.manifest import Opaque
+from shardctl.manifest import OpaqueObject
 
 if TYPE_CHECKING:
     from shardctl.manifest import Policy
@@ -40,7 +40,7 @@ _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optim
 _WEIGHTS: Final = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|distcp)|\.metadata")
 
 
-def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], tuple[str, ...]]:
+def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
     """Every file of the source that is not one of `weights`, with its policy; and what deserves a warning.
 
     Configs, tokenizers, chat templates, code, `.gitattributes` and whole sub-folders are carried. The weights in a
@@ -58,7 +58,7 @@ def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], t
     for path, stat in source.files().items():
         if path in weights or _is_remade(path):
             continue
-        policy, warn = _policy(path)
+        policy, warn = _choose_policy(path)
         if policy == "carry":
             check_link(source, path)
         folder = path.split("/", 1)[0] if "/" in path else ""
@@ -66,16 +66,16 @@ def side_files(source: Source, weights: set[str]) -> tuple[tuple[Opaque, ...], t
             folders[folder] = folders.get(folder, 0) + 1
         elif warn:
             unused.append(path)
-        objects.append(Opaque(path, policy, file=path, size=stat.size))
-    warnings = [_unused(unused)] if unused else []
+        objects.append(OpaqueObject(path, policy, file=path, size=stat.size))
+    warnings = [_describe_unused(unused)] if unused else []
     warnings += [f"{folder}/ is left behind: {n} files of another checkpoint" for folder, n in folders.items()]
     return tuple(objects), tuple(warnings)
 
 
-def _unused(paths: list[str]) -> str:
+def _describe_unused(paths: list[str]) -> str:
     if len(paths) == 1:
         return f"{paths[0]} holds weights that are not part of this checkpoint; it is left behind"
-    return f"{some(paths, _NAMED)} hold weights that are not part of this checkpoint; they are left behind"
+    return f"{format_first_few(paths, _NAMED)} hold weights that are not part of this checkpoint; they are left behind"
 
 
 def _is_remade(path: str) -> bool:
@@ -85,7 +85,7 @@ def _is_remade(path: str) -> bool:
     return not folders and (name in _REMADE or _INDEX.fullmatch(name) is not None)
 
 
-def _policy(path: str) -> tuple[Policy, bool]:
+def _choose_policy(path: str) -> tuple[Policy, bool]:
     """Whether to carry the file, and whether leaving it behind may surprise."""
     *folders, name = path.split("/")
     top = folders[0] if folders else ""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.formats.pickle_budget import budget_of
-from shardctl.formats.pickle_machine import load
-from shardctl.formats.pickle_state import Limits, TruncatedError
-from shardctl.formats.pickle_tree import Pickle, mapping
-from shardctl.formats.torch_tensors import Saved, check_storages, storage
+from shardctl.formats.pickle_machine import parse_pickle
+from shardctl.formats.pickle_state import PickleLimits, TruncatedError
+from shardctl.formats.pickle_tree import ParsedPickle, as_mapping
+from shardctl.formats.torch_tensors import SavedFile, check_storages, parse_storage
 from shardctl.formats.torch_zip import LARGEST_PICKLE
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,11 +34,11 @@ MAGICS: Final = (
 )
 """What such a file begins with: the magic number, pickled in each protocol (2, as a rule)."""
 _PARTS: Final = {
-    "magic number": Limits(opcodes=1_024),
-    "protocol": Limits(opcodes=1_024),
-    "system": Limits(opcodes=1_024),
-    "data": Limits(),
-    "storages": Limits(opcodes=4_000_000),
+    "magic number": PickleLimits(opcodes=1_024),
+    "protocol": PickleLimits(opcodes=1_024),
+    "system": PickleLimits(opcodes=1_024),
+    "data": PickleLimits(),
+    "storages": PickleLimits(opcodes=4_000_000),
 }
 """The pickles and what each may ask for."""
 _PROTO: Final = b"\x80"
@@ -48,7 +48,7 @@ _LONGER: Final = 8
 """How many times more is read when the pickles turn out to be longer."""
 
 
-def read_legacy(source: Source, path: str) -> Saved:
+def read_legacy(source: Source, path: str) -> SavedFile:
     """Read such a file, but for its storages.
 
     Raises:
@@ -56,39 +56,41 @@ def read_legacy(source: Source, path: str) -> Saved:
         HostileError: it tries to run code or to exhaust the reader.
         UnsupportedError: another protocol, or big-endian data.
     """
-    _, protocol, system, saved, keys = _pickles(source, path)
+    _, protocol, system, saved, keys = _read_pickles(source, path)
     if protocol.value != _PROTOCOL:
         raise UnsupportedError(f"{path} has a version of torch's old format other than {_PROTOCOL}")
-    if (mapping(system.value) or {}).get("little_endian") is False:
+    if (as_mapping(system.value) or {}).get("little_endian") is False:
         raise UnsupportedError(f"{path} holds big-endian data", hint="save it again on a little-endian machine")
     check_storages(saved.persistents, path)
     itemsizes: dict[str, int] = {}
     for node in saved.persistents:
         if isinstance(node.id, tuple) and node.id and node.id[0] == "module":
             continue  # the source code of a pickled class
-        found = storage(node, path)
+        found = parse_storage(node, path)
         itemsizes.setdefault(found.key, found.itemsize)
     if not isinstance(keys.value, list):
         raise SourceError(f"{path} does not list its storages")
-    extents, end = _extents(source, path, keys, itemsizes)
+    extents, end = _read_extents(source, path, keys, itemsizes)
     more = source.files()[path].size - end
-    if more and read(source, path, end, 1) != _PROTO:
+    if more and read_bytes(source, path, end, 1) != _PROTO:
         raise SourceError(f"{path} has {more:,} bytes after its last storage")
     left = f"{path}: {more:,} bytes behind the first save, a second one, are left behind, as torch.load leaves them"
-    return Saved(path, saved.value, extents, (left,) if more else (), saved.globals)
+    return SavedFile(path, saved.value, extents, (left,) if more else (), saved.globals)
 
 
-def _pickles(source: Source, path: str) -> Sequence[Pickle]:
+def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
     """Magic number, protocol, system, what was saved, and the keys of the storages."""
     size = source.files()[path].size
     length = _FIRST_READ
     while True:  # at most four times
-        data = read(source, path, 0, min(length, size))
-        pickles: list[Pickle] = []
+        data = read_bytes(source, path, 0, min(length, size))
+        pickles: list[ParsedPickle] = []
         try:
             for part, limits in _PARTS.items():
                 start = pickles[-1].end if pickles else 0
-                pickles.append(load(data, f"{path} ({part})", start=start, limits=limits, budget=budget_of(source)))
+                pickles.append(
+                    parse_pickle(data, f"{path} ({part})", start=start, limits=limits, budget=budget_of(source))
+                )
                 if pickles[0].value != _NUMBER:
                     raise SourceError(
                         f"{path} does not begin with torch's magic number, so torch.save did not write it"
@@ -103,8 +105,8 @@ def _pickles(source: Source, path: str) -> Sequence[Pickle]:
             return pickles
 
 
-def _extents(
-    source: Source, path: str, keys: Pickle, itemsizes: dict[str, int]
+def _read_extents(
+    source: Source, path: str, keys: ParsedPickle, itemsizes: dict[str, int]
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """Offset and bytes of each storage, and where the last ends."""
     size = source.files()[path].size
@@ -115,7 +117,7 @@ def _extents(
             raise SourceError(f"{path} lists the storage {ascii(key)[:100]} that nothing refers to, or lists it twice")
         if at + 8 > size:
             raise SourceError(f"{path} ends at byte {size:,}, before the storage {key!r}", hint="fetch it again")
-        (numel,) = struct.unpack("<q", read(source, path, at, 8))
+        (numel,) = struct.unpack("<q", read_bytes(source, path, at, 8))
         end = at + 8 + numel * itemsizes[key]
         if numel < 0 or end > size:
             raise SourceError(

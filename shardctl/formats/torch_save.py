@@ -10,31 +10,31 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.formats.choice import Choice, numbered, one_file, one_index, with_copy
-from shardctl.formats.format import Format, given_file
+from shardctl.formats.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.formats.format import Format, find_given_file
 from shardctl.formats.impostors import (
     ADAPTERS,
+    list_unfinished_downloads,
     refuse_adapter,
     refuse_impostor,
     refuse_unfinished,
-    unfinished_downloads,
 )
-from shardctl.formats.index import Index, read_index
+from shardctl.formats.index import WeightIndex, read_index
 from shardctl.formats.links import check_link
 from shardctl.formats.pickle_budget import budget_of
-from shardctl.formats.rank_files import rank_file
-from shardctl.formats.side_files import side_files
+from shardctl.formats.rank_files import parse_rank_file_name
+from shardctl.formats.side_files import list_side_files
 from shardctl.formats.torch_legacy import MAGICS, read_legacy
-from shardctl.formats.torch_state import StateDict, state_dict, unknown_globals
-from shardctl.formats.torch_zip import read_zip
+from shardctl.formats.torch_state import StateDict, extract_state_dict, unknown_globals
+from shardctl.formats.torch_zip import read_torch_zip
 from shardctl.formats.zip_records import MAGIC
-from shardctl.manifest import Chunk, File, Manifest, Opaque, Region, Tensor
-from shardctl.storage import read
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.formats.torch_tensors import SavedFile, StorageView
     from shardctl.storage import Source, Span
 
 _SUFFIXES: Final = (".bin", ".pt", ".pth")
@@ -58,19 +58,19 @@ _REPEATED_FREE: Final = 256 << 20
 than 16 times the file's: beyond, a small file would fill a disk."""
 
 
-def detect(source: Source) -> bool:
+def detect_torch_save(source: Source) -> bool:
     """Whether the directory holds files of torch.save or an index of some, or the file looks like one."""
-    given = given_file(source)
+    given = find_given_file(source)
     if given is not None:
         return given.endswith((*_SUFFIXES, _INDEX_SUFFIX)) or _has_magic(source, given)
     return bool(
-        _candidates(source)
+        _list_candidates(source)
         or any("/" not in path and path.endswith(_INDEX_SUFFIX) for path in source.files())
-        or any(path.startswith("pytorch_model") for path in unfinished_downloads(source, _SHARD))
+        or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD))
     )
 
 
-def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
+def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
     """Read every pickle without running it, and say where each tensor is.
 
     A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
@@ -84,8 +84,8 @@ def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: a container or a tensor of a kind that is not converted.
     """
-    chosen = _choose(source)
-    source.expect(span for path in chosen.files for span in _ends(path, source.files()[path].size))
+    chosen = _choose_files(source)
+    source.expect(span for path in chosen.files for span in _list_end_spans(path, source.files()[path].size))
     warnings = list(chosen.warnings)
     read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
@@ -99,7 +99,7 @@ def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
     held: dict[str, str] = {}
     owners: dict[str, str] = {}
     for path, found in read_files.items():
-        for tensor in _tensors(found, weight_map):
+        for tensor in _build_tensors(found, weight_map):
             for name in (tensor.name, *tensor.ties):
                 if name in held:
                     raise SourceError(
@@ -111,32 +111,34 @@ def scan(source: Source, *, prefer_index: bool = False) -> Manifest:
                 owners[name] = tensor.name
             tensors[tensor.name] = tensor
     for found in read_files.values() if not prefer_index else ():
-        for name, copy in _copies(found, weight_map):
+        for name, copy in _list_copies(found, weight_map):
             tensors[owners[name]] = with_copy(tensors[owners[name]], copy)
-    objects, left = side_files(source, set(read_files))
-    inside = [Opaque(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others]
+    objects, left = list_side_files(source, set(read_files))
+    inside = [
+        OpaqueObject(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others
+    ]
     return Manifest(
         format=FORMAT.name,
         tensors=tensors,
-        files={path: File(path, source.files()[path].size) for path in read_files},
+        files={path: CheckpointFile(path, source.files()[path].size) for path in read_files},
         objects=(*objects, *inside),
         warnings=(*warnings, *left),
     )
 
 
-def _ends(path: str, size: int) -> tuple[Span, Span]:
+def _list_end_spans(path: str, size: int) -> tuple[Span, Span]:
     """Where the pickle of a file is, and the directory of its records."""
     return (path, 0, _END), (path, max(size - _END, 0), _END)
 
 
-def open_saved(source: Source, path: str) -> Saved:
+def open_saved(source: Source, path: str) -> SavedFile:
     """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
     refuse_unfinished(source, path)
     check_link(source, path)
     return read_saved(source, path)
 
 
-def read_saved(source: Source, path: str) -> Saved:
+def read_saved(source: Source, path: str) -> SavedFile:
     """What torch.save wrote into a file, in whichever of its containers, but for the storages.
 
     Raises:
@@ -144,9 +146,9 @@ def read_saved(source: Source, path: str) -> Saved:
         HostileError: it tries to run code or to exhaust the reader.
         UnsupportedError: a container of before 2017, TorchScript, compressed or big-endian data.
     """
-    head = _head(source, path)
+    head = _read_head(source, path)
     if head.startswith(MAGIC):
-        return read_zip(source, path)
+        return read_torch_zip(source, path)
     if head.startswith(MAGICS):
         return read_legacy(source, path)
     if head[_TAR] == b"ustar":
@@ -166,34 +168,34 @@ def read_saved(source: Source, path: str) -> Saved:
 # Which files
 
 
-def _choose(source: Source) -> Choice:
-    given = given_file(source)
+def _choose_files(source: Source) -> FileChoice:
+    given = find_given_file(source)
     if given is not None:
-        return one_file(given, _SHARD)
-    names = _candidates(source)
+        return choose_given_file(given, _SHARD)
+    names = _list_candidates(source)
     indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
     index = None
     if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and _WHOLE not in names):
-        index = read_index(source, one_index(indexes, _STANDARD_INDEX))
+        index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
     if index is not None and (_WHOLE not in names or index.path == _STANDARD_INDEX):
         if _WHOLE in names and index.shards != (_WHOLE,):
             raise SourceError(
                 f"{source.name} holds two checkpoints: {_WHOLE}, and the files that {index.path} names",
                 hint=f"give {_WHOLE} itself, or move it away",
             )
-        return Choice(index.shards, index, index.warnings)
+        return FileChoice(index.shards, index, index.warnings)
     if _WHOLE in names:
-        return Choice((_WHOLE,))
+        return FileChoice((_WHOLE,))
     if names:
         _check_numbering(names)
-        return Choice(tuple(names))
+        return FileChoice(tuple(names))
     refuse_adapter(source)
-    for path in unfinished_downloads(source, _SHARD):
+    for path in list_unfinished_downloads(source, _SHARD):
         refuse_unfinished(source, path)
     raise SourceError(f"{source.name} holds no file of torch.save")
 
 
-def _candidates(source: Source) -> list[str]:
+def _list_candidates(source: Source) -> list[str]:
     """The files of the root that are weights by their names or by their first bytes."""
     whole = not {_WHOLE, _STANDARD_INDEX}.isdisjoint(source.files())
     return [
@@ -203,23 +205,23 @@ def _candidates(source: Source) -> list[str]:
         and path.endswith(_SUFFIXES)
         and path not in ADAPTERS
         and not _OTHERS.fullmatch(path)
-        and (rank_file(path) is None or whole)
+        and (parse_rank_file_name(path) is None or whole)
         and (path.startswith("pytorch_model") or _has_magic(source, path))
     ]
 
 
 def _has_magic(source: Source, path: str) -> bool:
-    head = _head(source, path)
+    head = _read_head(source, path)
     return head.startswith(MAGICS) or (head.startswith(MAGIC) and b"/data.pkl" in head)
 
 
-def _head(source: Source, path: str) -> bytes:
-    return read(source, path, 0, min(source.files()[path].size, _HEAD))
+def _read_head(source: Source, path: str) -> bytes:
+    return read_bytes(source, path, 0, min(source.files()[path].size, _HEAD))
 
 
 def _check_numbering(names: Sequence[str]) -> None:
     """Raise SourceError if a file of a numbered set is missing, or if the files come from several saves."""
-    groups = {(parts[0], parts[2]) if (parts := numbered(name, _SHARD)) else None for name in names}
+    groups = {(parts[0], parts[2]) if (parts := parse_numbered_name(name, _SHARD)) else None for name in names}
     if len(groups) > 1 and groups != {None}:
         raise SourceError(
             f"the directory holds files of different saves and no index: {', '.join(names[:3])}",
@@ -237,22 +239,22 @@ def _check_numbering(names: Sequence[str]) -> None:
 class WeightsFile:
     """One file's weights."""
 
-    saved: Saved
+    saved: SavedFile
     state: StateDict
 
 
 def read_weights(source: Source, path: str) -> WeightsFile:
     """The weights in a file of torch.save.
 
-    Raises as `open_saved` and `state_dict`, and HostileError for tensors that would fill a disk.
+    Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
     """
     saved = open_saved(source, path)
-    state = state_dict(saved.tree, path)
-    check_total(source, path, state.views.values())
+    state = extract_state_dict(saved.tree, path)
+    check_total_size(source, path, state.views.values())
     return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it
 
 
-def check_total(source: Source, path: str, views: Iterable[View]) -> None:
+def check_total_size(source: Source, path: str, views: Iterable[StorageView]) -> None:
     """Charge the tensors of a file; raise HostileError if they are too many, or much larger than it."""
     size = source.files()[path].size
     known = set(views)
@@ -266,7 +268,7 @@ def check_total(source: Source, path: str, views: Iterable[View]) -> None:
         )
 
 
-def _tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
+def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
     """The tensors of a file that the index does not place in another one."""
     saved = found.saved
     names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
@@ -277,29 +279,29 @@ def _tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tens
             names.setdefault((region, view.shape, f"{view.dtype} {alone}"), []).append(name)
     for (region, shape, _), (name, *ties) in names.items():
         dtype = found.state.views[name].dtype
-        yield Tensor(name, dtype, shape, (Chunk(_whole_box(shape), dtype, region, name),), ties=tuple(ties))
+        yield Tensor(name, dtype, shape, (Chunk(_build_whole_box(shape), dtype, region, name),), ties=tuple(ties))
 
 
-def _copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
+def _list_copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
     """What a file holds of tensors that the index places in another one."""
     saved = found.saved
     for name, view in found.state.views.items():
         if weight_map.get(name, saved.path) != saved.path:
-            yield name, Chunk(_whole_box(view.shape), view.dtype, saved.region(view, name), name)
+            yield name, Chunk(_build_whole_box(view.shape), view.dtype, saved.region(view, name), name)
 
 
 @lru_cache(maxsize=4096)
-def _whole_box(shape: tuple[int, ...]) -> Box:
+def _build_whole_box(shape: tuple[int, ...]) -> Box:
     """The layers of a model repeat a few shapes, so most boxes are one object."""
     return Box.whole(shape)
 
 
-def _check_index(index: Index, read_files: Mapping[str, WeightsFile]) -> tuple[str, ...]:
+def _check_index(index: WeightIndex, read_files: Mapping[str, WeightsFile]) -> tuple[str, ...]:
     """The index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
     by_name: dict[str, dict[str, int]] = {}
     once: dict[str, dict[str, int]] = {}
     for path, found in read_files.items():
-        seen: set[View] = set()
+        seen: set[StorageView] = set()
         by_name[path], once[path] = {}, {}
         for name, view in found.state.views.items():
             nbytes = view.dtype.nbytes(view.shape)
@@ -311,5 +313,10 @@ def _check_index(index: Index, read_files: Mapping[str, WeightsFile]) -> tuple[s
 
 
 FORMAT: Final = Format(
-    "torch", "files of torch.save", detect, scan, scan_indexed=partial(scan, prefer_index=True), saved=True
+    "torch",
+    "files of torch.save",
+    detect_torch_save,
+    scan_torch_save,
+    scan_indexed=partial(scan_torch_save, prefer_index=True),
+    saved=True,
 )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from shardctl.dtype import BY_NAME, BY_TORCH, STORAGES, DType
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.pickle_tree import Call, Global, Persistent, mapping
-from shardctl.manifest import Region, dense_strides
+from shardctl.formats.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
+from shardctl.manifest import Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -75,7 +75,7 @@ _FAR: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class TorchStorage:
     """A reference to a flat run of bytes elsewhere in the file."""
 
     key: str
@@ -98,10 +98,10 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StorageView:
     """A strided tensor over a storage."""
 
-    storage: Storage
+    storage: TorchStorage
     dtype: DType
     shape: tuple[int, ...]
     """In elements."""
@@ -114,7 +114,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedFile:
     """One file that torch.save wrote, read but for its tensors."""
 
     path: str
@@ -124,10 +124,10 @@ class Saved:
     """Absolute byte offset in the file and bytes of each storage, by key."""
     warnings: tuple[str, ...] = ()
     """What else is in the file, which torch does not read either."""
-    globals: tuple[Global, ...] = ()
+    globals: tuple[GlobalNode, ...] = ()
     """Every name that its pickle mentions."""
 
-    def region(self, view: View, name: str) -> Region:
+    def region(self, view: StorageView, name: str) -> Region:
         """Where a view's elements are in the file.
 
         Raises:
@@ -144,10 +144,10 @@ class Saved:
         return Region(self.path, start + view.offset, view.strides)
 
 
-def storage(node: Persistent, where: str) -> Storage:
+def parse_storage(node: PersistentNode, where: str) -> TorchStorage:
     """The storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
     match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
-        case ("storage", Global() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
+        case ("storage", GlobalNode() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
             view = rest[0] if rest else None
         case _:
             raise SourceError(f"{where} refers to something that is no storage")
@@ -163,10 +163,10 @@ def storage(node: Persistent, where: str) -> Storage:
                 end = min(begin + count * itemsize, end)
             case _:
                 raise SourceError(f"{where} has a malformed view of a storage")
-    return Storage(key, dtype, itemsize, numel, begin, end)
+    return TorchStorage(key, dtype, itemsize, numel, begin, end)
 
 
-def as_tensor(node: object, where: str) -> View | None:
+def as_tensor(node: object, where: str) -> StorageView | None:
     """The tensor that a node stands for; None if it is something else. `where` begins messages.
 
     Raises:
@@ -175,7 +175,7 @@ def as_tensor(node: object, where: str) -> View | None:
     """
     subclass = ""
     for depth in range(_WRAPPINGS):
-        if not isinstance(node, Call) or not _makes_tensor(node.function):
+        if not isinstance(node, CallNode) or not _makes_tensor(node.function):
             if depth:
                 raise UnsupportedError(f"{where} wraps something that shardctl does not know as a tensor")
             return None
@@ -184,19 +184,24 @@ def as_tensor(node: object, where: str) -> View | None:
             raise UnsupportedError(f"{where} {_UNREADABLE[function]}", hint="save its plain, full tensor instead")
         _check_unchanged(node, where)
         match function, args:
-            case (("torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor"), (Persistent(), _, _, _, *rest)):
-                source = storage(args[0], where)
-                return _view(source, source.dtype, (*args[1:4], rest[2:]), where, subclass)
-            case "torch._utils._rebuild_tensor_v3", (Persistent(), _, _, _, _, _, Global() as kind, *rest):
-                return _view(storage(args[0], where), _dtype(kind, where), (*args[1:4], rest), where, subclass)
+            case (
+                ("torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor"),
+                (PersistentNode(), _, _, _, *rest),
+            ):
+                source = parse_storage(args[0], where)
+                return _build_view(source, source.dtype, (*args[1:4], rest[2:]), where, subclass)
+            case "torch._utils._rebuild_tensor_v3", (PersistentNode(), _, _, _, _, _, GlobalNode() as kind, *rest):
+                return _build_view(
+                    parse_storage(args[0], where), _parse_dtype(kind, where), (*args[1:4], rest), where, subclass
+                )
             case (("torch._utils._rebuild_parameter" | "torch._utils._rebuild_parameter_with_state"), (inner, *rest)):
                 _check_state(rest[2:], where)
                 node = inner
             case (
                 ("torch._tensor._rebuild_from_type_v2" | "torch._tensor._rebuild_from_type"),
                 (
-                    Global() as inner_function,
-                    Global() as kind,
+                    GlobalNode() as inner_function,
+                    GlobalNode() as kind,
                     tuple() as inner_args,
                     *rest,
                 ),
@@ -204,7 +209,7 @@ def as_tensor(node: object, where: str) -> View | None:
                 if function.endswith("_v2") and str(kind) in _PLAIN:
                     _check_state(rest, where)
                 subclass = subclass if str(kind) in _PLAIN else str(kind)
-                node = Call(inner_function, inner_args)
+                node = CallNode(inner_function, inner_args)
             case _:
                 raise UnsupportedError(
                     f"{where} is made by {function} in a way that shardctl does not know",
@@ -213,7 +218,7 @@ def as_tensor(node: object, where: str) -> View | None:
     raise SourceError(f"{where} is wrapped more than {_WRAPPINGS} times")
 
 
-def check_storages(persistents: Iterable[Persistent], path: str) -> None:
+def check_storages(persistents: Iterable[PersistentNode], path: str) -> None:
     """Raise SourceError if two mentions of a storage differ: torch believes the first of them, for all.
 
     Storages without bytes are made anew at each mention, so their types may differ. A view of a storage, as legacy
@@ -222,13 +227,13 @@ def check_storages(persistents: Iterable[Persistent], path: str) -> None:
     known: dict[str, tuple[Any, ...]] = {}
     for node in persistents:
         match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
-            case ("storage", Global() as kind, str() as key, str() as location, int() as numel):
+            case ("storage", GlobalNode() as kind, str() as key, str() as location, int() as numel):
                 views: tuple[Any, ...] = ()
-            case ("storage", Global() as kind, str() as key, str() as location, int() as numel, None):
+            case ("storage", GlobalNode() as kind, str() as key, str() as location, int() as numel, None):
                 views = ()
             case (
                 "storage",
-                Global() as kind,
+                GlobalNode() as kind,
                 str() as key,
                 str() as location,
                 int() as numel,
@@ -255,14 +260,14 @@ def _check_mention(known: dict[str, tuple[Any, ...]], key: str, meant: tuple[Any
 
 def _makes_tensor(function: object) -> bool:
     """Whether a call of this makes a tensor in torch, be it one that is read here or not."""
-    if not isinstance(function, Global) or not function.module.startswith("torch"):
+    if not isinstance(function, GlobalNode) or not function.module.startswith("torch"):
         return False
     if function.module in _REBUILDERS:
         return function.name.startswith("_rebuild_")
     return function.name.endswith(_CLASSES) or str(function) in _UNREADABLE
 
 
-def _check_unchanged(node: Call, where: str) -> None:
+def _check_unchanged(node: CallNode, where: str) -> None:
     """Raise SourceError if something is set on a tensor after it is made: torch would give it other elements."""
     if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
         raise SourceError(
@@ -278,32 +283,34 @@ def _check_state(rest: Sequence[Any], where: str) -> None:
     state = rest[0] if rest else None
     parts = state if isinstance(state, tuple) and len(state) <= 2 else (state,)  # noqa: PLR2004 - dict and slots
     for part in parts:
-        attributes = mapping(part) if part is not None else {}
+        attributes = as_mapping(part) if part is not None else {}
         if attributes is None or not _SET_BYTES.isdisjoint(attributes):
             raise SourceError(
                 f"{where} has a state that gives it other elements", hint="torch.save never writes such a state"
             )
 
 
-def _dtype(kind: Global, where: str) -> DType:
+def _parse_dtype(kind: GlobalNode, where: str) -> DType:
     dtype = BY_TORCH.get(kind.name) if kind.module == "torch" else None
     if dtype is None:
         raise UnsupportedError(f"{where} has the type {kind}, which safetensors cannot hold")
     return dtype
 
 
-def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str, subclass: str) -> View:
+def _build_view(
+    source: TorchStorage, dtype: DType | None, args: Sequence[Any], where: str, subclass: str
+) -> StorageView:
     first, size, stride, metadata = args
     if dtype is None:
         raise UnsupportedError(f"{where} has elements of a type that safetensors cannot hold")
-    if metadata and mapping(metadata[0]) != {} and metadata[0] is not None:
+    if metadata and as_mapping(metadata[0]) != {} and metadata[0] is not None:
         raise UnsupportedError(
             f"{where} is lazily conjugated or negated, so its bytes are not its values",
             hint="save x.resolve_conj().resolve_neg() instead",
         )
-    extents, steps = _integers(size, where), _integers(stride, where)
+    extents, steps = _parse_sizes(size, where), _parse_sizes(stride, where)
     if type(first) is not int or not 0 <= first < _FAR or len(extents) != len(steps):
-        _malformed(where)
+        _raise_malformed(where)
     unit = dtype.unit_bytes
     offset = source.begin + first * unit
     reach = offset + unit + sum((extent - 1) * step * unit for extent, step in zip(extents, steps, strict=True))
@@ -320,14 +327,14 @@ def _view(source: Storage, dtype: DType | None, args: Sequence[Any], where: str,
         shape = (*shape[:-1], shape[-1] * dtype.unit_elements)
     strides = tuple(
         step * unit if extent > 1 else dense
-        for extent, step, dense in zip(extents, steps, dense_strides(dtype, shape), strict=True)
+        for extent, step, dense in zip(extents, steps, compute_dense_strides(dtype, shape), strict=True)
     )
-    return View(source, dtype, shape, offset, strides, subclass)
+    return StorageView(source, dtype, shape, offset, strides, subclass)
 
 
-def sizes(node: object) -> tuple[int, ...] | None:
+def as_sizes(node: object) -> tuple[int, ...] | None:
     """The extents, strides or offsets in a tuple, a list or a `torch.Size` of them; None for anything else."""
-    if isinstance(node, Call) and str(node.function) == "torch.Size" and len(node.args) == 1:
+    if isinstance(node, CallNode) and str(node.function) == "torch.Size" and len(node.args) == 1:
         if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
             return None
         node = node.args[0]
@@ -336,12 +343,12 @@ def sizes(node: object) -> tuple[int, ...] | None:
     return tuple(node) if all(type(n) is int and 0 <= n < _FAR for n in node) else None
 
 
-def _integers(node: object, where: str) -> tuple[int, ...]:
-    found = sizes(node)
+def _parse_sizes(node: object, where: str) -> tuple[int, ...]:
+    found = as_sizes(node)
     if found is None:
-        _malformed(where)
+        _raise_malformed(where)
     return found
 
 
-def _malformed(where: str) -> NoReturn:
+def _raise_malformed(where: str) -> NoReturn:
     raise SourceError(f"{where} has an offset, shape or strides that are negative or malformed")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError, some
+from shardctl.errors import HostileError, SourceError, UnsupportedError, format_first_few
 from shardctl.formats.pickle_budget import budget_of
-from shardctl.formats.pickle_machine import load
-from shardctl.formats.torch_tensors import Saved, check_storages
+from shardctl.formats.pickle_machine import parse_pickle
+from shardctl.formats.torch_tensors import SavedFile, check_storages
 from shardctl.formats.zip_records import read_archive, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.formats.pickle_tree import Pickle
-    from shardctl.formats.zip_records import Record
+    from shardctl.formats.pickle_tree import ParsedPickle
+    from shardctl.formats.zip_records import ZipRecord
     from shardctl.storage import Source
 
 LARGEST_PICKLE: Final = 128 << 20
@@ -31,7 +31,7 @@ _KEY: Final = 2
 """Where in a persistent id the key of a storage is."""
 
 
-def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = None) -> Saved:
+def read_torch_zip(source: Source, path: str, *, start: int = 0, size: int | None = None) -> SavedFile:
     """Read the archive in `size` bytes (default: the rest) of a file from byte `start`, but for its storages.
 
     Raises:
@@ -60,17 +60,17 @@ def read_zip(source: Source, path: str, *, start: int = 0, size: int | None = No
             raise SourceError(f"{path} has the byte order {found!r}, which is neither little nor big")
     if pickle.size > LARGEST_PICKLE:
         raise HostileError(f"{path} has a pickle of {pickle.size:,} bytes; more than {LARGEST_PICKLE:,} are not read")
-    saved = load(read_record(source, path, pickle), f"{path} (data.pkl)", budget=budget_of(source))
+    saved = parse_pickle(read_record(source, path, pickle), f"{path} (data.pkl)", budget=budget_of(source))
     check_storages(saved.persistents, path)
     extents = {
         name.removeprefix(_DATA): (record.offset, record.size)
         for name, record in records.items()
         if name.startswith(_DATA)
     }
-    return Saved(path, saved.value, extents, tuple(_left_behind(path, records, saved)), saved.globals)
+    return SavedFile(path, saved.value, extents, tuple(_left_behind(path, records, saved)), saved.globals)
 
 
-def _left_behind(path: str, records: Mapping[str, Record], saved: Pickle) -> Iterator[str]:
+def _left_behind(path: str, records: Mapping[str, ZipRecord], saved: ParsedPickle) -> Iterator[str]:
     """What is in the archive and means nothing to torch."""
     more = records["data.pkl"].size - saved.end
     if more:
@@ -79,4 +79,7 @@ def _left_behind(path: str, records: Mapping[str, Record], saved: Pickle) -> Ite
     used = {f"{_DATA}{key}" for key in keys if isinstance(key, str)}
     unused = [name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER)]
     if unused:
-        yield f"{path}: records that nothing in the pickle refers to are left behind: {some(map(ascii, unused))}"
+        yield (
+            f"{path}: records that nothing in the pickle refers to are left behind: "
+            f"{format_first_few(map(ascii, unused))}"
+        )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """A stored record."""
 
     name: str
@@ -59,39 +59,40 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class ZipArchive:
     """All records of an archive."""
 
     path: str
     root: str
     """The one folder that all records lie in."""
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     """By name, in the order of the directory."""
     directory: int
     """Absolute byte offset of the directory."""
 
 
-def read_record(source: Source, path: str, record: Record) -> bytes:
+def read_record(source: Source, path: str, record: ZipRecord) -> bytes:
     """Read the whole data of a record of the file `path`.
 
     Raises SourceError if its CRC-32 is not the one that the archive states.
     """
-    data = read(source, path, record.offset, record.size)
+    data = read_bytes(source, path, record.offset, record.size)
     if record.crc and zlib.crc32(data) != record.crc:
         raise SourceError(
-            f"{path}: {record_damage(record.name, zlib.crc32(data), record.crc)}", hint="fetch or copy the file again"
+            f"{path}: {describe_record_damage(record.name, zlib.crc32(data), record.crc)}",
+            hint="fetch or copy the file again",
         )
     return data
 
 
-def record_damage(name: str, found: int, stated: int, holds: str = "") -> str:
+def describe_record_damage(name: str, found: int, stated: int, holds: str = "") -> str:
     """What messages say of a record whose bytes are not the ones that were written; `holds` is what it is for."""
-    what = f"the record {_shown(name.encode())}{f' ({holds})' if holds else ''}"
+    what = f"the record {_format_record_name(name.encode())}{f' ({holds})' if holds else ''}"
     return f"{what} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _DirectoryEntry:
     """What the central directory says of a record."""
 
     full: bytes
@@ -103,7 +104,7 @@ class _Entry:
     """Offset of the local header from the archive's start."""
 
 
-def read_archive(source: Source, path: str, *, start: int = 0, size: int | None = None) -> Archive:
+def read_archive(source: Source, path: str, *, start: int = 0, size: int | None = None) -> ZipArchive:
     """Read the directory of the archive in `size` bytes (default: the rest) of a file from byte `start`.
 
     Raises:
@@ -113,25 +114,25 @@ def read_archive(source: Source, path: str, *, start: int = 0, size: int | None 
     """
     if size is None:
         size = source.files()[path].size - start
-    return _Reader(source, path, start, size).archive()
+    return _ZipReader(source, path, start, size).archive()
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ZipReader:
     source: Source
     path: str
     start: int
     size: int
 
-    def archive(self) -> Archive:
+    def archive(self) -> ZipArchive:
         first, length, count = self._end()
         entries = list(self._entries(self._read(first, length), count))
         names, root = self._names(entries)
         records = self._locate(entries, names, first)
-        return Archive(self.path, root, records, self.start + first)
+        return ZipArchive(self.path, root, records, self.start + first)
 
     def _read(self, offset: int, size: int) -> bytes:
-        return read(self.source, self.path, self.start + offset, size)
+        return read_bytes(self.source, self.path, self.start + offset, size)
 
     def _refuse(self, what: str, hint: str | None = None) -> NoReturn:
         raise SourceError(f"{self.path}: the zip archive {what}", hint=hint)
@@ -178,7 +179,7 @@ class _Reader:
 
     # The directory
 
-    def _entries(self, directory: bytes, count: int) -> Iterator[_Entry]:
+    def _entries(self, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
         at = 0
         for _ in range(count):
             if at + _CENTRAL.size > len(directory):
@@ -195,7 +196,7 @@ class _Reader:
             if disk:
                 raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
             self._check_stored(full, flags, method, packed, size)
-            yield _Entry(full, flags, method, crc, size, header)
+            yield _DirectoryEntry(full, flags, method, crc, size, header)
         if at != len(directory):
             self._refuse(f"has more records than the {count:,} it declares")
 
@@ -207,31 +208,31 @@ class _Reader:
             kind, length = struct.unpack_from("<2H", extra, at)
             if kind == 1:
                 if wide:
-                    self._refuse(f"has two zip64 fields for {_shown(full)}")
+                    self._refuse(f"has two zip64 fields for {_format_record_name(full)}")
                 wide = extra[at + 4 : at + 4 + length]
             at += 4 + length
         if at != len(extra):
-            self._refuse(f"has a malformed extra field for {_shown(full)}")
+            self._refuse(f"has a malformed extra field for {_format_record_name(full)}")
         needed = values.count(_FULL4)
         if len(wide) < 8 * needed:
-            self._refuse(f"lacks the zip64 field of {_shown(full)}")
+            self._refuse(f"lacks the zip64 field of {_format_record_name(full)}")
         replacements = iter(struct.unpack_from(f"<{needed}Q", wide))
         return [next(replacements) if value == _FULL4 else value for value in values]
 
     def _check_stored(self, full: bytes, flags: int, method: int, packed: int, size: int) -> None:
         if flags & _ENCRYPTED:
-            raise UnsupportedError(f"{self.path}: record {_shown(full)} is encrypted")
+            raise UnsupportedError(f"{self.path}: record {_format_record_name(full)} is encrypted")
         if method:
             raise UnsupportedError(
-                f"{self.path}: record {_shown(full)} is compressed (zip method {method})",
+                f"{self.path}: record {_format_record_name(full)} is compressed (zip method {method})",
                 hint="parts of it cannot be read alone; load the file and save it again with torch.save",
             )
         if packed != size:
-            self._refuse(f"declares two sizes for {_shown(full)}: {packed:,} and {size:,}")
+            self._refuse(f"declares two sizes for {_format_record_name(full)}: {packed:,} and {size:,}")
 
     # Names
 
-    def _names(self, entries: Sequence[_Entry]) -> tuple[list[str], str]:
+    def _names(self, entries: Sequence[_DirectoryEntry]) -> tuple[list[str], str]:
         """The name of each entry below the root, and the root; empty for entries that are folders."""
         names: list[str] = []
         roots: dict[str, bytes] = {}
@@ -240,30 +241,35 @@ class _Reader:
             try:
                 full = entry.full.decode()
             except UnicodeDecodeError:
-                self._refuse(f"has the record name {_shown(entry.full)}, which is not UTF-8")
+                self._refuse(f"has the record name {_format_record_name(entry.full)}, which is not UTF-8")
             folder = full.endswith("/") and not entry.size
             parts = full.removesuffix("/" if folder else "").split("/")
             if not {"", ".", ".."}.isdisjoint(parts) or "\\" in full or "\0" in full or _DRIVE.match(full):
                 raise HostileError(
-                    f"{self.path}: the zip archive has the record {_shown(entry.full)}, which may leave its folder",
+                    f"{self.path}: the zip archive has the record {_format_record_name(entry.full)}, which "
+                    "may leave its folder",
                     hint="torch.save never writes such a name; do not unpack this file",
                 )
             key = "/".join(parts).lower()  # torch looks names up without regard to case
             if key in seen:
-                self._refuse(f"has the record {_shown(entry.full)} twice")
+                self._refuse(f"has the record {_format_record_name(entry.full)} twice")
             seen.add(key)
             if len(parts) == 1 and not folder:
-                self._refuse(f"has the record {_shown(entry.full)} outside of any folder, unlike torch.save")
+                self._refuse(
+                    f"has the record {_format_record_name(entry.full)} outside of any folder, unlike torch.save"
+                )
             roots.setdefault(parts[0], entry.full)
             if len(roots) > 1:
-                self._refuse(f"has records in more than one folder: {' and '.join(map(_shown, roots.values()))}")
+                self._refuse(
+                    f"has records in more than one folder: {' and '.join(map(_format_record_name, roots.values()))}"
+                )
             names.append("" if folder else "/".join(parts[1:]))
         return names, next(iter(roots), "")
 
     # Local headers: where the data is
 
-    def _locate(self, entries: Sequence[_Entry], names: Sequence[str], directory: int) -> dict[str, Record]:
-        found: dict[str, Record] = {}
+    def _locate(self, entries: Sequence[_DirectoryEntry], names: Sequence[str], directory: int) -> dict[str, ZipRecord]:
+        found: dict[str, ZipRecord] = {}
         order = sorted(range(len(entries)), key=lambda i: entries[i].header)
         free = 0
         for i, header in zip(order, self._headers([entries[i] for i in order], directory), strict=True):
@@ -271,15 +277,16 @@ class _Reader:
             data = entry.header + self._check_local(entry, header)
             if entry.header < free or data + entry.size > directory:
                 raise HostileError(
-                    f"{self.path}: the zip archive has record {_shown(entry.full)} overlap another or the directory",
+                    f"{self.path}: the zip archive has record {_format_record_name(entry.full)} overlap "
+                    "another or the directory",
                     hint="no writer does this; it makes small files unpack to huge ones",
                 )
             free = data + entry.size
             if names[i]:
-                found[names[i]] = Record(names[i], self.start + data, entry.size, entry.crc)
+                found[names[i]] = ZipRecord(names[i], self.start + data, entry.size, entry.crc)
         return {name: found[name] for name in names if name}
 
-    def _headers(self, entries: Sequence[_Entry], directory: int) -> Iterator[bytes]:
+    def _headers(self, entries: Sequence[_DirectoryEntry], directory: int) -> Iterator[bytes]:
         """The local header of each entry with its name; neighbours share a read."""
         sizes = ((entry.header, _LOCAL.size + len(entry.full)) for entry in entries)
         self.source.expect((self.path, self.start + at, size) for at, size in sizes if at + size <= directory)
@@ -288,7 +295,8 @@ class _Reader:
             end = entry.header + _LOCAL.size + len(entry.full)
             if end > directory:
                 self._refuse(
-                    f"has the header of {_shown(entry.full)} at byte {entry.header:,}, inside or after its directory"
+                    f"has the header of {_format_record_name(entry.full)} at byte {entry.header:,}, inside "
+                    "or after its directory"
                 )
             if end > base + len(run):
                 base = entry.header
@@ -300,7 +308,7 @@ class _Reader:
                 run = self._read(base, end - base)
             yield run[entry.header - base : entry.header - base + _LOCAL.size + len(entry.full)]
 
-    def _check_local(self, entry: _Entry, header: bytes) -> int:
+    def _check_local(self, entry: _DirectoryEntry, header: bytes) -> int:
         """The length of the local header with its extra field, once it agrees with the directory."""
         signature, _, flags, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
         later = bool(flags & _DESCRIPTOR)
@@ -315,11 +323,12 @@ class _Reader:
         )
         if not agrees:
             self._refuse(
-                f"describes record {_shown(entry.full)} in two ways, in its directory and at byte {entry.header:,}"
+                f"describes record {_format_record_name(entry.full)} in two ways, in its directory and at "
+                f"byte {entry.header:,}"
             )
         return _LOCAL.size + len(entry.full) + int(extra)
 
 
-def _shown(name: bytes) -> str:
+def _format_record_name(name: bytes) -> str:
     """A record's name for a message: quoted, escaped and short."""
     return ascii(name[:100].decode("utf-8", "replace"))

@@ -6,24 +6,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, disjoint
-from shardctl.errors import CutError, UnsupportedError, some
-from shardctl.manifest import Chunk, Manifest, Region, dense_strides
+from shardctl.box import Box, make_disjoint
+from shardctl.errors import CutError, UnsupportedError, format_first_few
+from shardctl.manifest import Chunk, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
-    from shardctl.manifest import File
+    from shardctl.manifest import CheckpointFile
     from shardctl.mesh import Mesh
     from shardctl.models import Model
-    from shardctl.schemas.composite import Entry
+    from shardctl.schemas.composite import SchemaEntry
     from shardctl.schemas.schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class PackRequest:
     """What is asked of a layout whose arrays another library defines."""
 
     have: Manifest
@@ -48,13 +48,13 @@ class Layout:
 
     name: str
     """What `--to` accepts."""
-    pack: Callable[[Order], Manifest]
+    pack: Callable[[PackRequest], Manifest]
     """The files for an order, yet to be written.
 
-    Raises as `composed` and `target`, and UsageError for options or a mesh that the layout cannot have.
+    Raises as `compose_arrays` and `build_manifest`, and UsageError for options or a mesh that the layout cannot have.
     """
     schema: Schema
-    prefix: Callable[[Dialect, int], str]
+    prefix: Callable[[LibraryDialect, int], str]
     """What the paths of the files of one of the mesh's ranks begin with, if it has any."""
     options: frozenset[str] = frozenset()
     """Those of `Order.options` that mean something to it."""
@@ -63,10 +63,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Composed:
+class ComposedArray:
     """One array of a rank's file: what an `Array` is for layouts of the model's own tensors."""
 
-    entry: Entry
+    entry: SchemaEntry
     dtype: DType
 
     @property
@@ -99,27 +99,27 @@ class Composed:
     def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
         """What each tensor has in the array, which is stored densely from where `region` begins."""
         content = self.entry.content
-        where = replace(region, strides=dense_strides(self.dtype, content.shape))
+        where = replace(region, strides=compute_dense_strides(self.dtype, content.shape))
         stored = Chunk(Box.whole(content.shape), self.dtype, where, self.name)
         return content.pulled(stored)
 
 
-def composed(order: Order, schema: Schema, dialect: Dialect) -> dict[int, list[Composed]]:
+def compose_arrays(order: PackRequest, schema: Schema, dialect: LibraryDialect) -> dict[int, list[ComposedArray]]:
     """The arrays of every rank that has some.
 
     Raises as `Schema.arrays`, and UnsupportedError, by name, for a tensor that was filtered out, or tensors of several
     types in one array.
     """
-    arrays: dict[int, list[Composed]] = {rank: [] for rank in dialect.ranks}
+    arrays: dict[int, list[ComposedArray]] = {rank: [] for rank in dialect.ranks}
     for rank, entry in schema.arrays(order.model, dialect):
-        arrays[rank].append(_composed(order, schema, entry))
+        arrays[rank].append(_compose_array(order, schema, entry))
     return arrays
 
 
-def _composed(order: Order, schema: Schema, entry: Entry) -> Composed:
+def _compose_array(order: PackRequest, schema: Schema, entry: SchemaEntry) -> ComposedArray:
     if entry.constant is not None:
         assert entry.dtype is not None  # noqa: S101 - as an entry promises
-        return Composed(entry, entry.dtype)
+        return ComposedArray(entry, entry.dtype)
     for piece in entry.content.pieces:
         if piece.tensor not in order.have.tensors:
             raise UnsupportedError(f"{schema.title} needs every tensor, and {piece.tensor} is not there")
@@ -137,15 +137,15 @@ def _composed(order: Order, schema: Schema, entry: Entry) -> Composed:
     dtype = entry.dtype or next(iter(kinds))
     if dtype.unit_elements > 1:
         raise UnsupportedError(f"{entry.name}: {schema.title} is not written with weights of {dtype}")
-    return Composed(entry, dtype)
+    return ComposedArray(entry, dtype)
 
 
-def target(
+def build_manifest(
     layout: str,
-    order: Order,
+    order: PackRequest,
     schema: Schema,
-    dialect: Dialect,
-    files: Mapping[str, File],
+    dialect: LibraryDialect,
+    files: Mapping[str, CheckpointFile],
     stored: Iterable[tuple[str, Chunk]],
 ) -> Manifest:
     """The manifest of `files` in which the parts of tensors are `stored`.
@@ -163,18 +163,21 @@ def target(
         if not found and (row.buffer or row.optional):
             left += [] if row.buffer else [name]
             continue
-        if _stored(tuple(chunk.box for chunk in found)) != tensor.size:
+        if _count_stored_elements(tuple(chunk.box for chunk in found)) != tensor.size:
             what = "no place" if not found else "no place for all"
             raise UnsupportedError(f"{schema.title} has {what} for {name} of {order.model.architecture}")
         kinds = {chunk.dtype for chunk in found}
         if len(kinds) > 1:
             raise UnsupportedError(f"{name} would be stored as {' and as '.join(sorted(map(str, kinds)))}")
         tensors[name] = replace(tensor, dtype=found[0].dtype, chunks=found)
-    said = f"{some(left)} of layers that predict further tokens are left behind: {schema.title} has no place for them"
+    said = (
+        f"{format_first_few(left)} of layers that predict further tokens are left behind: {schema.title} has "
+        "no place for them"
+    )
     return Manifest(layout, tensors, files, order.have.objects, warnings=(said,) * bool(left), dialect=dialect)
 
 
 @lru_cache(maxsize=4096)
-def _stored(boxes: tuple[Box, ...]) -> int:
+def _count_stored_elements(boxes: tuple[Box, ...]) -> int:
     """How many elements are in at least one of the boxes; layers are alike."""
-    return sum(box.size for _, box in disjoint(boxes))
+    return sum(box.size for _, box in make_disjoint(boxes))

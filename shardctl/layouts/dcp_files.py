@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.layouts.pickle_writer import Made, Name, Object, Value, dump
-from shardctl.layouts.torch_item import tensor_item
-from shardctl.manifest import File, Region, dense_strides
+from shardctl.layouts.pickle_writer import PickleCall, PickleName, PickleObject, Value, encode_pickle
+from shardctl.layouts.torch_item import encode_tensor
+from shardctl.manifest import CheckpointFile, Region, compute_dense_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,16 +24,16 @@ METADATA: Final = ".metadata"
 VERSION: Final = "1.0.0"
 """Of the format; torch checks nothing of it."""
 _CLASSES: Final = "torch.distributed.checkpoint.metadata"
-_INFO: Final = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_INFO: Final = PickleName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
-def prefix(rank: int) -> str:
+def format_file_prefix(rank: int) -> str:
     """What the names of a rank's files begin with."""
     return f"__{rank}_"
 
 
 @dataclass(slots=True)
-class _Described:
+class _DescribedTensor:
     """A tensor that has items."""
 
     dtype: DType
@@ -45,10 +45,10 @@ class DcpFiles:
     """Collects items, and what the metadata says of them; `largest` bytes of tensors to a file, all in `folder`."""
 
     def __init__(self, largest: int, folder: str = "") -> None:
-        self.files: dict[str, File] = {}
+        self.files: dict[str, CheckpointFile] = {}
         self._largest = largest
         self._folder = folder
-        self._described: dict[str, _Described | None] = {}
+        self._described: dict[str, _DescribedTensor | None] = {}
         self._stored: dict[Value, Value] = {}
         self._rank = self._number = 0
         self._begin()
@@ -69,11 +69,11 @@ class DcpFiles:
         """The file as it is; one without items is none."""
         if self._size:
             path = self._folder + self._path
-            self.files[path] = File(path, self._size, tuple(self._literals), tuple(self._blanks))
+            self.files[path] = CheckpointFile(path, self._size, tuple(self._literals), tuple(self._blanks))
 
     @property
     def _path(self) -> str:
-        return f"{prefix(self._rank)}{self._number}.distcp"
+        return f"{format_file_prefix(self._rank)}{self._number}.distcp"
 
     def object(self, key: str, item: bytes) -> None:
         """An object, as `object_item` has it."""
@@ -87,7 +87,7 @@ class DcpFiles:
 
         The last `padding` bytes of it stay zero.
         """
-        known = self._described.setdefault(key, _Described(dtype, shape))
+        known = self._described.setdefault(key, _DescribedTensor(dtype, shape))
         if known is None or known.shape != shape or known.dtype != dtype:
             raise UnsupportedError(f"{key} would be the key of two entries")
         if box in known.boxes:
@@ -97,7 +97,7 @@ class DcpFiles:
             self._end()
             self._number += 1
             self._begin()
-        head, tail = tensor_item(dtype, box.shape)
+        head, tail = encode_tensor(dtype, box.shape)
         start = self._size + len(head)
         self._literals += [(self._size, head), (start + nbytes, tail)]
         if padding:
@@ -106,17 +106,17 @@ class DcpFiles:
         known.boxes[box] = None
         self._size = start + nbytes + len(tail)
         self._held += nbytes
-        return Region(self._folder + self._path, start, dense_strides(dtype, box.shape))
+        return Region(self._folder + self._path, start, compute_dense_strides(dtype, box.shape))
 
     def _note(self, key: str, origin: tuple[int, ...] | None, length: int, number: int | None) -> None:
         """Where the next item is."""
         index: dict[str, Value] = {"fqn": key, "index": number}
         if origin is not None:
-            index["offset"] = _size(origin)
+            index["offset"] = _build_torch_size(origin)
         place = {"relative_path": self._path, "offset": self._size, "length": length}
-        self._stored[Object(Name(_CLASSES, "MetadataIndex"), index)] = Object(_INFO, place)
+        self._stored[PickleObject(PickleName(_CLASSES, "MetadataIndex"), index)] = PickleObject(_INFO, place)
 
-    def finished(self, planner: Value) -> dict[str, File]:
+    def finished(self, planner: Value) -> dict[str, CheckpointFile]:
         """All files, the metadata last; without a `StorageMeta`, which older versions of torch do not know.
 
         `planner` is what the planner of torch's own saves keeps: the way to each value through the dicts that it was
@@ -129,33 +129,36 @@ class DcpFiles:
             "storage_data": self._stored,
             "version": VERSION,
         }
-        content = dump(Object(Name(_CLASSES, "Metadata"), state), 4)
+        content = encode_pickle(PickleObject(PickleName(_CLASSES, "Metadata"), state), 4)
         path = self._folder + METADATA
-        return {**self.files, path: File(path, len(content), ((0, content),))}
+        return {**self.files, path: CheckpointFile(path, len(content), ((0, content),))}
 
     def _descriptions(self) -> Iterator[tuple[str, Value]]:
         for key, known in self._described.items():
             if known is None:
-                yield key, Object(Name(_CLASSES, "BytesStorageMetadata"), {})
+                yield key, PickleObject(PickleName(_CLASSES, "BytesStorageMetadata"), {})
                 continue
             chunks = [
-                Object(Name(_CLASSES, "ChunkStorageMetadata"), {"offsets": _size(b.origin), "sizes": _size(b.shape)})
+                PickleObject(
+                    PickleName(_CLASSES, "ChunkStorageMetadata"),
+                    {"offsets": _build_torch_size(b.origin), "sizes": _build_torch_size(b.shape)},
+                )
                 for b in known.boxes
             ]
             properties = (
-                Name("torch", known.dtype.torch),
-                Made(Name("torch.serialization", "_get_layout"), ("torch.strided",)),
+                PickleName("torch", known.dtype.torch),
+                PickleCall(PickleName("torch.serialization", "_get_layout"), ("torch.strided",)),
                 False,
-                Made(Name(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,)),
+                PickleCall(PickleName(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,)),
                 False,
             )
             described = {
-                "properties": Object(Name(_CLASSES, "TensorProperties"), properties),
-                "size": _size(known.shape),
+                "properties": PickleObject(PickleName(_CLASSES, "TensorProperties"), properties),
+                "size": _build_torch_size(known.shape),
                 "chunks": chunks,
             }
-            yield key, Object(Name(_CLASSES, "TensorStorageMetadata"), described)
+            yield key, PickleObject(PickleName(_CLASSES, "TensorStorageMetadata"), described)
 
 
-def _size(extents: tuple[int, ...]) -> Made:
-    return Made(Name("torch", "Size"), (extents,))
+def _build_torch_size(extents: tuple[int, ...]) -> PickleCall:
+    return PickleCall(PickleName("torch", "Size"), (extents,))

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect, rank_prefix
+from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import CutError
-from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.composed import Layout, build_manifest, compose_arrays
 from shardctl.layouts.packing import FileBuilder
 from shardctl.mesh import Mesh
 from shardctl.schemas.deepseek_mp import NAME, SCHEMA
 
 if TYPE_CHECKING:
-    from shardctl.layouts.composed import Order
+    from shardctl.layouts.composed import PackRequest
     from shardctl.manifest import Manifest
 
 
-def pack(order: Order) -> Manifest:
+def pack_deepseek_mp(order: PackRequest) -> Manifest:
     """The file of every rank.
 
     Raises as `Layout.pack` says.
@@ -30,15 +30,17 @@ def pack(order: Order) -> Manifest:
     ranks = mesh.degree("tp")
     if mesh.world != ranks or mesh.ep not in (1, ranks):
         raise CutError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
-    dialect = Dialect(NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: rank_prefix(rank) for rank in range(ranks)})
+    dialect = LibraryDialect(
+        NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: format_rank_prefix(rank) for rank in range(ranks)}
+    )
     builder = FileBuilder({"format": "pt"})
-    for rank, arrays in composed(order, SCHEMA, dialect).items():
-        builder.add(f"{_prefix(dialect, rank)}safetensors", arrays)
-    return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
+        builder.add(f"{_format_file_prefix(dialect, rank)}safetensors", arrays)
+    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
-def _prefix(dialect: Dialect, rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"model{rank}-mp{dialect.mesh.world}."
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix)
+LAYOUT: Final = Layout(NAME, pack_deepseek_mp, SCHEMA, _format_file_prefix)

@@ -7,37 +7,37 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.record import RECORD
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.models.fusion import Fusion
+    from shardctl.models.fusion import TensorFusion
 
 EXPERTS: Final = ("keep", "fused", "split")
 """The forms of experts: as the source had them, as transformers 5 holds them, each with names of its own."""
 
 
-@value
-class Place:
+@value_class
+class FusedPlace:
     """Where in an array that holds several tensors one of them is."""
 
     array: str
     """The array's name."""
-    fusion: Fusion
+    fusion: TensorFusion
     position: int
     """The tensor's, among those of the fusion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ArrayForm:
     """The arrays of a checkpoint yet to be written."""
 
     names: Mapping[str, tuple[str, ...]]
     """By tensor: the arrays of its own, several for a tie."""
-    places: Mapping[str, Place]
+    places: Mapping[str, FusedPlace]
     """By tensor: its place in an array that it shares; then its names do not count."""
 
     def array(self, name: str) -> str:
@@ -46,9 +46,9 @@ class Form:
         return place.array if place is not None else next(iter(self.names.get(name, ())), name)
 
 
-def form(
-    have: Manifest, fusions: Mapping[str, Fusion], dtypes: Mapping[str, DType], *, experts: str, spelled: bool
-) -> Form:
+def choose_form(
+    have: Manifest, fusions: Mapping[str, TensorFusion], dtypes: Mapping[str, DType], *, experts: str, spelled: bool
+) -> ArrayForm:
     """The form that `experts` asks for.
 
     `spelled` keeps the source's own names, and its form; else both are those of the state dict of transformers' class.
@@ -56,12 +56,12 @@ def form(
     Raises UnsupportedError if the tensors of an array have several types.
     """
     names = {name: (spelled and tensor.spelling) or (name, *tensor.ties) for name, tensor in have.tensors.items()}
-    places: dict[str, Place] = {}
+    places: dict[str, FusedPlace] = {}
     for fusion in fusions.values():
         found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
         if not found:
             continue
-        stored = _stored_as(fusion, found)
+        stored = _find_stored_name(fusion, found)
         wanted = fusion.name if experts == "fused" or not spelled else stored
         if experts == "split" or len(found) < len(fusion.tensors) or wanted is None:
             if stored is not None or experts == "split":
@@ -70,12 +70,12 @@ def form(
             names[found[0].name] = (wanted,)
         else:
             _check_types(wanted, found, dtypes)
-            places |= {tensor.name: Place(wanted, fusion, n) for n, tensor in enumerate(found)}
+            places |= {tensor.name: FusedPlace(wanted, fusion, n) for n, tensor in enumerate(found)}
     _check_distinct(names, places)
-    return Form(names, places)
+    return ArrayForm(names, places)
 
 
-def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, Place]) -> None:
+def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, FusedPlace]) -> None:
     """Raise SourceError if two arrays would have one name, as a record says whose spellings are another tensor's."""
     owners = {place.array: name for name, place in places.items()}
     for name, arrays in names.items():
@@ -88,7 +88,7 @@ def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, P
                 )
 
 
-def _stored_as(fusion: Fusion, tensors: list[Tensor]) -> str | None:
+def _find_stored_name(fusion: TensorFusion, tensors: list[Tensor]) -> str | None:
     """The name of the one array in which the original checkpoint had them, or None if it had several."""
     spellings = {tensor.spelling for tensor in tensors}
     if len(spellings) > 1 or len(spelling := spellings.pop()) != 1:

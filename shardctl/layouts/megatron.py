@@ -11,26 +11,26 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import LibraryDialect
 from shardctl.errors import CutError, UsageError
-from shardctl.layouts.composed import Layout, composed, target
-from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, arguments
-from shardctl.layouts.torch_item import saved, tensor_value
-from shardctl.manifest import Chunk, File, Region
-from shardctl.models.config import Config
+from shardctl.layouts.composed import Layout, build_manifest, compose_arrays
+from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
+from shardctl.layouts.torch_item import build_archive, build_tensor_value
+from shardctl.manifest import CheckpointFile, Chunk, Region
+from shardctl.models.config import ModelConfig
 from shardctl.schemas import megatron
-from shardctl.schemas.composite import multiple
+from shardctl.schemas.composite import round_up_to_multiple
 from shardctl.schemas.megatron import SCHEMA, layers
 from shardctl.schemas.megatron.arguments import LAST_ROW
 from shardctl.schemas.megatron.layers import TITLE
-from shardctl.schemas.megatron.names import EXTRA_STATE, engine_name
-from shardctl.schemas.megatron.ranks import FILE, folders, least_mesh
+from shardctl.schemas.megatron.names import EXTRA_STATE, find_engine_name
+from shardctl.schemas.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.layouts.composed import Composed, Order
-    from shardctl.layouts.pickle_writer import Object, Value
+    from shardctl.layouts.composed import ComposedArray, PackRequest
+    from shardctl.layouts.pickle_writer import PickleObject, Value
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
@@ -46,7 +46,7 @@ _LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|output_layer)\.(weight|b
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MegatronOptions:
     """Which of Megatron-LM's layers are to load the files, and how it runs them."""
 
     local: bool = False
@@ -61,7 +61,7 @@ class Wanted:
     """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
 
     @classmethod
-    def parse(cls, text: str) -> Wanted:
+    def parse(cls, text: str) -> MegatronOptions:
         """From text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
         >>> Wanted.parse("layers=local,multiple=16")
@@ -87,20 +87,20 @@ class Wanted:
         )
 
 
-def pack(order: Order) -> Manifest:
+def pack_megatron(order: PackRequest) -> Manifest:
     """The file of every rank that has one of its own, and the tracker.
 
     Raises as `Layout.pack` says.
     """
     SCHEMA.check(order.model)
-    wanted = Wanted.parse(order.options.get(OPTION, ""))
-    mesh = _mesh(order)
-    counts = _counts(order, wanted)
-    names = dict(enumerate(folders(mesh)))
+    wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
+    mesh = _build_mesh(order)
+    counts = _count_chunk_layers(order, wanted)
+    names = dict(enumerate(list_mesh_folders(mesh)))
     tp, pp = mesh.degree("tp"), mesh.degree("pp")
-    embedding = layers.vocabulary(order.model)
-    padded = _padded(order.model.tensors[embedding].shape[0], tp, wanted)
-    dialect = Dialect(
+    embedding = layers.get_embedding_name(order.model)
+    padded = _compute_padded_rows(order.model.tensors[embedding].shape[0], tp, wanted)
+    dialect = LibraryDialect(
         megatron.NAME,
         mesh,
         {rank: f"{name}/" for rank, name in names.items()},
@@ -114,38 +114,38 @@ def pack(order: Order) -> Manifest:
             megatron.DTYPE: order.dtypes[embedding].name,
         },
     )
-    arguments = _arguments(order, wanted, dialect)
-    files: dict[str, File] = {}
+    arguments = _build_arguments(order, wanted, dialect)
+    files: dict[str, CheckpointFile] = {}
     stored: list[tuple[str, Chunk]] = []
-    for rank, arrays in composed(order, SCHEMA, dialect).items():
+    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
         path = f"{FOLDER}{names[rank]}/{FILE}"
-        files[path] = _file(path, arrays, _Namer(order, wanted), arguments, wanted, stored)
-    files[TRACKER] = File(TRACKER, len(b"release"), ((0, b"release"),))
-    return target(NAME, order, SCHEMA, dialect, files, stored)
+        files[path] = _build_file(path, arrays, _ArrayNamer(order, wanted), arguments, wanted, stored)
+    files[TRACKER] = CheckpointFile(TRACKER, len(b"release"), ((0, b"release"),))
+    return build_manifest(NAME, order, SCHEMA, dialect, files, stored)
 
 
-def _mesh(order: Order) -> Mesh:
+def _build_mesh(order: PackRequest) -> Mesh:
     """The mesh without replicas."""
     mesh = order.mesh
     if mesh.degree("fsdp") > 1:
         raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
     tp = mesh.degree("tp")
-    heads = Config(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
+    heads = ModelConfig(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
     if heads % tp:
         raise CutError(
             f"{TITLE} gives every tp rank as many attention heads, and {heads} have no {tp} equal parts",
             hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
         )
-    ep, etp = (mesh.ep, mesh.etp) if layers.experts(order.model) else (1, tp)
-    return least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
+    ep, etp = (mesh.ep, mesh.etp) if layers.count_experts(order.model) else (1, tp)
+    return build_least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
 
 
-def _padded(tokens: int, tp: int, wanted: Wanted) -> int:
+def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
     """Rows of the vocabulary with its padding.
 
     Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
     """
-    padded = multiple(tokens, wanted.multiple * tp)
+    padded = round_up_to_multiple(tokens, wanted.multiple * tp)
     if wanted.last_row and padded // tp * (tp - 1) >= tokens:
         raise CutError(
             f"padding {tokens} tokens to {padded} rows would leave ranks with copies of the last row alone",
@@ -154,14 +154,14 @@ def _padded(tokens: int, tp: int, wanted: Wanted) -> int:
     return padded
 
 
-def _counts(order: Order, wanted: Wanted) -> tuple[int, ...]:
+def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[int, ...]:
     """Layers of each chunk of each stage, as data flows."""
     stages = order.mesh.degree("pp")
     turns = stages * wanted.chunks
     if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
         raise UsageError(f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have as many layers")
     if order.stages is not None:
-        _first_and_last(order.stages)
+        _find_end_stages(order.stages)
         return order.stages
     each, rest = divmod(order.model.layers, turns)
     if rest:
@@ -172,7 +172,7 @@ def _counts(order: Order, wanted: Wanted) -> tuple[int, ...]:
     return (each,) * turns
 
 
-def _first_and_last(stages: Sequence[int]) -> tuple[int | None, int | None]:
+def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
     """What `--decoder-first-pipeline-num-layers` and its sibling are, if anything; raises CutError for other cuts."""
     middle = stages[1:-1]
     if len(set(middle)) > 1:
@@ -190,11 +190,11 @@ def _first_and_last(stages: Sequence[int]) -> tuple[int | None, int | None]:
     )
 
 
-def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
+def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: LibraryDialect) -> PickleObject:
     """The `args` of the run that might have written this."""
     counts = dialect.numbers(megatron.LAYERS)
     several = dialect.mesh.degree("pp") > 1
-    first, last = _first_and_last(counts) if wanted.chunks == 1 and several else (None, None)
+    first, last = _find_end_stages(counts) if wanted.chunks == 1 and several else (None, None)
     more: dict[str, Value] = {
         "encoder_num_layers": order.model.layers,
         "padded_vocab_size": dialect.number(megatron.VOCABULARY),
@@ -212,17 +212,17 @@ def _arguments(order: Order, wanted: Wanted, dialect: Dialect) -> Object:
         "use_legacy_models": False,
         "ckpt_format": "torch",
     }
-    return arguments(order, dialect.mesh, order.dtypes[layers.vocabulary(order.model)], more)
+    return build_arguments(order, dialect.mesh, order.dtypes[layers.get_embedding_name(order.model)], more)
 
 
-class _Namer:
+class _ArrayNamer:
     """The name that a layer which loads the files has for each array."""
 
-    def __init__(self, order: Order, wanted: Wanted) -> None:
+    def __init__(self, order: PackRequest, wanted: MegatronOptions) -> None:
         self._wanted = wanted
         self._latent = any(name.endswith("kv_b_proj.weight") for name in order.model.tensors)
 
-    def __call__(self, arrays: Sequence[Composed]) -> Iterator[tuple[str, str, Composed]]:
+    def __call__(self, arrays: Sequence[ComposedArray]) -> Iterator[tuple[str, str, ComposedArray]]:
         """The chunk's key, the name and the array of each."""
         routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
         for array in arrays:
@@ -230,25 +230,25 @@ class _Namer:
             layer = array.name.partition(".mlp.")[0].partition(".pre_mlp_layernorm.")[0]
             if not self._wanted.local:
                 experts = layer in routed
-                name = engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
+                name = find_engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
             yield chunk or "model", name, array
 
 
-def _file(
+def _build_file(
     path: str,
-    arrays: Sequence[Composed],
-    namer: _Namer,
-    arguments: Object,
-    wanted: Wanted,
+    arrays: Sequence[ComposedArray],
+    namer: _ArrayNamer,
+    arguments: PickleObject,
+    wanted: MegatronOptions,
     stored: list[tuple[str, Chunk]],
-) -> File:
+) -> CheckpointFile:
     """A rank's file; what it holds of each tensor is added to `stored`."""
     models: dict[str, dict[str, Value]] = {}
     names: list[str] = []
     for number, (chunk, name, array) in enumerate(namer(arrays)):
         names.append(name)
         model = models.setdefault(chunk, {})
-        model[name] = tensor_value(array.dtype, array.box.shape, number)
+        model[name] = build_tensor_value(array.dtype, array.box.shape, number)
         linear = _LINEAR.fullmatch(name) if wanted.local else None
         if linear is not None:
             extra = f"{linear[1] or ''}{linear[2]}.{EXTRA_STATE}"
@@ -259,7 +259,7 @@ def _file(
             if "decoder.final_layernorm.weight" in model:
                 model.setdefault(f"output_layer.{EXTRA_STATE}", None)
     value: dict[str, Value] = {"args": arguments, "checkpoint_version": VERSION, "iteration": 0, **models}
-    item = saved({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
+    item = build_archive({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
     literals, blanks = list(item.literals), []
     for name, array, start in zip(names, arrays, item.starts, strict=True):
         if array.constant is not None:
@@ -269,11 +269,11 @@ def _file(
             blanks.append((start + array.nbytes - array.padding, array.padding))
         for tensor, part in array.chunks(Region(path, start, ())):
             stored.append((tensor, Chunk(part.box, part.dtype, part.where, name, part.affine)))
-    return File(path, item.size, tuple(literals), tuple(blanks))
+    return CheckpointFile(path, item.size, tuple(literals), tuple(blanks))
 
 
-def _prefix(dialect: Dialect, rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"{FOLDER}{dialect.ranks.get(rank, '?/')}"
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({OPTION}))
+LAYOUT: Final = Layout(NAME, pack_megatron, SCHEMA, _format_file_prefix, frozenset({OPTION}))

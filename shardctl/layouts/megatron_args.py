@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.layouts.pickle_writer import Name, Object
-from shardctl.schemas.megatron.arguments import arguments_of
-from shardctl.schemas.megatron.layers import vocabulary
+from shardctl.layouts.pickle_writer import PickleName, PickleObject
+from shardctl.schemas.megatron.arguments import convert_config_to_arguments
+from shardctl.schemas.megatron.layers import get_embedding_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dtype import DType
-    from shardctl.layouts.composed import Order
+    from shardctl.layouts.composed import PackRequest
     from shardctl.layouts.pickle_writer import Value
     from shardctl.mesh import Mesh
 
@@ -26,17 +26,17 @@ DIVISIBLE: Final = 128
 (`_vocab_size_with_padding`)."""
 
 
-def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> Object:
+def build_arguments(order: PackRequest, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> PickleObject:
     """The namespace for a model on a mesh whose weights are of `dtype`; `more` is what one format has beside.
 
     Raises UnsupportedError for a model that Megatron-LM's arguments cannot say.
     """
     said: dict[str, Value] = {
         name: list(value) if isinstance(value, tuple) and name == "moe_layer_freq" else value
-        for name, value in arguments_of(order.config, order.model).items()
+        for name, value in convert_config_to_arguments(order.config, order.model).items()
     }
     said |= {
-        "vocab_size": order.model.tensors[vocabulary(order.model)].shape[0],
+        "vocab_size": order.model.tensors[get_embedding_name(order.model)].shape[0],
         "seq_length": said["max_position_embeddings"],
         "tensor_model_parallel_size": mesh.degree("tp"),
         "pipeline_model_parallel_size": mesh.degree("pp"),
@@ -46,7 +46,7 @@ def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value])
         "expert_tensor_parallel_size": mesh.etp,
         "data_parallel_size": mesh.degree("dp") * mesh.degree("fsdp"),
         "world_size": mesh.world,
-        "params_dtype": Name("torch", dtype.torch),
+        "params_dtype": PickleName("torch", dtype.torch),
         "bf16": dtype.name == "BF16",
         "fp16": dtype.name == "F16",
         "iteration": 0,
@@ -54,4 +54,4 @@ def arguments(order: Order, mesh: Mesh, dtype: DType, more: Mapping[str, Value])
         "consumed_valid_samples": 0,
         **more,
     }
-    return Object(Name("argparse", "Namespace"), said)
+    return PickleObject(PickleName("argparse", "Namespace"), said)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.layouts.torch_item import saved, tensor_value
-from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
-from shardctl.models.meta_names import in_metas_order, metas_name
-from shardctl.models.rope import rope
+from shardctl.layouts.torch_item import build_archive, build_tensor_value
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
+from shardctl.models.meta_names import find_meta_name, split_meta_rows
+from shardctl.models.rope import parse_rope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
     from shardctl.models import Model
-    from shardctl.pieces import Placed
+    from shardctl.pieces import PlacedCheckpoint
 
 NAME: Final = "meta"
 PARAMS: Final = "params.json"
@@ -35,8 +35,12 @@ _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
 
 
-def pack(
-    have: Manifest, placed: Placed | None, dtypes: Mapping[str, DType], model: Model, config: Mapping[str, object]
+def pack_meta(
+    have: Manifest,
+    placed: PlacedCheckpoint | None,
+    dtypes: Mapping[str, DType],
+    model: Model,
+    config: Mapping[str, object],
 ) -> Manifest:
     """The file of every tp rank, or of the only one.
 
@@ -46,26 +50,26 @@ def pack(
     """
     if model.family != "llama":
         raise UnsupportedError(f"Meta's code is for Llama 2 and 3, not for {model.architecture or 'this model'}")
-    theta, positions = _rope(config)
-    content = (json.dumps(_params(config, model, have, positions), indent=2) + "\n").encode()
-    names = {t.name: [_named(name, model) for name in (t.name, *t.ties)] for t in have.tensors.values()}
+    theta, positions = _describe_rope(config)
+    content = (json.dumps(_build_params(config, model, have, positions), indent=2) + "\n").encode()
+    names = {t.name: [_name_for_meta(name, model) for name in (t.name, *t.ties)] for t in have.tensors.values()}
     if placed is not None and placed.mesh.degree("tp") != placed.mesh.world:
         raise CutError(f"Meta's files are those of tp ranks, but the mesh is {placed.mesh}", hint="use --tp alone")
     builder: dict[str, list[Chunk]] = {}
-    files: dict[str, File] = {}
+    files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
-    for rank, held in _ranks(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
-        path = f"{prefix(rank)}pth"
+    for rank, held in _list_rank_boxes(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
+        path = f"{format_file_prefix(rank)}pth"
         arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]
-        state = {n: tensor_value(dtypes[t.name], box.shape, number) for number, (n, t, box) in enumerate(arrays)}
-        item = saved(state, sizes)
+        state = {n: build_tensor_value(dtypes[t.name], box.shape, number) for number, (n, t, box) in enumerate(arrays)}
+        item = build_archive(state, sizes)
         for (name, tensor, box), start in zip(arrays, item.starts, strict=True):
             dtype = dtypes[tensor.name]
-            stored = Chunk(box, dtype, Region(path, start, dense_strides(dtype, box.shape)), name)
-            builder.setdefault(tensor.name, []).extend(in_metas_order(model, tensor.name, stored))
-        files[path] = File(path, item.size, item.literals)
-    files[PARAMS] = File(PARAMS, len(content), ((0, content),))
+            stored = Chunk(box, dtype, Region(path, start, compute_dense_strides(dtype, box.shape)), name)
+            builder.setdefault(tensor.name, []).extend(split_meta_rows(model, tensor.name, stored))
+        files[path] = CheckpointFile(path, item.size, item.literals)
+    files[PARAMS] = CheckpointFile(PARAMS, len(content), ((0, content),))
     tensors = {
         name: replace(tensor, dtype=dtypes[name], chunks=tuple(builder.get(name, ())))
         for name, tensor in have.tensors.items()
@@ -73,12 +77,14 @@ def pack(
     return Manifest(NAME, tensors, files, have.objects)
 
 
-def prefix(rank: int) -> str:
+def format_file_prefix(rank: int) -> str:
     """What the name of a rank's file begins with."""
     return f"consolidated.{rank:02d}."
 
 
-def _ranks(have: Manifest, placed: Placed | None, *, hidden: bool) -> Iterator[tuple[int, list[tuple[Tensor, Box]]]]:
+def _list_rank_boxes(
+    have: Manifest, placed: PlacedCheckpoint | None, *, hidden: bool
+) -> Iterator[tuple[int, list[tuple[Tensor, Box]]]]:
     """Every rank with its box of each tensor; `hidden` cuts the embedding along the hidden dim."""
     if placed is None:
         yield 0, [(tensor, Box.whole(tensor.shape)) for tensor in have.tensors.values()]
@@ -97,8 +103,8 @@ def _ranks(have: Manifest, placed: Placed | None, *, hidden: bool) -> Iterator[t
         yield rank, boxes
 
 
-def _named(name: str, model: Model) -> str:
-    meant = metas_name(name)
+def _name_for_meta(name: str, model: Model) -> str:
+    meant = find_meta_name(name)
     if meant is None:
         raise UnsupportedError(
             f"Meta's Llama has no place for {name} of {model.architecture or 'this model'}",
@@ -107,9 +113,9 @@ def _named(name: str, model: Model) -> str:
     return meant
 
 
-def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object]]:
+def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object]]:
     """The theta, and what `params.json` says of rotary embeddings; raises UnsupportedError for other scalings."""
-    said = rope(config)
+    said = parse_rope(config)
     scaled: dict[str, object] = {"use_scaled_rope": True, "rope_scaling_factor": said.settings.get("factor", 8.0)}
     if said.part != 1.0 or not (said.kind == "default" or said.as_llama3):
         raise UnsupportedError(
@@ -118,7 +124,7 @@ def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object]]:
     return said.theta, {"rope_theta": said.theta, **(scaled if said.as_llama3 else {})}
 
 
-def _params(
+def _build_params(
     config: Mapping[str, object], model: Model, have: Manifest, positions: Mapping[str, object]
 ) -> dict[str, object]:
     """The content of `params.json`."""
@@ -134,7 +140,7 @@ def _params(
     missing = [t.name for t in model.own() if t.name not in have.tensors]
     if missing:
         raise UnsupportedError(f"Meta's code needs every tensor, and {missing[0]} was left out")
-    multiple, multiplier = _ffn(dim, inner)
+    multiple, multiplier = _solve_ffn_settings(dim, inner)
     return {
         "dim": dim,
         "n_layers": model.layers,
@@ -148,19 +154,19 @@ def _params(
     }
 
 
-def _ffn(dim: int, inner: int) -> tuple[int, float | None]:
+def _solve_ffn_settings(dim: int, inner: int) -> tuple[int, float | None]:
     """`multiple_of` and `ffn_dim_multiplier` from which Meta's `FeedForward` makes `inner`.
 
     >>> _ffn(4096, 11008), _ffn(4096, 14336)
     ((256, None), (256, 1.3))
     """
     base = int(8 * dim / 3)
-    for multiple, multiplier in _pairs():
+    for multiple, multiplier in _list_multiplier_pairs():
         hidden = int(base * multiplier) if multiplier is not None else base
         if -(-hidden // multiple) * multiple == inner:
             return multiple, multiplier
     return (inner, None) if base <= inner else (inner, inner / base / 1.05)
 
 
-def _pairs() -> Iterable[tuple[int, float | None]]:
+def _list_multiplier_pairs() -> Iterable[tuple[int, float | None]]:
     return ((multiple, multiplier) for multiplier in _MULTIPLIERS for multiple in _MULTIPLES)

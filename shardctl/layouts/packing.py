@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from shardctl.box import Box
 from shardctl.errors import UnsupportedError
 from shardctl.formats.safetensors_header import encode_header
-from shardctl.manifest import Chunk, File, Manifest, Region, Tensor, dense_strides
-from shardctl.value import value
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.views import Views
+    from shardctl.views import ViewGroup
 
 
-@value
-class Array:
+@value_class
+class TensorArray:
     """One array of a file: a box of a larger array, which is a tensor or holds several."""
 
     name: str
@@ -29,7 +29,7 @@ class Array:
     box: Box
     tensors: tuple[Tensor, ...]
     """Those that the box may hold elements of."""
-    views: Views | None = None
+    views: ViewGroup | None = None
     """Where each of them lies in the larger array; None if that is the only one of them."""
     constant: ClassVar[bytes | None] = None
     """Nothing: tensors fill it."""
@@ -49,7 +49,7 @@ class Array:
             )
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> Array:
+    def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> TensorArray:
         """A box of one tensor."""
         return cls(name, dtype, tensor.shape, box, (tensor,))
 
@@ -75,7 +75,7 @@ class Array:
         return self.dtype.nbytes(self.box.shape)
 
 
-class Packable(Protocol):
+class PackableArray(Protocol):
     """One array that a file is to have, whatever it is made of."""
 
     @property
@@ -111,10 +111,10 @@ class FileBuilder:
 
     def __init__(self, metadata: Mapping[str, str]) -> None:
         self._metadata = dict(metadata)
-        self.files: dict[str, File] = {}
+        self.files: dict[str, CheckpointFile] = {}
         self._chunks: dict[str, list[Chunk]] = {}
 
-    def add(self, path: str, arrays: Sequence[Packable], metadata: Mapping[str, str] | None = None) -> None:
+    def add(self, path: str, arrays: Sequence[PackableArray], metadata: Mapping[str, str] | None = None) -> None:
         """A safetensors file with these arrays."""
         said = {**self._metadata, **(metadata or {})}
         encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
@@ -122,7 +122,7 @@ class FileBuilder:
         literals, blanks = [(0, encoded.header)], []
         for array in arrays:
             start = encoded.offsets[array.name]
-            region = Region(path, start, dense_strides(array.dtype, array.box.shape))
+            region = Region(path, start, compute_dense_strides(array.dtype, array.box.shape))
             if array.constant is not None:
                 literals.append((start, array.constant))
                 continue
@@ -133,7 +133,7 @@ class FileBuilder:
                     chunks[tensor].append(chunk)
                 else:
                     chunks[tensor] = [chunk]
-        self.files[path] = File(path, encoded.size, tuple(literals), tuple(blanks))
+        self.files[path] = CheckpointFile(path, encoded.size, tuple(literals), tuple(blanks))
 
     def stored(self) -> Iterator[tuple[str, Chunk]]:
         """Every chunk of every file so far, by its tensor's name."""
@@ -152,7 +152,7 @@ class FileBuilder:
         return Manifest(layout, tensors, self.files, have.objects, self._metadata)
 
 
-def container_metadata(have: Manifest) -> dict[str, str]:
+def build_container_metadata(have: Manifest) -> dict[str, str]:
     """The free-form metadata that travels along: the source's own, and the `format` that transformers demands."""
     kept = {key: value for key, value in have.metadata.items() if not key.startswith("DCP_")}
     return {"format": "pt", **kept}

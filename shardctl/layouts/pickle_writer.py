@@ -20,7 +20,7 @@ _INT: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class PickleName:
     """A global."""
 
     module: str
@@ -28,41 +28,41 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class PickleCall:
     """What calling a global returns; equal ones are one object."""
 
-    function: Name
+    function: PickleName
     args: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Object:
+class PickleObject:
     """An instance of a class, with its state."""
 
-    kind: Name
+    kind: PickleName
     state: Mapping[str, Value] | tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outside:
+class PickleReference:
     """What lies outside of the pickle, such as a storage."""
 
     id: Value
 
 
-def dump(value: Value, protocol: int) -> bytes:
+def encode_pickle(value: Value, protocol: int) -> bytes:
     """The pickle of `value`, by protocol 2 (what torch.save writes) or 4 (Python's own).
 
     >>> import pickle
     >>> pickle.loads(dump({"a": [1, -2.5, None], "b": ("x" * 300, 1 << 40)}, 4))["b"][1]
     1099511627776
     """
-    writer = _Writer(memoizes=protocol > 2)  # noqa: PLR2004 - MEMOIZE is of protocol 4
+    writer = _PickleWriter(memoizes=protocol > 2)  # noqa: PLR2004 - MEMOIZE is of protocol 4
     writer.put(value)
     return b"\x80" + bytes([protocol]) + bytes(writer.out) + b"."
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self, *, memoizes: bool) -> None:
         self.out = bytearray()
         self.memo: dict[Value, int] = {}
@@ -72,10 +72,10 @@ class _Writer:
         """Write a value; it is on top of the stack then."""
         match value:
             case None | bool() | int() | float():
-                self.out += _scalar(value)
+                self.out += _encode_scalar(value)
             case str():
-                self.once(value, _text(value))
-            case Name():
+                self.once(value, _encode_text(value))
+            case PickleName():
                 self.once(value, f"c{value.module}\n{value.name}\n".encode())
             case tuple():
                 self.tuple(value)
@@ -83,9 +83,9 @@ class _Writer:
                 self.items(b"](", value, b"e")
             case dict():
                 self.mapping(value)
-            case Made():
+            case PickleCall():
                 self.made(value)
-            case Object() | Outside():
+            case PickleObject() | PickleReference():
                 self.object(value)
             case _:
                 raise AssertionError(f"{type(value).__name__} is not written")
@@ -107,15 +107,15 @@ class _Writer:
             self.memo[value] = len(self.memo)
             self.out += b"\x94"
 
-    def made(self, value: Made) -> None:
+    def made(self, value: PickleCall) -> None:
         if not self.recalled(value):
             self.put(value.function)
             self.tuple(value.args)
             self.out += b"R"
             self.remember(value)
 
-    def object(self, value: Object | Outside) -> None:
-        if isinstance(value, Outside):
+    def object(self, value: PickleObject | PickleReference) -> None:
+        if isinstance(value, PickleReference):
             self.put(value.id)
             self.out += b"Q"
             return
@@ -144,22 +144,22 @@ class _Writer:
         self.out += after
 
 
-def _text(value: str) -> bytes:
+def _encode_text(value: str) -> bytes:
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def _scalar(value: float | None) -> bytes:
+def _encode_scalar(value: float | None) -> bytes:
     if value is None:
         return b"N"
     if isinstance(value, bool):
         return b"\x88" if value else b"\x89"
     if isinstance(value, float):
         return b"G" + struct.pack(">d", value)
-    return _integer(value)
+    return _encode_integer(value)
 
 
-def _integer(value: int) -> bytes:
+def _encode_integer(value: int) -> bytes:
     if 0 <= value < _SHORT:
         return b"K" + bytes([value])
     if -_INT <= value < _INT:

@@ -11,46 +11,53 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.layouts.packing import Array, FileBuilder, container_metadata
-from shardctl.views import Views, merged
+from shardctl.layouts.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.views import ViewGroup, merge_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardctl.box import Box
     from shardctl.dtype import DType
-    from shardctl.layouts.form import Form, Place
+    from shardctl.layouts.form import ArrayForm, FusedPlace
     from shardctl.manifest import Manifest
-    from shardctl.pieces import Held, Placed
+    from shardctl.pieces import PlacedCheckpoint, TensorShard
 
 NAME: Final = "ranks"
-Known = dict[object, "_Alike"]
+Known = dict[object, "_AlikeArrays"]
 """What arrays of experts have in common, by what it is worked out from."""
 
 
-def pack(
-    have: Manifest, placed: Placed, form: Form, dtypes: dict[str, DType], *, max_shard_size: int | None = None
+def pack_ranks(
+    have: Manifest,
+    placed: PlacedCheckpoint,
+    form: ArrayForm,
+    dtypes: dict[str, DType],
+    *,
+    max_shard_size: int | None = None,
 ) -> Manifest:
     """The files of every rank that holds weights no earlier dp or cp replica holds."""
-    builder = FileBuilder(container_metadata(have))
+    builder = FileBuilder(build_container_metadata(have))
     known: Known = {}
     for rank, held in placed.ranks():
-        files = _files(rank_arrays(held, form, dtypes, known), max_shard_size)
+        files = _split_into_files(list_rank_arrays(held, form, dtypes, known), max_shard_size)
         for number, arrays in enumerate(files, 1):
-            path = f"{prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
-            builder.add(path, arrays, _sharding(arrays))
+            path = f"{format_file_prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
+            builder.add(path, arrays, _build_sharding_info(arrays))
     return builder.manifest(NAME, have, dtypes)
 
 
-def prefix(rank: int) -> str:
+def format_file_prefix(rank: int) -> str:
     """What the names of a rank's files begin with."""
     return f"shard-{rank + 1:05d}-"
 
 
-def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], known: Known) -> Iterator[list[Array]]:
+def list_rank_arrays(
+    held: Sequence[TensorShard], form: ArrayForm, dtypes: dict[str, DType], known: Known
+) -> Iterator[list[TensorArray]]:
     """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
-    order: list[Held | list[tuple[Held, Place]]] = []
-    shared: dict[str, list[tuple[Held, Place]]] = {}
+    order: list[TensorShard | list[tuple[TensorShard, FusedPlace]]] = []
+    shared: dict[str, list[tuple[TensorShard, FusedPlace]]] = {}
     for piece in held:
         place = form.places.get(piece.tensor.name)
         if place is None:
@@ -62,50 +69,50 @@ def rank_arrays(held: Sequence[Held], form: Form, dtypes: dict[str, DType], know
             order.append(shared[place.array])
     for some in order:
         if isinstance(some, list):
-            yield _joined(some, dtypes[some[0][0].tensor.name], known)
+            yield _join_experts(some, dtypes[some[0][0].tensor.name], known)
         else:
             dtype = dtypes[some.tensor.name]
             for name in some.names:
-                yield [Array.of(name, some.tensor, dtype, box) for box in some.boxes]
+                yield [TensorArray.of(name, some.tensor, dtype, box) for box in some.boxes]
 
 
-def _joined(pieces: Sequence[tuple[Held, Place]], dtype: DType, known: Known) -> list[Array]:
+def _join_experts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType, known: Known) -> list[TensorArray]:
     """The fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
     name, fusion = pieces[0][1].array, pieces[0][1].fusion
     key = (id(fusion.places), *(place.position for _, place in pieces), *(id(piece.boxes) for piece, _ in pieces))
     alike = known.get(key)
     if alike is None:
-        alike = known[key] = _Alike.of(pieces)
+        alike = known[key] = _AlikeArrays.of(pieces)
     tensors = tuple(piece.tensor for piece, _ in pieces)
-    return [Array(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
+    return [TensorArray(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
+class _AlikeArrays:
     """What the arrays of experts of all layers have in common on a rank."""
 
     boxes: list[Box]
     """Of the array."""
-    views: Views
+    views: ViewGroup
     """Of the tensors that have elements in them."""
     held: tuple[tuple[Box, ...], ...]
     """What the rank holds of each tensor; as long as these are kept, no others have their ids."""
 
     @classmethod
-    def of(cls, pieces: Sequence[tuple[Held, Place]]) -> _Alike:
+    def of(cls, pieces: Sequence[tuple[TensorShard, FusedPlace]]) -> _AlikeArrays:
         """From those of one layer."""
-        views = Views(
+        views = ViewGroup(
             tuple(place.fusion.places.views[place.position] for _, place in pieces),
             tuple(piece.tensor.shape for piece, _ in pieces),
         )
         held = tuple(piece.boxes for piece, _ in pieces)
         parts = zip(views.views, views.shapes, held, strict=True)
-        return cls(merged(view.image(shape, box) for view, shape, some in parts for box in some), views, held)
+        return cls(merge_boxes(view.image(shape, box) for view, shape, some in parts for box in some), views, held)
 
 
-def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> list[list[Array]]:
+def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: int | None) -> list[list[TensorArray]]:
     """The rank's arrays in files: a name at most once per file, and at most `max_shard_size` bytes unless alone."""
-    files: list[list[Array]] = []
+    files: list[list[TensorArray]] = []
     names: list[set[str]] = []
     sizes: list[int] = []
     for group in groups:
@@ -127,7 +134,7 @@ def _files(groups: Iterable[Sequence[Array]], max_shard_size: int | None) -> lis
     return files
 
 
-def _sharding(arrays: Sequence[Array]) -> dict[str, str]:
+def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
     """The metadata that says where in its global tensor each array is; what arrays share is spelled once."""
     spelled: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
     entries = []

@@ -14,17 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.dialect import Dialect
+from shardctl.dialect import LibraryDialect
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.layouts.composed import Layout, target
-from shardctl.layouts.dcp_files import DcpFiles, prefix
+from shardctl.layouts.composed import Layout, build_manifest
+from shardctl.layouts.dcp_files import DcpFiles, format_file_prefix
 from shardctl.layouts.hf import USUAL_SHARD
-from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, arguments
-from shardctl.layouts.torch_item import object_item
-from shardctl.manifest import Chunk, File, dense_strides
-from shardctl.pieces import even_stages
-from shardctl.schemas.composite import multiple
-from shardctl.schemas.megatron.layers import TITLE, experts, vocabulary
+from shardctl.layouts.megatron_args import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
+from shardctl.layouts.torch_item import encode_object
+from shardctl.manifest import CheckpointFile, Chunk, compute_dense_strides
+from shardctl.pieces import split_layers_evenly
+from shardctl.schemas.composite import round_up_to_multiple
+from shardctl.schemas.megatron.layers import TITLE, count_experts, get_embedding_name
 from shardctl.schemas.megatron.names import EXTRA_STATE
 from shardctl.schemas.torch_dist import (
     EXPERTS,
@@ -34,16 +34,16 @@ from shardctl.schemas.torch_dist import (
     SCHEMA,
     SPELT,
     VOCABULARY,
-    Cell,
-    cells,
+    StackCell,
     check_stack,
+    list_cells,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.dtype import DType
-    from shardctl.layouts.composed import Order
+    from shardctl.layouts.composed import PackRequest
     from shardctl.layouts.pickle_writer import Value
     from shardctl.manifest import Manifest
 
@@ -55,7 +55,7 @@ _BACKEND: Final = {
 }
 _CONTENT: Final = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM 0.16 itself says of how names are made, and reads back (`megatron/training/checkpointing.py`)."""
-_NOTHING: Final = object_item([None])
+_NOTHING: Final = encode_object([None])
 _WEIGHT: Final = re.compile(r"\.weight(_w|_v)?$")
 _LAYER: Final = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)")
 _BEHIND_ATTENTION: Final = ".linear_proj"
@@ -63,30 +63,32 @@ _STATELESS: Final = ("router", "embeddings", "output_layer")
 """Modules that keep no extra state, whatever layers are used."""
 
 
-def pack(order: Order) -> Manifest:
+def pack_torch_dist(order: PackRequest) -> Manifest:
     """The files of every rank that holds weights no earlier replica holds.
 
     Raises as `Layout.pack` says.
     """
     SCHEMA.check(order.model)
     mesh = order.mesh
-    padded = multiple(order.model.tensors[vocabulary(order.model)].shape[0], DIVISIBLE * mesh.degree("tp"))
-    facts = {LAYERS: _unlike(order), EXPERTS: False, HALVES: False, VOCABULARY: padded, SPELT: True}
-    stages = order.stages or even_stages(order.model.layers, mesh.degree("pp"))
-    dialect = Dialect(NAME, mesh, stages=stages, facts=facts)
-    writer = _Writer(order, dialect)
+    padded = round_up_to_multiple(
+        order.model.tensors[get_embedding_name(order.model)].shape[0], DIVISIBLE * mesh.degree("tp")
+    )
+    facts = {LAYERS: _has_unlike_layers(order), EXPERTS: False, HALVES: False, VOCABULARY: padded, SPELT: True}
+    stages = order.stages or split_layers_evenly(order.model.layers, mesh.degree("pp"))
+    dialect = LibraryDialect(NAME, mesh, stages=stages, facts=facts)
+    writer = _CellWriter(order, dialect)
     writer.write()
     files = writer.files.finished(None)
     for path, content in (
-        (f"{FOLDER}common.pt", _common(order, padded, writer.dtypes)),
+        (f"{FOLDER}common.pt", _build_common_state(order, padded, writer.dtypes)),
         (TRACKER, b"release"),
         (f"{FOLDER}metadata.json", json.dumps(_BACKEND).encode()),
     ):
-        files[path] = File(path, len(content), ((0, content),))
-    return target(NAME, order, SCHEMA, dialect, files, writer.stored)
+        files[path] = CheckpointFile(path, len(content), ((0, content),))
+    return build_manifest(NAME, order, SCHEMA, dialect, files, writer.stored)
 
 
-def _unlike(order: Order) -> bool:
+def _has_unlike_layers(order: PackRequest) -> bool:
     """Whether layers are of several kinds, so that Megatron-LM gives each arrays of its own (`moe_layer_freq`)."""
     kinds: dict[str, set[str]] = {}
     for tensor in order.model.own():
@@ -96,18 +98,18 @@ def _unlike(order: Order) -> bool:
     return len(set(map(frozenset, kinds.values()))) > 1
 
 
-class _Writer:
+class _CellWriter:
     """Puts every part of every cell where a rank writes it."""
 
-    def __init__(self, order: Order, dialect: Dialect) -> None:
+    def __init__(self, order: PackRequest, dialect: LibraryDialect) -> None:
         self.order = order
         self.mesh = dialect.mesh
         self.files = DcpFiles(order.max_shard_size or USUAL_SHARD, FOLDER)
         self.stored: list[tuple[str, Chunk]] = []
-        self.experts = experts(order.model)
+        self.experts = count_experts(order.model)
         self.stage_of = [stage for stage, count in enumerate(dialect.stages) for _ in range(count)]
-        arrays: dict[str, list[Cell]] = {}
-        for cell in cells(order.model, dialect):
+        arrays: dict[str, list[StackCell]] = {}
+        for cell in list_cells(order.model, dialect):
             arrays.setdefault(cell.name, []).append(cell)
         for same in arrays.values():
             check_stack(same)
@@ -121,7 +123,7 @@ class _Writer:
 
     def write(self) -> None:
         """Rank by rank, each in the order of the arrays, objects behind the weights of their module."""
-        by_rank: dict[int, list[tuple[Cell, int, int]]] = {}
+        by_rank: dict[int, list[tuple[StackCell, int, int]]] = {}
         for cell in self.cells:
             for rank, index, count in self._shares(cell):
                 by_rank.setdefault(rank, []).append((cell, index, count))
@@ -130,12 +132,12 @@ class _Writer:
             written: set[str] = set()
             for cell, index, count in by_rank[rank]:
                 self._part(cell, index, count)
-                for key in _objects(cell) if not index else ():
+                for key in _list_extra_states(cell) if not index else ():
                     if key not in written:
                         written.add(key)
                         self.files.object(key, _NOTHING)
 
-    def _shares(self, cell: Cell) -> Iterator[tuple[int, int, int]]:
+    def _shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
         """The ranks that write a part of a cell, each with the part's index among how many."""
         first = cell.name.startswith("embedding.")
         stage = self.stage_of[cell.layer if cell.layer is not None else 0 if first else -1]
@@ -148,7 +150,7 @@ class _Writer:
         for index in range(count):
             yield self.ranks[axis, stage, group, index], index, count
 
-    def _part(self, cell: Cell, index: int, count: int) -> None:
+    def _part(self, cell: StackCell, index: int, count: int) -> None:
         """What a rank writes of a cell: a box of each piece, because gate and up are apart in the whole array."""
         dtype = self.dtypes[cell.name]
         start = 0
@@ -162,10 +164,10 @@ class _Writer:
             box = Box((*cell.place, *origin), (*(1,) * len(cell.place), *part.shape))
             region = self.files.tensor(cell.name, cell.shape, dtype, box, part.padding * dtype.unit_bytes)
             if region is not None:
-                where = replace(region, strides=dense_strides(dtype, part.shape))
+                where = replace(region, strides=compute_dense_strides(dtype, part.shape))
                 self.stored += part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
 
-    def _dtype(self, same: list[Cell]) -> DType:
+    def _dtype(self, same: list[StackCell]) -> DType:
         """The one type of an array."""
         kinds: dict[DType, str] = {}
         for cell in same:
@@ -185,7 +187,7 @@ class _Writer:
         return dtype
 
 
-def _objects(cell: Cell) -> Iterator[str]:
+def _list_extra_states(cell: StackCell) -> Iterator[str]:
     """The keys of the extra states of a cell's module, and of attention's own, which has no weights.
 
     Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
@@ -199,7 +201,7 @@ def _objects(cell: Cell) -> Iterator[str]:
         yield f"{module.removesuffix(_BEHIND_ATTENTION)}.core_attention.{EXTRA_STATE}/shard_{place}"
 
 
-def _common(order: Order, padded: int, dtypes: Mapping[str, DType]) -> bytes:
+def _build_common_state(order: PackRequest, padded: int, dtypes: Mapping[str, DType]) -> bytes:
     """The content of `common.pt`."""
     more: dict[str, Value] = {
         "padded_vocab_size": padded,
@@ -208,9 +210,9 @@ def _common(order: Order, padded: int, dtypes: Mapping[str, DType]) -> bytes:
         "ckpt_format": "torch_dist",
         "use_distributed_optimizer": False,
     }
-    return object_item(
+    return encode_object(
         {
-            "args": arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
+            "args": build_arguments(order, order.mesh, dtypes["embedding.word_embeddings.weight"], more),
             "checkpoint_version": VERSION,
             "iteration": 0,
             "num_floating_point_operations_so_far": 0,
@@ -219,9 +221,9 @@ def _common(order: Order, padded: int, dtypes: Mapping[str, DType]) -> bytes:
     )
 
 
-def _prefix(dialect: Dialect, rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     del dialect
-    return FOLDER + prefix(rank)
+    return FOLDER + format_file_prefix(rank)
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, max_shard_size=True)
+LAYOUT: Final = Layout(NAME, pack_torch_dist, SCHEMA, _format_file_prefix, max_shard_size=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import STORAGES
 from shardctl.errors import UnsupportedError
-from shardctl.layouts.pickle_writer import Made, Name, Outside, Value, dump
+from shardctl.layouts.pickle_writer import PickleCall, PickleName, PickleReference, Value, encode_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ _NO_TIME: Final = (0, 0x21)
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ArchiveOutline:
     """An archive without the bytes of its tensors."""
 
     size: int
@@ -42,22 +42,22 @@ class Item:
     """Offset of the bytes of each storage."""
 
 
-def object_item(value: Value) -> bytes:
+def encode_object(value: Value) -> bytes:
     """A value of plain Python."""
-    return saved(value).literals[0][1]
+    return build_archive(value).literals[0][1]
 
 
 @lru_cache(maxsize=4096)
-def tensor_item(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+def encode_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What stands before and after the bytes of a row-major tensor.
 
     Raises UnsupportedError for a type that torch has not, or that keeps several elements in a byte.
     """
-    (_, head), (_, tail) = saved(tensor_value(dtype, shape), (dtype.nbytes(shape),)).literals
+    (_, head), (_, tail) = build_archive(build_tensor_value(dtype, shape), (dtype.nbytes(shape),)).literals
     return head, tail
 
 
-def tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> Made:
+def build_tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> PickleCall:
     """What stands in a pickle for a row-major tensor that is all of the storage of a number; raises as above."""
     if not dtype.torch or dtype.unit_elements > 1:
         raise UnsupportedError(f"torch does not save tensors of {dtype} whose elements can be told apart")
@@ -67,40 +67,42 @@ def tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> Made
         strides.append(step)
         step *= max(extent, 1)
     kind = STORAGES.get(dtype.name)
-    hooks = Made(Name("collections", "OrderedDict"))
+    hooks = PickleCall(PickleName("collections", "OrderedDict"))
     if kind is not None:
-        place = Outside(("storage", Name("torch", kind), str(storage), "cpu", numel))
+        place = PickleReference(("storage", PickleName("torch", kind), str(storage), "cpu", numel))
         args: tuple[Value, ...] = (place, 0, shape, tuple(reversed(strides)), False, hooks)
-        return Made(Name("torch._utils", "_rebuild_tensor_v2"), args)
-    place = Outside(("storage", Name("torch.storage", "UntypedStorage"), str(storage), "cpu", dtype.nbytes(shape)))
-    args = (place, 0, shape, tuple(reversed(strides)), False, hooks, Name("torch", dtype.torch))
-    return Made(Name("torch._utils", "_rebuild_tensor_v3"), args)
+        return PickleCall(PickleName("torch._utils", "_rebuild_tensor_v2"), args)
+    place = PickleReference(
+        ("storage", PickleName("torch.storage", "UntypedStorage"), str(storage), "cpu", dtype.nbytes(shape))
+    )
+    args = (place, 0, shape, tuple(reversed(strides)), False, hooks, PickleName("torch", dtype.torch))
+    return PickleCall(PickleName("torch._utils", "_rebuild_tensor_v3"), args)
 
 
-def saved(value: Value, storages: Sequence[int] = ()) -> Item:
+def build_archive(value: Value, storages: Sequence[int] = ()) -> ArchiveOutline:
     """An archive of `value`, whose tensors have storages of so many bytes, in the order of their numbers."""
-    records = (("data.pkl", dump(value, 2)), ("byteorder", b"little"), ("version", b"3\n"))
+    records = (("data.pkl", encode_pickle(value, 2)), ("byteorder", b"little"), ("version", b"3\n"))
     literal, directory = b"", bytearray()
     for name, content in records:
-        directory += _central(name, zlib.crc32(content), len(content), len(literal))
-        literal += _local(name, zlib.crc32(content), len(content)) + content
+        directory += _encode_central_header(name, zlib.crc32(content), len(content), len(literal))
+        literal += _encode_local_header(name, zlib.crc32(content), len(content)) + content
     at, literals, starts = 0, [], []
     for number, nbytes in enumerate(storages):
         name, header = f"data/{number}", at + len(literal)
-        directory += _central(name, 0, nbytes, header)
-        bare = header + len(_local(name, 0, nbytes))
-        literal += _local(name, 0, nbytes, -(bare + 4) % _ALIGNMENT)
+        directory += _encode_central_header(name, 0, nbytes, header)
+        bare = header + len(_encode_local_header(name, 0, nbytes))
+        literal += _encode_local_header(name, 0, nbytes, -(bare + 4) % _ALIGNMENT)
         literals.append((at, literal))
         starts.append(at + len(literal))
         at, literal = starts[-1] + nbytes, b""
-    end = _end(len(records) + len(storages), len(directory), at + len(literal))
+    end = _encode_directory_end(len(records) + len(storages), len(directory), at + len(literal))
     literals.append((at, literal + bytes(directory) + end))
-    return Item(at + len(literals[-1][1]), tuple(literals), tuple(starts))
+    return ArchiveOutline(at + len(literals[-1][1]), tuple(literals), tuple(starts))
 
 
-def _local(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
+def _encode_local_header(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
     full = (_ROOT + name).encode()
-    extra = _wide(size)
+    extra = _encode_zip64_field(size)
     if padding is not None:
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     narrow = min(size, _FULL)
@@ -111,9 +113,9 @@ def _local(name: str, crc: int, size: int, padding: int | None = None) -> bytes:
     )
 
 
-def _central(name: str, crc: int, size: int, header: int) -> bytes:
+def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes:
     full = (_ROOT + name).encode()
-    extra, narrow = _wide(size, header), min(size, _FULL)
+    extra, narrow = _encode_zip64_field(size, header), min(size, _FULL)
     return (
         struct.pack(
             "<4s6H3I5H2I",
@@ -139,13 +141,13 @@ def _central(name: str, crc: int, size: int, header: int) -> bytes:
     )
 
 
-def _wide(size: int, header: int = 0) -> bytes:
+def _encode_zip64_field(size: int, header: int = 0) -> bytes:
     """The zip64 field, with what does not fit elsewhere: the size, twice, and where the header is."""
     values = (*((size, size) if size >= _FULL else ()), *((header,) if header >= _FULL else ()))
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
-def _end(count: int, length: int, first: int) -> bytes:
+def _encode_directory_end(count: int, length: int, first: int) -> bytes:
     """What follows the directory of `count` records, `length` bytes from byte `first`."""
     wide = b""
     if first >= _FULL or count >= _MANY:

@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect, rank_prefix
+from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError, UsageError
-from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.composed import Layout, build_manifest, compose_arrays
 from shardctl.layouts.packing import FileBuilder
-from shardctl.manifest import File
+from shardctl.manifest import CheckpointFile
 from shardctl.mesh import Mesh
-from shardctl.models.config import Config
-from shardctl.models.rope import rope
-from shardctl.pieces import even_stages
+from shardctl.models.config import ModelConfig
+from shardctl.models.rope import parse_rope
+from shardctl.pieces import split_layers_evenly
 from shardctl.schemas.trtllm import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dialect import Fact
-    from shardctl.layouts.composed import Order
+    from shardctl.layouts.composed import PackRequest
     from shardctl.manifest import Manifest
 
 _CONFIG: Final = "config.json"
@@ -42,32 +42,32 @@ _NONE, _RENORMALISE = 0, 1
 """`MoeConfig.ExpertScaleNormalizationMode` of tensorrt_llm/layers/moe.py."""
 
 
-def pack(order: Order) -> Manifest:
+def pack_trtllm(order: PackRequest) -> Manifest:
     """The file of every tp and pp rank, and `config.json`.
 
     Raises as `Layout.pack` says.
     """
     SCHEMA.check(order.model)
-    mesh = _mesh(order)
-    stages = even_stages(order.model.layers, mesh.degree("pp"))
+    mesh = _build_mesh(order)
+    stages = split_layers_evenly(order.model.layers, mesh.degree("pp"))
     if order.stages not in (None, stages):
         raise UsageError(
             f"{TITLE} divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
         )
     tp, cp = mesh.degree("tp"), mesh.degree("cp")
     numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
-    facts = _facts(order.options.get(_EMBEDDING, "whole"))
-    dialect = Dialect(NAME, mesh, {rank: rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
+    facts = _build_facts(order.options.get(_EMBEDDING, "whole"))
+    dialect = LibraryDialect(NAME, mesh, {rank: format_rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
     builder = FileBuilder({"format": "pt"})
-    arrays = composed(order, SCHEMA, dialect)
+    arrays = compose_arrays(order, SCHEMA, dialect)
     for rank, number in numbers.items():
         builder.add(f"rank{number}.safetensors", arrays[rank])
-    content = (json.dumps(_config(order, dialect), indent=4) + "\n").encode()
-    files = {**builder.files, _CONFIG: File(_CONFIG, len(content), ((0, content),))}
-    return target(NAME, order, SCHEMA, dialect, files, builder.stored())
+    content = (json.dumps(_build_config(order, dialect), indent=4) + "\n").encode()
+    files = {**builder.files, _CONFIG: CheckpointFile(_CONFIG, len(content), ((0, content),))}
+    return build_manifest(NAME, order, SCHEMA, dialect, files, builder.stored())
 
 
-def _facts(embedding: str) -> dict[str, Fact]:
+def _build_facts(embedding: str) -> dict[str, Fact]:
     """What `--trtllm-embedding` asks for."""
     if embedding not in _CUTS:
         raise UsageError(f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_CUTS)}")
@@ -75,7 +75,7 @@ def _facts(embedding: str) -> dict[str, Fact]:
     return {PARALLEL_EMBEDDING: dim is not None, EMBEDDING_DIM: dim or 0}
 
 
-def _mesh(order: Order) -> Mesh:
+def _build_mesh(order: PackRequest) -> Mesh:
     """The mesh that TensorRT-LLM numbers ranks by."""
     mesh = order.mesh
     for axis, degree in mesh.axes:
@@ -94,18 +94,18 @@ def _mesh(order: Order) -> Mesh:
     return Mesh.of(**{axis: mesh.degree(axis) for axis in _ORDER}, ep=mesh.ep, etp=mesh.etp)
 
 
-def _config(order: Order, dialect: Dialect) -> dict[str, object]:
+def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, object]:
     """The content of `config.json`."""
-    config, model, mesh = Config(order.config), order.model, dialect.mesh
+    config, model, mesh = ModelConfig(order.config), order.model, dialect.mesh
     heads = config.size("num_attention_heads")
     routed = model.family in _ROUTED
     ep, etp = (mesh.ep, mesh.etp) if routed else (1, mesh.degree("tp"))
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
     q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in ("q", "k"))
-    theta, scaling = _rope(order.config)
+    theta, scaling = _describe_rope(order.config)
     return {
         "architecture": model.architecture,
-        "dtype": _dtype(order),
+        "dtype": _choose_dtype(order),
         "logits_dtype": "float32",
         "num_hidden_layers": model.layers,
         "num_attention_heads": heads,
@@ -136,11 +136,11 @@ def _config(order: Order, dialect: Dialect) -> dict[str, object]:
             "moe_ep_size": ep,
         },
         "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
-        **_experts(config, model.family),
+        **_build_expert_settings(config, model.family),
     }
 
 
-def _experts(config: Config, family: str) -> dict[str, object]:
+def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object]:
     """What TensorRT-LLM's Qwen has besides, and what its experts are."""
     said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
     if family not in _ROUTED:
@@ -160,7 +160,7 @@ def _experts(config: Config, family: str) -> dict[str, object]:
     return {**said, "moe": moe}
 
 
-def _dtype(order: Order) -> str:
+def _choose_dtype(order: PackRequest) -> str:
     """The type of the layers' weights."""
     found = order.dtypes.get("model.layers.0.self_attn.q_proj.weight", BY_NAME["BF16"])
     if found.name not in _TYPES:
@@ -170,12 +170,12 @@ def _dtype(order: Order) -> str:
     return _TYPES[found.name]
 
 
-def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
+def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
     """Theta and scaling of rotary embeddings, as older configs of transformers say them.
 
     Raises UnsupportedError for a scaling that TensorRT-LLM does not know, and for embeddings of a part of each head.
     """
-    said = rope(config)
+    said = parse_rope(config)
     if said.part != 1.0:
         raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {said.part} of each")
     if said.kind == "default":
@@ -185,9 +185,9 @@ def _rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None
     return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
 
 
-def _prefix(dialect: Dialect, rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     """TensorRT-LLM's own number of a rank leaves out those of cp."""
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({_EMBEDDING}))
+LAYOUT: Final = Layout(NAME, pack_trtllm, SCHEMA, _format_file_prefix, frozenset({_EMBEDDING}))

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME, CASTABLE
 from shardctl.errors import UnsupportedError
-from shardctl.layouts.hf import whole_arrays
-from shardctl.layouts.pickle_writer import Made, Name, Value
-from shardctl.layouts.torch_item import saved, tensor_value
-from shardctl.manifest import Chunk, File, Manifest, Region, dense_strides
-from shardctl.training import split_state
+from shardctl.layouts.hf import list_whole_arrays
+from shardctl.layouts.pickle_writer import PickleCall, PickleName, Value
+from shardctl.layouts.torch_item import build_archive, build_tensor_value
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
+from shardctl.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dtype import DType
-    from shardctl.layouts.form import Form
-    from shardctl.layouts.packing import Array
-    from shardctl.manifest import Training
+    from shardctl.layouts.form import ArrayForm
+    from shardctl.layouts.packing import TensorArray
+    from shardctl.manifest import TrainingState
 
 NAME: Final = "universal"
 FOLDER: Final = "universal"
@@ -51,7 +51,9 @@ _Number = tuple["DType", tuple[int, ...], bytes]
 _Groups = list[tuple[list[str], dict[str, Value]]]
 
 
-def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number | None = None) -> Manifest:
+def pack_universal(
+    have: Manifest, form: ArrayForm, dtypes: dict[str, DType], *, step: _Number | None = None
+) -> Manifest:
     """A file for every parameter and every state, and what the engine has besides.
 
     What is trained has a folder: what has states, or, if nothing has, every float. The rest is in the module's file.
@@ -59,19 +61,19 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number 
     Raises UnsupportedError for states that Universal Checkpoints have no place for, and names that no folder can have.
     """
     aliases = {other: names[0] for names in form.names.values() for other in names[1:]}
-    arrays = [array for array in whole_arrays(have, form, dtypes) if array.name not in aliases]
-    split = {array.name: split_state(array.name) for array in arrays}
+    arrays = [array for array in list_whole_arrays(have, form, dtypes) if array.name not in aliases]
+    split = {array.name: split_state_name(array.name) for array in arrays}
     weights = [array for array in arrays if split[array.name] is None]
     states = [(*parts, array) for array in arrays if (parts := split[array.name]) is not None]
     trained = {parameter for _, parameter, _ in states} or {a.name for a in weights if a.dtype.name in CASTABLE}
-    builder = _Builder()
+    builder = _UniversalBuilder()
     for array in weights:
         if array.name in trained:
             builder.parameter(array, array.name, _MASTER)
     for state, parameter, array in states:
         builder.parameter(array, parameter, state)
     shapes = {array.name: array.shape for array in weights if array.name in trained}
-    groups = _groups(have.training, form, shapes)
+    groups = _list_groups(have.training, form, shapes)
     done = (have.training.step if have.training is not None else None) or 0
     if states and step is None:
         step = BY_NAME["F32"], (), struct.pack("<f", done)
@@ -86,7 +88,7 @@ def pack(have: Manifest, form: Form, dtypes: dict[str, DType], *, step: _Number 
     return Manifest(NAME, tensors, builder.files, have.objects, training=have.training)
 
 
-def _groups(training: Training | None, form: Form, trained: Mapping[str, object]) -> _Groups:
+def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mapping[str, object]) -> _Groups:
     """Per group of the optimizer the arrays of its parameters, and its settings; none if none are known."""
     found: _Groups = []
     left = dict.fromkeys(trained)
@@ -99,13 +101,13 @@ def _groups(training: Training | None, form: Form, trained: Mapping[str, object]
 
 
 @dataclass(slots=True)
-class _Builder:
+class _UniversalBuilder:
     """Collects files and the chunks that lie in them."""
 
-    files: dict[str, File] = field(default_factory=dict)
+    files: dict[str, CheckpointFile] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
 
-    def parameter(self, array: Array, parameter: str, kind: str) -> None:
+    def parameter(self, array: TensorArray, parameter: str, kind: str) -> None:
         """The master or a state of a parameter, in a file of its own; a step is a bare tensor."""
         if kind not in {_MASTER, *_STATES}:
             raise UnsupportedError(
@@ -114,7 +116,7 @@ class _Builder:
             )
         if "/" in parameter or "\0" in parameter or parameter in {".", ".."} or len(parameter.encode()) > _LONGEST:
             raise UnsupportedError(f"{ascii(parameter)[:300]} cannot be the name of a folder")
-        value = tensor_value(array.dtype, array.shape)
+        value = build_tensor_value(array.dtype, array.shape)
         tree = value if kind == _STEP else {"cat_dim": 0, "param": value}
         self.saved(f"zero/{parameter}/{kind}.pt", tree, [replace(array, name=parameter)])
 
@@ -126,27 +128,30 @@ class _Builder:
         """
         known: list[Value] = [{**settings, "params": [number]} for number, (_, settings) in enumerate(groups)]
         known = known or [{"params": []} for _ in range(parameters)]
-        state = {0: {_STEP: tensor_value(step[0], step[1])}} if step is not None else {}
+        state = {0: {_STEP: build_tensor_value(step[0], step[1])}} if step is not None else {}
         inner = {"state": state, "param_groups": known}
         shared = {"ds_version": DEEPSPEED, "param_groups": known, "optimizer_state_dict": inner}
         contents = [step[2]] if step is not None else []
-        item = saved(shared, [len(content) for content in contents])
+        item = build_archive(shared, [len(content) for content in contents])
         path = f"{FOLDER}/zero/optimizer_state.pt"
-        self.files[path] = File(path, item.size, (*item.literals, *zip(item.starts, contents, strict=True)))
+        self.files[path] = CheckpointFile(path, item.size, (*item.literals, *zip(item.starts, contents, strict=True)))
 
     def module(
-        self, rest: list[Array], groups: list[dict[str, tuple[int, ...]]], aliases: dict[str, str], done: int
+        self, rest: list[TensorArray], groups: list[dict[str, tuple[int, ...]]], aliases: dict[str, str], done: int
     ) -> None:
         """The shapes of what is trained, in the optimizer's order, and the tensors that are not."""
-        shapes = [{name: Made(Name("torch", "Size"), (shape,)) for name, shape in group.items()} for group in groups]
-        held = {array.name: tensor_value(array.dtype, array.shape, number) for number, array in enumerate(rest)}
+        shapes = [
+            {name: PickleCall(PickleName("torch", "Size"), (shape,)) for name, shape in group.items()}
+            for group in groups
+        ]
+        held = {array.name: build_tensor_value(array.dtype, array.shape, number) for number, array in enumerate(rest)}
         state: dict[str, Value] = {
             "module": held,
             "buffer_names": [],
             "optimizer": None,
             "param_shapes": shapes,
             "frozen_param_shapes": None,
-            "shared_params": {other: name for other, name in aliases.items() if split_state(name) is None},
+            "shared_params": {other: name for other, name in aliases.items() if split_state_name(name) is None},
             "frozen_param_fragments": None,
             "lr_scheduler": None,
             "data_sampler": None,
@@ -162,17 +167,17 @@ class _Builder:
         self.saved(_MODULE, state, rest)
         self.saved(_MODULE_3, state | {"module": {}}, [])
 
-    def saved(self, name: str, value: Value, arrays: list[Array]) -> None:
+    def saved(self, name: str, value: Value, arrays: list[TensorArray]) -> None:
         """A file of torch.save with these arrays, each the storage of its number."""
         path = f"{FOLDER}/{name}"
-        item = saved(value, [array.nbytes for array in arrays])
+        item = build_archive(value, [array.nbytes for array in arrays])
         for array, start in zip(arrays, item.starts, strict=True):
-            region = Region(path, start, dense_strides(array.dtype, array.shape))
+            region = Region(path, start, compute_dense_strides(array.dtype, array.shape))
             for tensor, chunk in array.chunks(region):
                 self.chunks.setdefault(tensor, []).append(chunk)
-        self.files[path] = File(path, item.size, item.literals)
+        self.files[path] = CheckpointFile(path, item.size, item.literals)
 
     def text(self, path: str, content: str) -> None:
         """A file of text."""
         data = content.encode()
-        self.files[path] = File(path, len(data), ((0, data),))
+        self.files[path] = CheckpointFile(path, len(data), ((0, data),))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect, rank_prefix
+from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import CutError, UsageError
-from shardctl.layouts.composed import Layout, composed, target
+from shardctl.layouts.composed import Layout, build_manifest, compose_arrays
 from shardctl.layouts.packing import FileBuilder
 from shardctl.schemas.vllm import BIAS_TYPE, LATENT, NAME, PROFILE, PROFILES, SCHEMA, VOCABULARY_TYPE
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dialect import Fact
-    from shardctl.layouts.composed import Composed, Order
+    from shardctl.layouts.composed import ComposedArray, PackRequest
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
@@ -28,13 +28,13 @@ _BIAS: Final = ".down_proj_bias"
 _VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings.weight", "wte.weight")
 
 
-def pack(order: Order) -> Manifest:
+def pack_vllm(order: PackRequest) -> Manifest:
     """The files of every tp rank.
 
     Raises as `Layout.pack` says.
     """
     SCHEMA.check(order.model)
-    mesh = _mesh(order)
+    mesh = _build_mesh(order)
     profile = order.options.get(OPTION, PROFILES[0])
     if profile not in PROFILES:
         raise UsageError(f"unknown --vllm-profile {profile!r}", hint=f"known are {' and '.join(PROFILES)}")
@@ -43,15 +43,15 @@ def pack(order: Order) -> Manifest:
         known = next((dtype for name, dtype in order.dtypes.items() if name.endswith(names)), None)
         if known is not None:
             facts[fact] = known.name
-    dialect = Dialect(NAME, mesh, {rank: rank_prefix(rank) for rank in range(mesh.world)}, facts=facts)
+    dialect = LibraryDialect(NAME, mesh, {rank: format_rank_prefix(rank) for rank in range(mesh.world)}, facts=facts)
     builder = FileBuilder({"format": "pt"})
-    for rank, arrays in composed(order, SCHEMA, dialect).items():
-        for part, some in enumerate(_parts(arrays, order.max_shard_size or _USUAL_PART)):
-            builder.add(f"{_prefix(dialect, rank)}part-{part}.safetensors", some)
-    return target(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
+        for part, some in enumerate(_split_into_parts(arrays, order.max_shard_size or _USUAL_PART)):
+            builder.add(f"{_format_file_prefix(dialect, rank)}part-{part}.safetensors", some)
+    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
 
 
-def _mesh(order: Order) -> Mesh:
+def _build_mesh(order: PackRequest) -> Mesh:
     """The mesh of a directory, which has ranks of tp and nothing else."""
     mesh, tp = order.mesh, order.mesh.degree("tp")
     if mesh.world != tp:
@@ -72,9 +72,9 @@ def _mesh(order: Order) -> Mesh:
     return mesh
 
 
-def _parts(arrays: Sequence[Composed], most: int) -> Iterator[list[Composed]]:
+def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[list[ComposedArray]]:
     """Arrays in runs of at most `most` bytes; a larger one is alone."""
-    run: list[Composed] = []
+    run: list[ComposedArray] = []
     size = 0
     for array in arrays:
         if run and size + array.nbytes > most:
@@ -86,9 +86,9 @@ def _parts(arrays: Sequence[Composed], most: int) -> Iterator[list[Composed]]:
         yield run
 
 
-def _prefix(dialect: Dialect, rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     del dialect
     return f"model-rank-{rank}-"
 
 
-LAYOUT: Final = Layout(NAME, pack, SCHEMA, _prefix, frozenset({OPTION}), max_shard_size=True)
+LAYOUT: Final = Layout(NAME, pack_vllm, SCHEMA, _format_file_prefix, frozenset({OPTION}), max_shard_size=True)

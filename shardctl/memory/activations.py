@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
-from shardctl.memory.profiles import runtime
-from shardctl.memory.recurrent import recurrent_sizes
+from shardctl.memory.profiles import get_runtime
+from shardctl.memory.recurrent import compute_recurrent_sizes
 from shardctl.memory.saved import GROUPS
-from shardctl.memory.schedule import in_flight, losses
-from shardctl.memory.sizes import Share, head_sizes, layer_sizes
-from shardctl.memory.term import Term
+from shardctl.memory.schedule import count_in_flight, count_losses
+from shardctl.memory.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
+from shardctl.memory.term import MemoryTerm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.memory.holding import Holding
-    from shardctl.memory.saved import Flag, Group, Moment, Runtime, Saved
+    from shardctl.memory.holding import RankHolding
+    from shardctl.memory.saved import Flag, Group, KeptTensor, PeakMoment, RuntimeProfile
     from shardctl.memory.sizes import Size
-    from shardctl.memory.workload import Training
+    from shardctl.memory.workload import TrainingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy, Layer
+    from shardctl.models.anatomy import ModelAnatomy, ModelLayer
     from shardctl.models.layer_traits import NormKind
 
 _NAMES: Final[Mapping[Group, str]] = {
@@ -49,14 +49,14 @@ _NORMS: Final = 2
 """Before attention and before the MLP; where there are more, they are behind both."""
 
 
-def activations(
-    anatomy: Anatomy,
-    holding: Holding,
+def estimate_activations(
+    anatomy: ModelAnatomy,
+    holding: RankHolding,
     mesh: Mesh,
-    work: Training,
+    work: TrainingWorkload,
     *,
     stages: Sequence[int],
-) -> tuple[Term, ...]:
+) -> tuple[MemoryTerm, ...]:
     """What the ranks of `holding` keep for the backward pass, and what is alive besides when they need most.
 
     Terms of the category ``activations`` are what microbatches in flight keep; the one of ``workspace`` is what comes
@@ -65,11 +65,11 @@ def activations(
 
     Raises UnsupportedError for layers whose activations are not known.
     """
-    return tuple(_Rank(anatomy, holding, mesh, work, stages).terms())
+    return tuple(_RankActivations(anatomy, holding, mesh, work, stages).terms())
 
 
 @dataclass(frozen=True, slots=True)
-class _Amount:
+class _ByteAmount:
     """Bytes, and how they came about."""
 
     factors: tuple[tuple[str, float, float], ...] = ()
@@ -79,20 +79,20 @@ class _Amount:
     def nbytes(self) -> float:
         return sum(width * count for _, width, count in self.factors)
 
-    def __add__(self, other: _Amount) -> _Amount:
+    def __add__(self, other: _ByteAmount) -> _ByteAmount:
         """Both together; the same of several layers is added up."""
         found: dict[tuple[str, float], float] = {}
         for name, width, count in (*self.factors, *other.factors):
             found[name, width] = found.get((name, width), 0) + count
-        return _Amount(tuple((name, width, count) for (name, width), count in found.items()))
+        return _ByteAmount(tuple((name, width, count) for (name, width), count in found.items()))
 
-    def times(self, layers: int) -> _Amount:
+    def times(self, layers: int) -> _ByteAmount:
         """That of so many layers."""
-        return _Amount(tuple((name, width, count * layers) for name, width, count in self.factors))
+        return _ByteAmount(tuple((name, width, count * layers) for name, width, count in self.factors))
 
-    def without(self) -> _Amount:
+    def without(self) -> _ByteAmount:
         """The same, to be taken away."""
-        return _Amount(tuple((name, -width, count) for name, width, count in self.factors))
+        return _ByteAmount(tuple((name, -width, count) for name, width, count in self.factors))
 
     def named(self) -> tuple[tuple[str, float, float], ...]:
         """The factors with widths of the same things added up, and a number behind names of different things."""
@@ -108,11 +108,11 @@ class _Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peak:
+class _PeakCandidate:
     """A candidate for the worst moment."""
 
     name: str
-    besides: _Amount
+    besides: _ByteAmount
     """What is alive besides what the layers keep."""
     freed: float
     """Bytes that later layers kept, and that are gone by then."""
@@ -125,13 +125,13 @@ class _Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
+class _AlikeLayers:
     """Layers that are alike."""
 
     numbers: tuple[int, ...]
-    kept: Mapping[str, _Amount]
+    kept: Mapping[str, _ByteAmount]
     """Of one of them, by the name of the term."""
-    moments: tuple[tuple[str, _Amount], ...]
+    moments: tuple[tuple[str, _ByteAmount], ...]
     """What is alive in each moment of the backward pass of one, besides what all keep."""
 
     @property
@@ -140,16 +140,18 @@ class _Alike:
         return sum(amount.nbytes for amount in self.kept.values())
 
 
-class _Rank:
+class _RankActivations:
     """Works it out for one rank."""
 
-    def __init__(self, anatomy: Anatomy, holding: Holding, mesh: Mesh, work: Training, stages: Sequence[int]) -> None:
+    def __init__(
+        self, anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, stages: Sequence[int]
+    ) -> None:
         self.work = work
         recurrent = any(layer.state is not None for layer in anatomy.layers)
-        self.runtime: Runtime = runtime(work.profile, recurrent=recurrent)
+        self.runtime: RuntimeProfile = get_runtime(work.profile, recurrent=recurrent)
         self.style = anatomy.style
         self.width = BY_NAME[work.dtype].bits // 8
-        self.share = Share.of(mesh, work)
+        self.share = MicrobatchShare.of(mesh, work)
         self.first = holding.stage == 0
         self.last = holding.stage == len(stages) - 1
         self.numbers = holding.layers
@@ -158,33 +160,33 @@ class _Rank:
         self.parts = mesh.degree("tp") if divided else 1
         microbatches = work.microbatches or len(stages)
         virtual = work.virtual_stages
-        self.flights = in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
-        self.losses = losses(len(stages), microbatches, work.schedule)
+        self.flights = count_in_flight(holding.stage, len(stages), microbatches, work.schedule, virtual)
+        self.losses = count_losses(len(stages), microbatches, work.schedule)
 
-    def terms(self) -> Iterator[Term]:
+    def terms(self) -> Iterator[MemoryTerm]:
         """The terms, in the order of the groups."""
-        alike: dict[Layer, list[int]] = {}
+        alike: dict[ModelLayer, list[int]] = {}
         for number in self.numbers:
             alike.setdefault(self.anatomy.layers[number], []).append(number)
         kinds = [self._alike(layer, numbers) for layer, numbers in alike.items()]
-        kept: dict[str, _Amount] = {}
+        kept: dict[str, _ByteAmount] = {}
         for kind in kinds:
             for name, amount in kind.kept.items():
-                kept[name] = kept.get(name, _Amount()) + amount.times(len(kind.numbers))
+                kept[name] = kept.get(name, _ByteAmount()) + amount.times(len(kind.numbers))
         for name, amount in kept.items():
             yield from self._term(name, amount, skewed=name == _NAMES["experts"])
         if self.first:
             yield from self._term("dropout mask of the embedding", self._embedding())
         yield from self._worst(kinds)
 
-    def _alike(self, layer: Layer, numbers: Sequence[int]) -> _Alike:
+    def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
         """What all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
-        sizes, flags = dict(layer_sizes(layer, self.style, self.share)), self._flags(layer)
+        sizes, flags = dict(compute_layer_sizes(layer, self.style, self.share)), self._flags(layer)
         if layer.state is not None:
-            sizes |= recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
+            sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         full, selective = self.work.recompute == "full", self.work.recompute == "selective"
         groups = self.runtime.kept
-        again = _Amount()
+        again = _ByteAmount()
         if full:
             kept = {"inputs of layers": self._amount(self.runtime.checkpoint, sizes, flags)}
             for tensors in groups.values():
@@ -201,19 +203,19 @@ class _Rank:
                 alive += self._amount(groups[group], sizes, flags).without()
             if alive.nbytes > 0:
                 moments.append((moment.name + (" of a layer computed again" if full else ""), again + alive))
-        return _Alike(tuple(numbers), kept, tuple(moments))
+        return _AlikeLayers(tuple(numbers), kept, tuple(moments))
 
-    def _worst(self, kinds: Sequence[_Alike]) -> Iterator[Term]:
+    def _worst(self, kinds: Sequence[_AlikeLayers]) -> Iterator[MemoryTerm]:
         """The head's terms and that of the worst moment."""
-        head = self._head() if self.last and self.anatomy.generates else _Amount()
+        head = self._head() if self.last and self.anatomy.generates else _ByteAmount()
         peaks = [*self._layer_peaks(kinds), *self._head_peaks()]
         if not peaks:
             return
         worst = max(peaks, key=lambda peak: peak.nbytes + (head.nbytes if peak.with_head else 0))
         yield from self._term("kept by the head and the loss", head, self.losses - (not worst.with_head))
         if worst.nbytes > 0:
-            inputs = _inputs(worst.besides)
-            formula = _formula(worst.besides) + (" - freed" if worst.freed else "")
+            inputs = _collect_inputs(worst.besides)
+            formula = _format_formula(worst.besides) + (" - freed" if worst.freed else "")
             yield self._made(
                 f"alive in the {worst.name}",
                 "workspace",
@@ -223,37 +225,41 @@ class _Rank:
                 skewed="experts" in worst.name,
             )
 
-    def _layer_peaks(self, kinds: Sequence[_Alike]) -> Iterator[_Peak]:
+    def _layer_peaks(self, kinds: Sequence[_AlikeLayers]) -> Iterator[_PeakCandidate]:
         """Of layers that are alike, the last has its backward pass first, when all before it still keep theirs."""
         for kind in kinds:
             last = kind.numbers[-1]
             freed = sum(other.nbytes * sum(number > last for number in other.numbers) for other in kinds)
             for name, alive in kind.moments:
-                yield _Peak(name, alive, freed, with_head=False)
+                yield _PeakCandidate(name, alive, freed, with_head=False)
 
-    def _head_peaks(self) -> Iterator[_Peak]:
+    def _head_peaks(self) -> Iterator[_PeakCandidate]:
         if not (self.last and self.anatomy.generates):
             return
-        sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+        sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
         flags = self._style_flags()
         yield self._moment(self.runtime.loss, sizes, flags, with_head=True)
         yield self._moment(self.runtime.norm, sizes, flags, with_head=False)
 
-    def _moment(self, moment: Moment, sizes: Mapping[Size, float], flags: frozenset[Flag], *, with_head: bool) -> _Peak:
-        return _Peak(moment.name, self._amount(moment.alive, sizes, flags), 0, with_head)
+    def _moment(
+        self, moment: PeakMoment, sizes: Mapping[Size, float], flags: frozenset[Flag], *, with_head: bool
+    ) -> _PeakCandidate:
+        return _PeakCandidate(moment.name, self._amount(moment.alive, sizes, flags), 0, with_head)
 
-    def _head(self) -> _Amount:
-        sizes = head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
+    def _head(self) -> _ByteAmount:
+        sizes = compute_head_sizes(self.anatomy.hidden, self.anatomy.vocabulary, self.share)
         flags = self._style_flags()
         return self._amount((*self.runtime.kept["norms"], *self.runtime.head), sizes, flags)
 
-    def _embedding(self) -> _Amount:
-        sizes = head_sizes(self.anatomy.layers[0].hidden if self.anatomy.layers else self.anatomy.hidden, 0, self.share)
+    def _embedding(self) -> _ByteAmount:
+        sizes = compute_head_sizes(
+            self.anatomy.layers[0].hidden if self.anatomy.layers else self.anatomy.hidden, 0, self.share
+        )
         return self._amount(self.runtime.embedding, sizes, self._style_flags())
 
     def _amount(
-        self, tensors: Iterable[Saved], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
-    ) -> _Amount:
+        self, tensors: Iterable[KeptTensor], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
+    ) -> _ByteAmount:
         """The bytes of those of `tensors` that are there; those of attention's core only if `core`."""
         found: dict[tuple[str, float], float] = {}
         for saved in tensors:
@@ -264,7 +270,7 @@ class _Rank:
                 )
                 width = self.width if saved.width is None else saved.width
                 found[name, count / parts] = found.get((name, count / parts), 0) + width
-        return _Amount(tuple((name, width, count) for (name, count), width in found.items()))
+        return _ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
 
     def _style_flags(self) -> frozenset[Flag]:
         """What holds of all layers, and of what follows the last."""
@@ -283,7 +289,7 @@ class _Rank:
             flags.add("gathers")
         return frozenset(flags)
 
-    def _flags(self, layer: Layer) -> frozenset[Flag]:
+    def _flags(self, layer: ModelLayer) -> frozenset[Flag]:
         flags = set(self._style_flags())
         flags.add("gated" if layer.gated else "plain")
         if layer.feeds:
@@ -305,14 +311,16 @@ class _Rank:
                 flags.add("gated shared")
         return frozenset(flags)
 
-    def _term(self, name: str, amount: _Amount, times: float | None = None, *, skewed: bool = False) -> Iterator[Term]:
+    def _term(
+        self, name: str, amount: _ByteAmount, times: float | None = None, *, skewed: bool = False
+    ) -> Iterator[MemoryTerm]:
         """A term of what all microbatches in flight keep, if anything."""
         factor = self.flights if times is None else times
         if not amount.nbytes or not factor:
             return
-        inputs = {"m": factor, **_inputs(amount)}
+        inputs = {"m": factor, **_collect_inputs(amount)}
         yield self._made(
-            name, "activations", amount.nbytes * factor, f"m * ({_formula(amount)})", inputs, skewed=skewed
+            name, "activations", amount.nbytes * factor, f"m * ({_format_formula(amount)})", inputs, skewed=skewed
         )
 
     def _made(
@@ -324,9 +332,9 @@ class _Rank:
         inputs: Mapping[str, float],
         *,
         skewed: bool,
-    ) -> Term:
+    ) -> MemoryTerm:
         low, high = self.runtime.spread
-        return Term(
+        return MemoryTerm(
             name,
             category,
             round(nbytes),
@@ -337,9 +345,9 @@ class _Rank:
         )
 
 
-def _formula(amount: _Amount) -> str:
+def _format_formula(amount: _ByteAmount) -> str:
     return " + ".join(f"{width:g} * {name}" for name, width, _ in amount.named())
 
 
-def _inputs(amount: _Amount) -> dict[str, float]:
+def _collect_inputs(amount: _ByteAmount) -> dict[str, float]:
     return {name: count for name, _, count in amount.named()}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 
 from shardctl.bounded_text import CONFIG_TEXT, parse_json
 from shardctl.errors import ShardctlError, SourceError, UsageError
-from shardctl.memory.term import Term, total
-from shardctl.memory.workload import PROFILES, Offload, Recompute, Schedule, Training
+from shardctl.memory.term import MemoryTerm, sum_terms
+from shardctl.memory.workload import PROFILES, Offload, Recompute, Schedule, TrainingWorkload
 from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ _TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class PeakMeasurement:
     """The peak of one run."""
 
     mesh: Mesh
-    work: Training
+    work: TrainingWorkload
     peak: int
     """Bytes of the heaviest rank, such as `torch.cuda.max_memory_allocated()`."""
     line: int
@@ -42,10 +42,10 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CalibrationLine:
     """What became of one measurement."""
 
-    measurement: Measurement
+    measurement: PeakMeasurement
     before: int
     """Bytes that were estimated."""
     after: int
@@ -63,14 +63,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class FittedCalibration:
     """The fitted coefficients, and how well they do."""
 
     scale: float
     """What activations and what is alive beside them are multiplied by."""
     overhead: int
     """Bytes that take the place of what runtimes were estimated to need."""
-    lines: tuple[Line, ...]
+    lines: tuple[CalibrationLine, ...]
 
     @property
     def worst_before(self) -> float:
@@ -82,7 +82,7 @@ class Calibration:
         """The greatest relative error after."""
         return max(abs(line.error_after) for line in self.lines)
 
-    def apply(self, terms: Sequence[Term]) -> tuple[Term, ...]:
+    def apply(self, terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
         """The same terms with the fitted coefficients; the interval is what the worst of the measurements leaves."""
         source = f"fitted to {len(self.lines)} measured peaks"
         off = self.worst_after * max((line.measurement.peak for line in self.lines), default=0)
@@ -102,16 +102,16 @@ class Calibration:
                 found.append(term)
         if self.overhead:
             found.append(
-                Term("overhead", "runtime", self.overhead, source=source, interval=(self.overhead, self.overhead))
+                MemoryTerm("overhead", "runtime", self.overhead, source=source, interval=(self.overhead, self.overhead))
             )
         return tuple(found)
 
 
-def read(text: str, work: Training, mesh: Mesh | None = None) -> tuple[Measurement, ...]:
+def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = None) -> tuple[PeakMeasurement, ...]:
     """The measurements of a log: JSON objects, one a line; empty lines and those that begin with # do not count.
 
-    Each has ``peak``, in bytes, and may have ``mesh``, such as ``"pp=2,tp=4"``, and any field of `Training`, such as
-    ``sequence``, ``micro_batch`` and ``recompute``; what a line leaves out is that of `work` and `mesh`.
+    Each has ``peak``, in bytes, and may have ``mesh``, such as ``"pp=2,tp=4"``, and any field of `TrainingWorkload`,
+    such as ``sequence``, ``micro_batch`` and ``recompute``; what a line leaves out is that of `work` and `mesh`.
 
     Raises SourceError, naming the line, for what is none of these.
 
@@ -123,17 +123,17 @@ def read(text: str, work: Training, mesh: Mesh | None = None) -> tuple[Measureme
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            found.append(_measurement(line, number, work, mesh or Mesh.of()))
+            found.append(_parse_measurement(line, number, work, mesh or Mesh.of()))
     return tuple(found)
 
 
-def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurement:
+def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mesh) -> PeakMeasurement:
     where = f"line {number} of the measurements"
     values = parse_json(text.encode(), where, CONFIG_TEXT, hint=_HINT)
     if not isinstance(values, dict):
         raise SourceError(f"{where} is not a JSON object", hint=_HINT)
     peak = values.pop("peak", None)
-    if not _is_whole(peak):
+    if not _is_positive_integer(peak):
         raise SourceError(f"{where} has peak = {peak!r} where a number of bytes is expected", hint=_HINT)
     if "mesh" in values:
         axes = values.pop("mesh")
@@ -144,10 +144,10 @@ def _measurement(text: str, number: int, work: Training, mesh: Mesh) -> Measurem
         except ShardctlError as error:
             raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
     for key, value in values.items():
-        _check(key, value, where)
+        _check_field(key, value, where)
     if values.get("virtual_stages", 1) > 1:  # as --vp does
         values.setdefault("schedule", "interleaved")
-    return Measurement(mesh, replace(work, **values), cast("int", peak), number)
+    return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number)
 
 
 _HINT: Final = 'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
@@ -157,14 +157,14 @@ _LARGEST: Final = 2**63 - 1
 """No number of bytes, tokens or steps is beyond."""
 
 
-def _is_whole(value: object) -> bool:
+def _is_positive_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST
 
 
-def _check(key: str, value: object, where: str) -> None:
-    """Raises SourceError unless `value` is one that the field `key` of `Training` may have."""
+def _check_field(key: str, value: object, where: str) -> None:
+    """Raises SourceError unless `value` is one that the field `key` of `TrainingWorkload` may have."""
     if key in _WHOLE:
-        good, expected = _is_whole(value), "a positive whole number"
+        good, expected = _is_positive_integer(value), "a positive whole number"
     elif key in _SWITCHES:
         good, expected = isinstance(value, bool), "true or false"
     elif key in _CHOICES:
@@ -179,7 +179,9 @@ def _check(key: str, value: object, where: str) -> None:
         raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")
 
 
-def calibrate(measurements: Sequence[Measurement], estimate: Callable[[Measurement], Iterable[Term]]) -> Calibration:
+def fit_calibration(
+    measurements: Sequence[PeakMeasurement], estimate: Callable[[PeakMeasurement], Iterable[MemoryTerm]]
+) -> FittedCalibration:
     """The factor on activations and the overhead that come closest to `measurements`, neither of them negative.
 
     `estimate` gives the terms of the heaviest rank of a run. What is exact stays as it is: fitted is
@@ -196,28 +198,30 @@ def calibrate(measurements: Sequence[Measurement], estimate: Callable[[Measureme
             hint="measure at least two runs that differ in sequence or micro batch",
         )
     guesses = [tuple(estimate(measurement)) for measurement in measurements]
-    modelled = [_modelled(terms) for terms in guesses]
+    modelled = [_sum_modelled(terms) for terms in guesses]
     if max(modelled) - min(modelled) <= _ALIKE * max(modelled):
         raise UsageError(
             "the measured runs have activations of one size, which cannot tell their factor from a constant overhead",
             hint="measure runs that differ in sequence or micro batch",
         )
-    exact = [total(terms).nbytes - size - _runtime(terms) for terms, size in zip(guesses, modelled, strict=True)]
+    exact = [
+        sum_terms(terms).nbytes - size - _sum_runtime(terms) for terms, size in zip(guesses, modelled, strict=True)
+    ]
     rows = [
         (size / run.peak, 1 / run.peak, 1 - rest / run.peak)
         for run, size, rest in zip(measurements, modelled, exact, strict=True)
     ]
-    scale, overhead = _least_squares(rows)
+    scale, overhead = _solve_least_squares(rows)
     if not scale:
-        raise UsageError(_nothing(measurements, exact), hint=_DIFFERS)
+        raise UsageError(_explain_no_fit(measurements, exact), hint=_DIFFERS)
     lines = tuple(
-        Line(run, total(terms).nbytes, round(rest + scale * size + overhead))
+        CalibrationLine(run, sum_terms(terms).nbytes, round(rest + scale * size + overhead))
         for run, terms, rest, size in zip(measurements, guesses, exact, modelled, strict=True)
     )
-    return Calibration(scale, round(overhead), lines)
+    return FittedCalibration(scale, round(overhead), lines)
 
 
-def _nothing(measurements: Sequence[Measurement], exact: Sequence[int]) -> str:
+def _explain_no_fit(measurements: Sequence[PeakMeasurement], exact: Sequence[int]) -> str:
     """Why activations would take nothing."""
     run, rest = min(zip(measurements, exact, strict=True), key=lambda pair: pair[0].peak - pair[1])
     if run.peak < rest:
@@ -230,15 +234,15 @@ _ALIKE: Final = 0.01
 """Differences of activations below this, relative to the largest, are within what measurements vary by."""
 
 
-def _modelled(terms: Iterable[Term]) -> int:
+def _sum_modelled(terms: Iterable[MemoryTerm]) -> int:
     return sum(term.nbytes for term in terms if term.tier == "device" and term.category in _MODELLED)
 
 
-def _runtime(terms: Iterable[Term]) -> int:
-    return total(terms, category="runtime").nbytes
+def _sum_runtime(terms: Iterable[MemoryTerm]) -> int:
+    return sum_terms(terms, category="runtime").nbytes
 
 
-def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+def _solve_least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """The `x, y >= 0` that make the sum of `(a x + b y - c)**2` over `rows` of `(a, b, c)` least.
 
     With two unknowns the least is inside, where the gradient is zero, or on an edge, where one of them is.

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
-from shardctl.memory.scheme import scheme
-from shardctl.memory.workload import Training
+from shardctl.memory.scheme import choose_scheme
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.memory.holding import Holding
-    from shardctl.memory.workload import Serving
+    from shardctl.memory.holding import RankHolding
+    from shardctl.memory.workload import ServingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy, Layer
+    from shardctl.models.anatomy import ModelAnatomy, ModelLayer
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 _SHARE_ALL: Final = 3
@@ -33,7 +33,7 @@ _CONTEXT: Final = "Liu et al. 2023 (ring attention), sec. 3"
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RankTraffic:
     """Messages of one kind that one rank sends."""
 
     name: str
@@ -56,7 +56,7 @@ class Traffic:
     source: str = ""
 
 
-def sent(collective: Collective, nbytes: float, ranks: int) -> float:
+def compute_sent_bytes(collective: Collective, nbytes: float, ranks: int) -> float:
     """Bytes that each of `ranks` sends; `nbytes` is the whole of what is reduced, gathered, scattered or exchanged.
 
     Of an all-to-all it is what one rank has for all others and itself.
@@ -69,23 +69,23 @@ def sent(collective: Collective, nbytes: float, ranks: int) -> float:
     return (2 if collective == "all-reduce" else 1) * nbytes * (ranks - 1) / ranks
 
 
-def traffic(
-    anatomy: Anatomy,
-    holding: Holding,
+def list_traffic(
+    anatomy: ModelAnatomy,
+    holding: RankHolding,
     mesh: Mesh,
-    work: Serving | Training,
+    work: ServingWorkload | TrainingWorkload,
     *,
     dtype: str = "BF16",
     tokens: int | None = None,
-) -> tuple[Traffic, ...]:
+) -> tuple[RankTraffic, ...]:
     """What a rank with `holding` sends: in training in one optimizer step, in serving in one forward pass.
 
     `dtype` is that of activations in serving. A pass of serving has `tokens` new tokens, by default one of each
     sequence. Only what moves bytes is listed.
     Raises UsageError for what the profile's runtime cannot do.
     """
-    if isinstance(work, Training):
-        found = _Sender(
+    if isinstance(work, TrainingWorkload):
+        found = _ActivationSender(
             anatomy,
             holding,
             mesh,
@@ -97,15 +97,17 @@ def traffic(
             scattered=work.sequence_parallel,
             chunks=work.virtual_stages if work.schedule == "interleaved" else 1,
         )
-        each = (*_of_parameters(holding, mesh, work, found.times), *found.of_activations())
+        each = (*_list_parameter_traffic(holding, mesh, work, found.times), *found.of_activations())
     else:
         new = (work.batch if tokens is None else tokens) / mesh.degree("cp")
-        found = _Sender(anatomy, holding, mesh, tokens=new, width=BY_NAME[dtype].bits // 8)
-        each = (*_gathered_to_serve(holding, mesh), *found.of_activations())
+        found = _ActivationSender(anatomy, holding, mesh, tokens=new, width=BY_NAME[dtype].bits // 8)
+        each = (*_list_serving_gathers(holding, mesh), *found.of_activations())
     return tuple(one for one in each if one.nbytes)
 
 
-def _of_parameters(holding: Holding, mesh: Mesh, work: Training, times: int) -> Iterator[Traffic]:
+def _list_parameter_traffic(
+    holding: RankHolding, mesh: Mesh, work: TrainingWorkload, times: int
+) -> Iterator[RankTraffic]:
     """Parameters and gradients: of what is dense among ranks of dp, fsdp and cp, of experts among their replicas."""
     stage = mesh.world // mesh.degree("pp")
     shards = mesh.degree(EXPERT_FSDP)
@@ -113,28 +115,28 @@ def _of_parameters(holding: Holding, mesh: Mesh, work: Training, times: int) -> 
     dense = (("dp", "cp"), mesh.degree("dp") * mesh.degree("cp"), ("fsdp",), mesh.degree("fsdp"))
     expert = (("replica",), copies, (EXPERT_FSDP,), shards)
     parameter = BY_NAME[work.dtype].bits / 8
-    gradient = scheme(mesh, work).gradient.bits / 8
+    gradient = choose_scheme(mesh, work).gradient.bits / 8
     for of, is_expert, (over, replicas, sharing, shared) in (("", False, dense), ("expert ", True, expert)):
         weights, gradients = f"{of}parameters", f"{of}gradients"
         gathered = holding.gathered(expert=is_expert, trainable=True)
         kept = holding.elements(expert=is_expert, trainable=True)
         # Ranks that share parameters gather them for the forward and again for the backward pass.
-        yield _collected(weights, sharing, "all-gather", shared, gathered * parameter, times, rounds=2)
-        yield _collected(gradients, sharing, "reduce-scatter", shared, gathered * gradient, times)
+        yield _build_collective(weights, sharing, "all-gather", shared, gathered * parameter, times, rounds=2)
+        yield _build_collective(gradients, sharing, "reduce-scatter", shared, gathered * gradient, times)
         if not work.zero:
-            yield _collected(gradients, over, "all-reduce", replicas, kept * gradient, 1)
+            yield _build_collective(gradients, over, "all-reduce", replicas, kept * gradient, 1)
             continue
         all_shared = work.zero >= _SHARE_ALL
         # From ZeRO-2 on, no rank keeps the gradients of others, so that those of every microbatch are reduced.
         often = times if work.zero > 1 else 1
-        yield _collected(gradients, over, "reduce-scatter", replicas, kept * gradient, often)
+        yield _build_collective(gradients, over, "reduce-scatter", replicas, kept * gradient, often)
         rounds = 2 if all_shared else 1
-        yield _collected(
+        yield _build_collective(
             weights, over, "all-gather", replicas, kept * parameter, times if all_shared else 1, rounds=rounds
         )
 
 
-def _collected(
+def _build_collective(
     name: str,
     axes: tuple[str, ...],
     collective: Collective,
@@ -143,15 +145,15 @@ def _collected(
     times: int,
     *,
     rounds: int = 1,
-) -> Traffic:
+) -> RankTraffic:
     """A collective over `nbytes` in each of `times` microbatches, `rounds` times."""
     factor = rounds * (2 if collective == "all-reduce" else 1)
-    return Traffic(
+    return RankTraffic(
         name,
         axes,
         collective,
         ranks,
-        round(sent(collective, nbytes, ranks) * rounds * times),
+        round(compute_sent_bytes(collective, nbytes, ranks) * rounds * times),
         rounds * times,
         times,
         hidden=True,
@@ -161,19 +163,19 @@ def _collected(
     )
 
 
-def _gathered_to_serve(holding: Holding, mesh: Mesh) -> Iterator[Traffic]:
+def _list_serving_gathers(holding: RankHolding, mesh: Mesh) -> Iterator[RankTraffic]:
     """Weights that fsdp ranks share are gathered in every pass."""
     for name, is_expert, axis in (("weights", False, "fsdp"), ("expert weights", True, EXPERT_FSDP)):
         nbytes = sum(part.gathered_bytes for part in holding.parts if part.kind.spec.of_expert == is_expert)
-        yield _collected(name, (axis,), "all-gather", mesh.degree(axis), nbytes, 1)
+        yield _build_collective(name, (axis,), "all-gather", mesh.degree(axis), nbytes, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sender:
+class _ActivationSender:
     """One rank that sends activations."""
 
-    anatomy: Anatomy
-    holding: Holding
+    anatomy: ModelAnatomy
+    holding: RankHolding
     mesh: Mesh
     tokens: float
     """Of one microbatch, on one cp rank."""
@@ -189,7 +191,7 @@ class _Sender:
     """Model chunks per stage."""
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[ModelLayer, ...]:
         return self.anatomy.layers[self.holding.layers.start : self.holding.layers.stop]
 
     @property
@@ -213,7 +215,7 @@ class _Sender:
         """
         return not self.backward and self.mesh.ep * self.mesh.etp == self.mesh.degree("tp")
 
-    def of_activations(self) -> Iterator[Traffic]:
+    def of_activations(self) -> Iterator[RankTraffic]:
         yield from self.over_tp()
         yield from self.over_pp()
         yield from self.over_ep()
@@ -230,15 +232,15 @@ class _Sender:
         source: str,
         *,
         hidden: bool = False,
-    ) -> Traffic:
+    ) -> RankTraffic:
         """`nbytes` is the whole of all messages of one microbatch."""
         ranks = self.mesh.degree(axis)
-        return Traffic(
+        return RankTraffic(
             name,
             (axis,),
             collective,
             ranks,
-            round(sent(collective, nbytes, ranks) * self.times),
+            round(compute_sent_bytes(collective, nbytes, ranks) * self.times),
             messages * self.times,
             self.times,
             hidden=hidden,
@@ -247,7 +249,7 @@ class _Sender:
             source=source,
         )
 
-    def over_tp(self) -> Iterator[Traffic]:
+    def over_tp(self) -> Iterator[RankTraffic]:
         """Sums after each pair of matrices, forward and backward; of the embedding forward, of the head backward."""
         if self.mesh.degree("tp") == 1:
             return
@@ -276,14 +278,14 @@ class _Sender:
                 "logits", "tp", "all-gather", logits, 1, formula="(n-1)/n * tokens * V * bytes", source=_TENSOR
             )
 
-    def sums(self, layer: Layer) -> int:
+    def sums(self, layer: ModelLayer) -> int:
         """Sums over tp in one forward pass of a layer."""
         attention = 2 if layer.attention and layer.attention.cross else 1
         experts = layer.experts
         mlp = bool(layer.mlp) or (experts is not None and (self.alike or self.common or experts.shared > 0))
         return attention + mlp
 
-    def over_pp(self) -> Iterator[Traffic]:
+    def over_pp(self) -> Iterator[RankTraffic]:
         """Activations to the next stage, and gradients of them to the one before; of chunks around, but at the ends."""
         ahead = self.chunks - self.last
         back = self.backward * (self.chunks - self.first)
@@ -301,7 +303,7 @@ class _Sender:
             source=_PIPELINE,
         )
 
-    def over_ep(self) -> Iterator[Traffic]:
+    def over_ep(self) -> Iterator[RankTraffic]:
         """Each token to its experts and back, forward and backward; and what etp ranks share of it."""
         if self.alike or self.common:
             return
@@ -330,7 +332,7 @@ class _Sender:
                 source=_EXPERT,
             )
 
-    def over_cp(self) -> Iterator[Traffic]:
+    def over_cp(self) -> Iterator[RankTraffic]:
         """Keys and values around the ring: forward, and backward with their gradients."""
         ranks, tp = self.mesh.degree("cp"), self.mesh.degree("tp")
         wide = sum(-(-a.kv_heads // tp) * (a.head_dim + a.value_dim) for layer in self.layers if (a := layer.attention))

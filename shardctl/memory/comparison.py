@@ -10,12 +10,12 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
-from shardctl.memory.communication import sent
+from shardctl.memory.communication import compute_sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.memory.inventory import Inventory
+    from shardctl.memory.inventory import TensorInventory
 
 SOURCE: Final = "Rajbhandari et al. 2020, sec. 5 and 7"
 USUAL_GRADIENT: Final = 2
@@ -31,7 +31,7 @@ _FORMULAS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class ShardingStrategy:
     """One way to share model states among data-parallel devices."""
 
     name: str
@@ -50,9 +50,14 @@ class Strategy:
     source: str = SOURCE
 
 
-def compare(
-    inventory: Inventory, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
-) -> tuple[Strategy, ...]:
+def compare_strategies(
+    inventory: TensorInventory,
+    devices: int,
+    *,
+    parameter: float = 2,
+    gradient: float = USUAL_GRADIENT,
+    optimizer: float = 12,
+) -> tuple[ShardingStrategy, ...]:
     """Plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
 
     `parameter`, `gradient` and `optimizer` are bytes per parameter, by default those of mixed-precision Adam: fp32
@@ -60,12 +65,12 @@ def compare(
     Raises UsageError for fewer than one device.
     """
     trained = sum(kind.count * prod(kind.shape) for kind in inventory.kinds if kind.trainable)
-    return strategies(trained, devices, parameter=parameter, gradient=gradient, optimizer=optimizer)
+    return list_strategies(trained, devices, parameter=parameter, gradient=gradient, optimizer=optimizer)
 
 
-def strategies(
+def list_strategies(
     parameters: int, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
-) -> tuple[Strategy, ...]:
+) -> tuple[ShardingStrategy, ...]:
     """The same for so many parameters.
 
     >>> [round(one.nbytes / 1e9, 2) for one in strategies(7_500_000_000, 64)]
@@ -75,7 +80,7 @@ def strategies(
         raise UsageError(f"a comparison needs at least one device, and there are {devices}")
     own = -(-parameters // devices)
     whole = parameters * (parameter + gradient + optimizer)
-    plain = sent("all-reduce", parameters * gradient, devices)
+    plain = compute_sent_bytes("all-reduce", parameters * gradient, devices)
     found = []
     for zero, (name, formula) in enumerate(_FORMULAS):
         held = (
@@ -83,9 +88,9 @@ def strategies(
             + (own if zero >= _GRADIENTS else parameters) * gradient
             + (own if zero >= _OPTIMIZER else parameters) * optimizer
         )
-        volume = _sent(zero, parameters * parameter, parameters * gradient, devices)
+        volume = _compute_strategy_volume(zero, parameters * parameter, parameters * gradient, devices)
         found.append(
-            Strategy(
+            ShardingStrategy(
                 name,
                 zero,
                 round(held),
@@ -99,9 +104,11 @@ def strategies(
     return tuple(found)
 
 
-def _sent(zero: int, weights: float, gradients: float, devices: int) -> float:
+def _compute_strategy_volume(zero: int, weights: float, gradients: float, devices: int) -> float:
     """Gradients are reduced; where states are shared, they are scattered and parameters gathered: once, or twice."""
     if zero == 0:
-        return sent("all-reduce", gradients, devices)
+        return compute_sent_bytes("all-reduce", gradients, devices)
     gathers = 2 if zero >= _PARAMETERS else 1
-    return sent("reduce-scatter", gradients, devices) + gathers * sent("all-gather", weights, devices)
+    return compute_sent_bytes("reduce-scatter", gradients, devices) + gathers * compute_sent_bytes(
+        "all-gather", weights, devices
+    )

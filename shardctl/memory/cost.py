@@ -9,24 +9,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from shardctl.memory.communication import traffic
-from shardctl.memory.devices import device
-from shardctl.memory.operations import attention_operations, matrix_operations, touched
-from shardctl.memory.schedule import bubble
-from shardctl.memory.scheme import scheme
-from shardctl.memory.term import total
-from shardctl.memory.workload import Training
+from shardctl.memory.communication import list_traffic
+from shardctl.memory.devices import get_device
+from shardctl.memory.operations import compute_touched_share, count_attention_operations, count_matrix_operations
+from shardctl.memory.schedule import compute_bubble
+from shardctl.memory.scheme import choose_scheme
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from shardctl.memory.communication import Traffic
-    from shardctl.memory.devices import Device
-    from shardctl.memory.estimate import Estimate, RankEstimate
-    from shardctl.memory.workload import Serving
+    from shardctl.memory.communication import RankTraffic
+    from shardctl.memory.devices import DeviceSpec
+    from shardctl.memory.estimate import MeshEstimate, RankEstimate
+    from shardctl.memory.workload import ServingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy
+    from shardctl.models.anatomy import ModelAnatomy
 
 REFERENCE: Final = "h100-80gb"
 """Whose speed is taken where a device is nothing but a size."""
@@ -39,7 +39,7 @@ _FOLLOWED: Final = {"replica": ("dp", "cp"), EXPERT_FSDP: ("fsdp",), "etp": ("tp
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class DevicePace:
     """What devices reach of what is marketed."""
 
     operations: float = 0.6
@@ -57,7 +57,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TimeShare:
     """A part of the time, which adds up with the others to all of it."""
 
     name: str
@@ -68,10 +68,10 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MeshCost:
     """What one optimizer step of a mesh takes, or one token of each sequence in serving."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[TimeShare, ...]
     tokens: float
     """Tokens that all ranks together get through in that time."""
     ranks: int
@@ -93,32 +93,32 @@ class Cost:
         return sum(share.seconds for share in self.shares if share.name == name)
 
 
-def price(
-    anatomy: Anatomy,
-    estimate: Estimate,
+def price_mesh(
+    anatomy: ModelAnatomy,
+    estimate: MeshEstimate,
     mesh: Mesh,
-    work: Serving | Training,
-    on: Device,
+    work: ServingWorkload | TrainingWorkload,
+    on: DeviceSpec,
     *,
     dtype: str = "BF16",
-    pace: Pace | None = None,
-) -> Cost:
+    pace: DevicePace | None = None,
+) -> MeshCost:
     """What `mesh` costs on devices `on`, at the pace of its slowest stage; `dtype` is that of activations in serving.
 
     A stage's time is what it computes, what it sends and cannot hide behind that, and what waits for it. Of traffic
     that runtimes hide (parameters, gradients, keys and values of a ring) the excess over the computation counts.
     """
-    runs = on if on.timed else replace(device(REFERENCE), name=device(REFERENCE).name)
-    pacer = _Pacer(anatomy, mesh, runs, pace or Pace(), dtype)
+    runs = on if on.timed else replace(get_device(REFERENCE), name=get_device(REFERENCE).name)
+    pacer = _StagePacer(anatomy, mesh, runs, pace or DevicePace(), dtype)
     stages = {rank.holding.stage: rank for rank in reversed(estimate.ranks)}
     ranks = [stages[number] for number in sorted(stages)]
-    if isinstance(work, Training):
+    if isinstance(work, TrainingWorkload):
         replicas = mesh.degree("dp") * mesh.degree("fsdp")
         times = work.microbatches or mesh.degree("pp")
         tokens = work.sequence * work.micro_batch * times * replicas
-        slowest = max((pacer.training(rank, work, times) for rank in ranks), key=_seconds)
-        return Cost(tuple(slowest), tokens, mesh.world, runs.name)
-    return Cost(
+        slowest = max((pacer.training(rank, work, times) for rank in ranks), key=_sum_seconds)
+        return MeshCost(tuple(slowest), tokens, mesh.world, runs.name)
+    return MeshCost(
         tuple(pacer.serving(ranks, work)),
         work.batch * mesh.degree("dp") * mesh.degree("fsdp"),
         mesh.world,
@@ -127,107 +127,107 @@ def price(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pacer:
+class _StagePacer:
     """Times the parts of a pass on one device."""
 
-    anatomy: Anatomy
+    anatomy: ModelAnatomy
     mesh: Mesh
-    device: Device
-    pace: Pace
+    device: DeviceSpec
+    pace: DevicePace
     dtype: str
 
-    def training(self, rank: RankEstimate, work: Training, times: int) -> list[Share]:
+    def training(self, rank: RankEstimate, work: TrainingWorkload, times: int) -> list[TimeShare]:
         """One optimizer step of a stage."""
         holding, mesh = rank.holding, self.mesh
         tokens = work.sequence * work.micro_batch / mesh.degree("cp")
         layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
-        matrices = matrix_operations(self.anatomy, holding, mesh, tokens)
-        looks = attention_operations(layers, mesh, tokens, work.sequence, masked=True)
+        matrices = count_matrix_operations(self.anatomy, holding, mesh, tokens)
+        looks = count_attention_operations(layers, mesh, tokens, work.sequence, masked=True)
         again = {"none": 0.0, "selective": looks, "full": matrices + looks}[work.recompute]
         rate = self.device.flops_bf16 * self.pace.operations
         compute = (3 * (matrices + looks) + again) / rate
-        shares = [Share("compute", compute * times, "(3 forward + recomputed) * m / (flops * pace)")]
-        sent = traffic(self.anatomy, holding, mesh, work)
+        shares = [TimeShare("compute", compute * times, "(3 forward + recomputed) * m / (flops * pace)")]
+        sent = list_traffic(self.anatomy, holding, mesh, work)
         shares += self.exposed(sent, compute, times)
-        waits = bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)
-        shares.append(Share("bubble", waits * _seconds(shares), "(p-1)/(m v) of compute and traffic within"))
+        waits = compute_bubble(mesh.degree("pp"), times, work.schedule, work.virtual_stages)
+        shares.append(TimeShare("bubble", waits * _sum_seconds(shares), "(p-1)/(m v) of compute and traffic within"))
         ends = [t for t in sent if t.hidden and t.times == 1 < times]
         behind = 2 / 3 * compute
         shares += self.excess(ends, behind, 1)
-        plan = scheme(mesh, work)
+        plan = choose_scheme(mesh, work)
         updated = sum(
             holding.elements(expert=expert, trainable=True) // (plan.among(expert=expert) if work.zero else 1)
             for expert in (False, True)
         )
         moved = _UPDATED * updated
         shares.append(
-            Share("update", moved / (self.device.memory_bandwidth * self.pace.memory), "30 P / bandwidth", moved)
+            TimeShare("update", moved / (self.device.memory_bandwidth * self.pace.memory), "30 P / bandwidth", moved)
         )
-        return _merged(shares)
+        return _merge_shares(shares)
 
-    def exposed(self, sent: Sequence[Traffic], compute: float, times: int) -> list[Share]:
+    def exposed(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:
         """The traffic of all microbatches that computation does not hide."""
         within = [t for t in sent if t.hidden and t.times == times]
         return [self.timed(t) for t in sent if not t.hidden] + self.excess(within, compute, times)
 
-    def timed(self, one: Traffic) -> Share:
+    def timed(self, one: RankTraffic) -> TimeShare:
         """Traffic that nothing hides."""
-        where = _where(self.far(one))
-        return Share(one.name, self.seconds(one), f"{where}: bytes / bandwidth + messages * latency", one.nbytes)
+        where = _name_link(self.far(one))
+        return TimeShare(one.name, self.seconds(one), f"{where}: bytes / bandwidth + messages * latency", one.nbytes)
 
-    def excess(self, sent: Iterable[Traffic], behind: float, times: int) -> list[Share]:
+    def excess(self, sent: Iterable[RankTraffic], behind: float, times: int) -> list[TimeShare]:
         """What `behind` seconds in each of `times` microbatches do not hide, each in proportion."""
         each = [(t, self.seconds(t)) for t in sent]
         whole = sum(seconds for _, seconds in each)
         left = max(0.0, whole - behind * times)
         return [
-            Share(
+            TimeShare(
                 t.name,
                 left * seconds / whole,
-                f"{_where(self.far(t))}: what exceeds the computation it runs behind",
+                f"{_name_link(self.far(t))}: what exceeds the computation it runs behind",
                 t.nbytes,
             )
             for t, seconds in each
             if left
         ]
 
-    def serving(self, ranks: Sequence[RankEstimate], work: Serving) -> list[Share]:
+    def serving(self, ranks: Sequence[RankEstimate], work: ServingWorkload) -> list[TimeShare]:
         """One token of every sequence, through all stages in turn."""
         weights = cached = compute = 0.0
         read = kept = 0
-        sent: list[Traffic] = []
-        share = touched(self.anatomy, self.mesh, work.batch)
+        sent: list[RankTraffic] = []
+        share = compute_touched_share(self.anatomy, self.mesh, work.batch)
         bandwidth = self.device.memory_bandwidth * self.pace.memory
         for rank in ranks:
             parts = rank.holding.parts
             experts = sum(part.gathered_bytes for part in parts if part.kind.spec.of_expert)
             stage = round(sum(part.gathered_bytes for part in parts) - experts * (1 - share))
-            cache = total(rank.terms, category="kv cache").nbytes
-            operations = matrix_operations(self.anatomy, rank.holding, self.mesh, work.batch)
+            cache = sum_terms(rank.terms, category="kv cache").nbytes
+            operations = count_matrix_operations(self.anatomy, rank.holding, self.mesh, work.batch)
             busy = operations / (self.device.flops_bf16 * self.pace.operations)
             weights += stage / bandwidth
             compute += max(0.0, busy - stage / bandwidth)
             cached += cache / bandwidth
             read, kept = read + stage, kept + cache
-            sent += traffic(self.anatomy, rank.holding, self.mesh, work, dtype=self.dtype)
+            sent += list_traffic(self.anatomy, rank.holding, self.mesh, work, dtype=self.dtype)
         shares = [
-            Share("weights read", weights, "bytes of dense weights and of experts in use / bandwidth", read),
-            Share("cache read", cached, "bytes of the full cache / bandwidth", kept),
-            Share("compute", compute, "what operations take beyond reading the weights"),
+            TimeShare("weights read", weights, "bytes of dense weights and of experts in use / bandwidth", read),
+            TimeShare("cache read", cached, "bytes of the full cache / bandwidth", kept),
+            TimeShare("compute", compute, "what operations take beyond reading the weights"),
         ]
-        return _merged([*shares, *(self.timed(t) for t in sent)])
+        return _merge_shares([*shares, *(self.timed(t) for t in sent)])
 
-    def far(self, one: Traffic) -> bool:
+    def far(self, one: RankTraffic) -> bool:
         """Whether it leaves the node."""
-        return _spread(self.mesh, one.axes, self.device.per_node)[1] > 1
+        return _count_ranks_and_nodes(self.mesh, one.axes, self.device.per_node)[1] > 1
 
-    def seconds(self, one: Traffic) -> float:
+    def seconds(self, one: RankTraffic) -> float:
         """How long the messages take by themselves.
 
         Where n ranks are on k nodes, rings cross a node's border with the network of all n/k of them, so that the
         slower of link and network decides; of an all-to-all, what stays inside and what leaves go side by side.
         """
-        ranks, nodes = _spread(self.mesh, one.axes, self.device.per_node)
+        ranks, nodes = _count_ranks_and_nodes(self.mesh, one.axes, self.device.per_node)
         link = self.device.link_bandwidth * self.pace.links
         network = self.device.network_bandwidth * self.pace.links
         latency = one.messages * (self.pace.far if nodes > 1 else self.pace.near)
@@ -242,9 +242,9 @@ class _Pacer:
         return one.nbytes / min(link, network * here) + latency
 
 
-def _merged(shares: Iterable[Share]) -> list[Share]:
+def _merge_shares(shares: Iterable[TimeShare]) -> list[TimeShare]:
     """Shares of one name as one, without those that take no time."""
-    found: dict[str, Share] = {}
+    found: dict[str, TimeShare] = {}
     for one in shares:
         other = found.get(one.name)
         if other is not None:
@@ -254,16 +254,16 @@ def _merged(shares: Iterable[Share]) -> list[Share]:
     return list(found.values())
 
 
-def _seconds(shares: Iterable[Share]) -> float:
+def _sum_seconds(shares: Iterable[TimeShare]) -> float:
     return sum(share.seconds for share in shares)
 
 
-def _where(far: bool) -> str:  # noqa: FBT001 - the one thing it is about
+def _name_link(far: bool) -> str:  # noqa: FBT001 - the one thing it is about
     return "network" if far else "link"
 
 
 @lru_cache(maxsize=4096)
-def _spread(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]:
+def _count_ranks_and_nodes(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]:
     """How many ranks take part with rank 0 along `axes`, and on how many nodes they are; ranks fill node after node."""
     strides: dict[str, int] = {}
     below = 1
@@ -274,7 +274,7 @@ def _spread(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]
     if not axes:
         return 1, 1
     if axes[0] not in _AMONG_EXPERTS:
-        together = _numbers([(mesh.degree(axis), strides[axis]) for axis in axes])
+        together = _list_strided_numbers([(mesh.degree(axis), strides[axis]) for axis in axes])
         return len(together), len({rank // per_node for rank in together})
     shards = mesh.degree(EXPERT_FSDP)
     sizes = {"etp": mesh.etp, "ep": mesh.ep, EXPERT_FSDP: shards, "replica": 0}
@@ -285,11 +285,11 @@ def _spread(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]
         if axis in axes:
             chosen.append((degree, below))
         below *= degree
-    nodes = {_rank(number, mesh, strides) // per_node for number in _numbers(chosen)}
-    return len(_numbers(chosen)), len(nodes)
+    nodes = {_find_rank(number, mesh, strides) // per_node for number in _list_strided_numbers(chosen)}
+    return len(_list_strided_numbers(chosen)), len(nodes)
 
 
-def _numbers(axes: Iterable[tuple[int, int]]) -> list[int]:
+def _list_strided_numbers(axes: Iterable[tuple[int, int]]) -> list[int]:
     """The numbers that degrees with strides make."""
     found = [0]
     for degree, stride in axes:
@@ -297,7 +297,7 @@ def _numbers(axes: Iterable[tuple[int, int]]) -> list[int]:
     return found
 
 
-def _rank(number: int, mesh: Mesh, strides: Mapping[str, int]) -> int:
+def _find_rank(number: int, mesh: Mesh, strides: Mapping[str, int]) -> int:
     """The rank that has `number` within the first stage."""
     rank = 0
     for axis, degree in reversed(mesh.axes):

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.errors import UsageError
 
 GB: Final = 10**9
@@ -19,7 +19,7 @@ PCIE5: Final = 63.0 * GB
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One device.
 
     Bandwidths are bytes per second in one direction, as marketed; what collectives reach of them is the estimator's
@@ -54,7 +54,7 @@ class Device:
 
 
 DEVICES: Final = (
-    Device(
+    DeviceSpec(
         name="A100-40GB",
         memory_bytes=40 * GIB,
         usable_bytes=round(39.50 * GIB),
@@ -68,7 +68,7 @@ DEVICES: Final = (
         "network: DGX A100, eight HDR adapters of 200 Gb/s",
         spellings=("a100",),
     ),
-    Device(
+    DeviceSpec(
         name="A100-80GB",
         memory_bytes=80 * GIB,
         usable_bytes=round(79.15 * GIB),
@@ -82,7 +82,7 @@ DEVICES: Final = (
         "network: DGX A100, eight HDR adapters of 200 Gb/s",
         spellings=("a100",),
     ),
-    Device(
+    DeviceSpec(
         name="H100-80GB",
         memory_bytes=80 * GIB,
         usable_bytes=round(79.18 * GIB),
@@ -96,7 +96,7 @@ DEVICES: Final = (
         "network: DGX H100, eight NDR adapters of 400 Gb/s",
         spellings=("h100",),
     ),
-    Device(
+    DeviceSpec(
         name="H200",
         memory_bytes=141 * GIB,
         usable_bytes=round(139.81 * GIB),
@@ -110,7 +110,7 @@ DEVICES: Final = (
         "network: DGX H200, eight NDR adapters of 400 Gb/s",
         spellings=("h200",),
     ),
-    Device(
+    DeviceSpec(
         name="B200",
         memory_bytes=180 * GIB,
         usable_bytes=round(178.36 * GIB),
@@ -124,7 +124,7 @@ DEVICES: Final = (
         "total_memory; network: DGX B200, eight adapters of 400 Gb/s",
         spellings=("b200",),
     ),
-    Device(
+    DeviceSpec(
         name="L40S",
         memory_bytes=48 * GIB,
         usable_bytes=round(44.42 * GIB),
@@ -138,7 +138,7 @@ DEVICES: Final = (
         "issues/8; network: one 200 Gb/s port each, as in OVX servers",
         spellings=("l40s",),
     ),
-    Device(
+    DeviceSpec(
         name="A10G",
         memory_bytes=24 * GIB,
         usable_bytes=round(22.06 * GIB),
@@ -152,7 +152,7 @@ DEVICES: Final = (
         "Amazon EC2 g5; network: Amazon EC2 g5.48xlarge, 100 Gb/s for eight",
         spellings=("a10g",),
     ),
-    Device(
+    DeviceSpec(
         name="T4",
         memory_bytes=16 * GIB,
         usable_bytes=round(14.56 * GIB),
@@ -166,7 +166,7 @@ DEVICES: Final = (
         "leetgpu-challenges/issues/52; network: Amazon EC2 g4dn.metal, 100 Gb/s for eight",
         spellings=("t4",),
     ),
-    Device(
+    DeviceSpec(
         name="RTX 4090",
         memory_bytes=24 * GIB,
         usable_bytes=round(23.64 * GIB),
@@ -180,7 +180,7 @@ DEVICES: Final = (
         "github.com/ali-vilab/VGen/issues/104; network: 10 Gb/s, a usual workstation's",
         spellings=("rtx4090", "4090"),
     ),
-    Device(
+    DeviceSpec(
         name="MI300X",
         memory_bytes=192 * GIB,
         usable_bytes=round(191.69 * GIB),
@@ -200,7 +200,7 @@ _MAKERS: Final = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "sx
 """What stands in a device's full name, and does not tell it from others of this table."""
 
 
-def device(named: str | int) -> Device:
+def get_device(named: str | int) -> DeviceSpec:
     """The device of that name, such as ``h100`` or ``A100-80g``, or one that is nothing but so many bytes.
 
     Names are those people use and those that drivers report. Raises UsageError, with the names there are, for one that
@@ -212,10 +212,10 @@ def device(named: str | int) -> Device:
     if isinstance(named, int):
         if named < 1:
             raise UsageError(f"a device of {named} bytes holds nothing", hint="write a size such as 80GiB")
-        return Device(memory_size(named), named, named, source="given")
+        return DeviceSpec(format_memory_size(named), named, named, source="given")
     words = [word for word in re.findall(r"[a-z0-9]+", named.lower()) if word not in _MAKERS]
     wanted = "".join(words)
-    found = [each for each in DEVICES if wanted in _spelled(each)]
+    found = [each for each in DEVICES if wanted in _list_spellings(each)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -225,7 +225,7 @@ def device(named: str | int) -> Device:
     raise UsageError(f"unknown device {named!r}", hint=f"use one of {listed}, or a size such as 80GiB")
 
 
-def _spelled(one: Device) -> set[str]:
+def _list_spellings(one: DeviceSpec) -> set[str]:
     """Its name alone, and with its memory."""
     size = str(one.memory_bytes // GIB)
     return {name + memory for name in one.spellings for memory in ("", size, f"{size}g", f"{size}gb", f"{size}gib")}

@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardctl.memory.term import total
+from shardctl.memory.term import sum_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.memory.holding import Holding
-    from shardctl.memory.term import Sum, Term, Tier
+    from shardctl.memory.holding import RankHolding
+    from shardctl.memory.term import MemorySum, MemoryTerm, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class RankEstimate:
     """What each of a group of equal ranks needs."""
 
-    holding: Holding
-    terms: tuple[Term, ...]
+    holding: RankHolding
+    terms: tuple[MemoryTerm, ...]
 
-    def total(self, tier: Tier = "device") -> Sum:
+    def total(self, tier: Tier = "device") -> MemorySum:
         """Bytes of one rank in one tier, with the interval to be expected."""
-        return total(self.terms, tier)
+        return sum_terms(self.terms, tier)
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeshEstimate:
     """What all ranks need."""
 
     ranks: tuple[RankEstimate, ...]
@@ -70,11 +70,11 @@ class Estimate:
         least = max(rank.total().low for rank in self.distinct)
         return (worst <= self.budget and not self.partial) or least > self.budget
 
-    def within(self, budget: int | None) -> Estimate:
+    def within(self, budget: int | None) -> MeshEstimate:
         """The same needs, held against `budget`."""
         return replace(self, budget=budget)
 
 
-def gather(holdings: Sequence[Holding], terms: Sequence[Sequence[Term]]) -> Estimate:
+def build_estimate(holdings: Sequence[RankHolding], terms: Sequence[Sequence[MemoryTerm]]) -> MeshEstimate:
     """An estimate of `terms`, one sequence for each of `holdings`."""
-    return Estimate(tuple(RankEstimate(h, tuple(t)) for h, t in zip(holdings, terms, strict=True)))
+    return MeshEstimate(tuple(RankEstimate(h, tuple(t)) for h, t in zip(holdings, terms, strict=True)))

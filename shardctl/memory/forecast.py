@@ -5,51 +5,57 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.memory.estimate import Estimate, gather
-from shardctl.memory.serving import serve
-from shardctl.memory.term import Term
-from shardctl.memory.training import train
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.estimate import MeshEstimate, build_estimate
+from shardctl.memory.serving import list_serving_terms
+from shardctl.memory.term import MemoryTerm
+from shardctl.memory.training import list_training_terms
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.memory.holding import Holding
+    from shardctl.memory.holding import RankHolding
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy
+    from shardctl.models.anatomy import ModelAnatomy
 
 
-def forecast(
-    holdings: Sequence[Holding],
-    anatomy: Anatomy | None,
+def estimate_ranks(
+    holdings: Sequence[RankHolding],
+    anatomy: ModelAnatomy | None,
     mesh: Mesh,
     stages: Sequence[int],
-    work: Serving | Training | None,
+    work: ServingWorkload | TrainingWorkload | None,
     *,
     dtype: str,
     passes: bool = True,
-) -> Estimate:
+) -> MeshEstimate:
     """What the ranks of `holdings` need; `stages` are layers per pipeline stage, `dtype` that of activations.
 
     Without `passes`, or training such a model, what forward passes keep is left out, and the estimate is partial.
     Without a workload, or serving a model whose layers are not described, the weights alone, which are exact.
     Raises UsageError for a workload that the runtime or the model cannot do.
     """
-    partial = isinstance(work, Training) and (anatomy is None or not passes)
-    known: dict[int, tuple[Term, ...]] = {}
+    partial = isinstance(work, TrainingWorkload) and (anatomy is None or not passes)
+    known: dict[int, tuple[MemoryTerm, ...]] = {}
     for holding in holdings:
         if id(holding.parts) not in known:  # what is needed follows from the amounts, which many ranks share
-            if isinstance(work, Training):
-                known[id(holding.parts)] = train(anatomy if passes else None, holding, mesh, work, stages=stages)
+            if isinstance(work, TrainingWorkload):
+                known[id(holding.parts)] = list_training_terms(
+                    anatomy if passes else None, holding, mesh, work, stages=stages
+                )
             else:
-                known[id(holding.parts)] = _terms(anatomy, holding, mesh, work, dtype)
-    return replace(gather(holdings, [known[id(holding.parts)] for holding in holdings]), partial=partial)
+                known[id(holding.parts)] = _list_holding_terms(anatomy, holding, mesh, work, dtype)
+    return replace(build_estimate(holdings, [known[id(holding.parts)] for holding in holdings]), partial=partial)
 
 
-def _terms(
-    anatomy: Anatomy | None, holding: Holding, mesh: Mesh, work: Serving | Training | None, dtype: str
-) -> tuple[Term, ...]:
+def _list_holding_terms(
+    anatomy: ModelAnatomy | None,
+    holding: RankHolding,
+    mesh: Mesh,
+    work: ServingWorkload | TrainingWorkload | None,
+    dtype: str,
+) -> tuple[MemoryTerm, ...]:
     """What serving needs, or where nobody knows the weights alone."""
-    if anatomy is None or not isinstance(work, Serving):
-        return (Term("weights", "weights", holding.nbytes),)
-    return serve(anatomy, holding, mesh, work, dtype=dtype)
+    if anatomy is None or not isinstance(work, ServingWorkload):
+        return (MemoryTerm("weights", "weights", holding.nbytes),)
+    return list_serving_terms(anatomy, holding, mesh, work, dtype=dtype)

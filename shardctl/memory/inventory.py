@@ -6,28 +6,28 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.placement import Member, Spec
+from shardctl.placement import GroupMember, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from shardctl.dtype import DType
     from shardctl.manifest import Tensor
-    from shardctl.placement import Cut
+    from shardctl.placement import AxisCut
 
 FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 """The stored types that an optimizer can train; others are codes of quantised weights, positions or masks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """Tensors that every mesh treats alike: of one shape, type, rule and layer; experts of a layer differ in number."""
 
     example: str
     """The canonical name of the first of them."""
     shape: tuple[int, ...]
     dtype: DType
-    spec: Spec
+    spec: PartitionSpec
     """How they are cut; of experts, as if each were the first."""
     members: tuple[int, ...]
     """How many tensors there are of each expert's number; one entry for what is not one of many."""
@@ -50,10 +50,10 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
+class TensorInventory:
     """All tensors of a model."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     layers: int
     """Pipeline layers."""
 
@@ -68,20 +68,20 @@ class Inventory:
         return sum(kind.count * kind.dtype.nbytes(kind.shape) for kind in self.kinds)
 
 
-def take_stock(
+def build_inventory(
     tensors: Iterable[Tensor],
-    specs: Mapping[str, Spec],
+    specs: Mapping[str, PartitionSpec],
     layers: int,
     *,
     dtypes: Mapping[str, DType] | None = None,
     buffers: Collection[str] = (),
-) -> Inventory:
+) -> TensorInventory:
     """Count `tensors` by kind, in model order; `dtypes` by name are those that will be written, if not the stored ones.
 
     `specs` says by name how each is cut; `buffers` are the names of what is never trained.
     """
-    rules = _Rules()
-    found: dict[tuple[object, ...], tuple[Tensor, DType, Spec, bool, list[int]]] = {}
+    rules = _SharedSpecs()
+    found: dict[tuple[object, ...], tuple[Tensor, DType, PartitionSpec, bool, list[int]]] = {}
     for tensor in tensors:
         name = tensor.name
         rule, number = rules.of(specs[name])
@@ -91,39 +91,41 @@ def take_stock(
         if key not in found:
             found[key] = tensor, dtype, rule, trainable, [0] * (rule.member.count if rule.member else 1)
         found[key][-1][number] += 1
-    return Inventory(
+    return TensorInventory(
         tuple(
-            Kind(first.name, first.shape, dtype, rule, tuple(members), trainable)
+            TensorKind(first.name, first.shape, dtype, rule, tuple(members), trainable)
             for first, dtype, rule, trainable, members in found.values()
         ),
         layers,
     )
 
 
-class _Rules:
+class _SharedSpecs:
     """Specs that are equal but for which expert they speak of, as one.
 
     Tensors share their specs, and specs their cuts, which take long to hash: both are known again by object.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Spec, Spec, int]] = {}
-        self._rules: dict[tuple[object, ...], Spec] = {}
+        self._known: dict[int, tuple[PartitionSpec, PartitionSpec, int]] = {}
+        self._rules: dict[tuple[object, ...], PartitionSpec] = {}
         self._cuts: dict[int, tuple[object, int]] = {}
-        self._numbers: dict[tuple[tuple[Cut, ...], ...], int] = {}
+        self._numbers: dict[tuple[tuple[AxisCut, ...], ...], int] = {}
 
-    def of(self, spec: Spec) -> tuple[Spec, int]:
+    def of(self, spec: PartitionSpec) -> tuple[PartitionSpec, int]:
         """The spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
         if id(spec) not in self._known:
             self._known[id(spec)] = spec, self._rule(spec), spec.member.index if spec.member else 0
         _, rule, number = self._known[id(spec)]
         return rule, number
 
-    def _rule(self, spec: Spec) -> Spec:
+    def _rule(self, spec: PartitionSpec) -> PartitionSpec:
         cuts, member = spec.cuts, spec.member
         if id(cuts) not in self._cuts:
             self._cuts[id(cuts)] = cuts, self._numbers.setdefault(cuts, len(self._numbers))
         key = (self._cuts[id(cuts)][1], spec.where, (member.axis, member.count) if member else None)
         if key not in self._rules:
-            self._rules[key] = Spec(cuts, spec.where, Member(member.axis, 0, member.count) if member else None)
+            self._rules[key] = PartitionSpec(
+                cuts, spec.where, GroupMember(member.axis, 0, member.count) if member else None
+            )
         return self._rules[key]

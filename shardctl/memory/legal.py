@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import CutError
 from shardctl.mesh import AXES, EXPERT_AXES, Mesh
-from shardctl.placement import Section, check, divides
+from shardctl.placement import CutSection, can_divide, check_cuts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.memory.inventory import Inventory, Kind
+    from shardctl.memory.inventory import TensorInventory, TensorKind
 
 MOST: Final = 1024
 """Degrees up to which alternatives are looked for."""
@@ -22,7 +22,7 @@ _SHOWN: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class MeshRefusal:
     """Why a mesh is not possible."""
 
     axis: str
@@ -33,10 +33,10 @@ class Refusal:
     """The degrees up to twice the one asked for that do work, in order."""
 
     def __str__(self) -> str:
-        return f"{self.reason}; {self.axis} can be {_listed(self.works)}" if self.works else self.reason
+        return f"{self.reason}; {self.axis} can be {_format_degrees(self.works)}" if self.works else self.reason
 
 
-def _listed(degrees: Sequence[int]) -> str:
+def _format_degrees(degrees: Sequence[int]) -> str:
     """Degrees in a line: all in a row as a range, of many the first and the last."""
     if len(degrees) > 2 and degrees[-1] == len(degrees):  # noqa: PLR2004 - two are no range
         return f"1 to {degrees[-1]}"
@@ -47,21 +47,21 @@ def _listed(degrees: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Law:
+class AllowedDegrees:
     """What a model allows, worked out from the cuts of its tensors as placement does for each of them.
 
     Heads, key/value heads and their replication, experts, vocabulary, intermediate sizes and the blocks of quantised
     weights are all in there. fsdp and dp have no limit: fsdp cuts in ceil-sized parts, dp copies.
     """
 
-    inventory: Inventory
+    inventory: TensorInventory
     sequence: int | None = None
     """Tokens per sequence, which cp shares out; None if they do not matter."""
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[TensorKind, ...]:
         """One tensor of each way to be cut; a model has few."""
-        alike: dict[object, Kind] = {}
+        alike: dict[object, TensorKind] = {}
         for kind in self.inventory.kinds:
             member = kind.spec.member
             alike.setdefault((kind.shape, kind.spec.cuts, member and (member.axis, member.count)), kind)
@@ -73,12 +73,12 @@ class Law:
         return frozenset(axis for kind in self.kinds for axis in kind.spec.axes)
 
     @cached_property
-    def _sections(self) -> Mapping[str, frozenset[Section]]:
+    def _sections(self) -> Mapping[str, frozenset[CutSection]]:
         """By axis what must be divided exactly."""
-        found: dict[str, set[Section]] = {}
+        found: dict[str, set[CutSection]] = {}
         for kind in self.kinds:
             if kind.spec.member:
-                found.setdefault(kind.spec.member.axis, set()).add(Section(kind.spec.member.count))
+                found.setdefault(kind.spec.member.axis, set()).add(CutSection(kind.spec.member.count))
             for cut in (cut for dim in kind.spec.cuts for cut in dim):
                 found.setdefault(cut.axis, set()).update(cut.sections)
         return {axis: frozenset(sections) for axis, sections in found.items()}
@@ -90,18 +90,18 @@ class Law:
         if axis == "cp":
             # Each rank gets an early and a late part, so that causal work is even (Megatron-LM, context parallelism).
             return degree == 1 or self.sequence is None or self.sequence % (2 * degree) == 0
-        return all(divides(section, degree) for section in self._sections.get(axis, ()))
+        return all(can_divide(section, degree) for section in self._sections.get(axis, ()))
 
     def degrees(self, axis: str, most: int) -> tuple[int, ...]:
         """The degrees up to `most` that work, in order."""
         return tuple(degree for degree in range(1, most + 1) if self.allows(axis, degree))
 
-    def refuse(self, mesh: Mesh) -> Refusal | None:
+    def refuse(self, mesh: Mesh) -> MeshRefusal | None:
         """Why the mesh is not possible, or None if it is."""
         for axis in (*AXES, *EXPERT_AXES):
             degree = mesh.degree(axis)
             if not self.allows(axis, degree):
-                return Refusal(axis, degree, self._reason(axis, degree), self.degrees(axis, min(2 * degree, MOST)))
+                return MeshRefusal(axis, degree, self._reason(axis, degree), self.degrees(axis, min(2 * degree, MOST)))
         return None
 
     def _reason(self, axis: str, degree: int) -> str:
@@ -109,16 +109,16 @@ class Law:
             return f"pp={degree} needs at least {degree} layers, and the model has {self.inventory.layers}"
         if axis == "cp":
             return f"cp={degree} shares out {2 * degree} equal parts of a sequence, and it has {self.sequence} tokens"
-        mesh = alone(axis, degree)
+        mesh = build_single_axis_mesh(axis, degree)
         for kind in self.kinds:
             try:
-                check(kind.example, kind.shape, kind.spec, mesh)
+                check_cuts(kind.example, kind.shape, kind.spec, mesh)
             except CutError as error:
                 return error.message
         raise AssertionError(f"placement cuts what {axis}={degree} cannot divide")
 
 
-def alone(axis: str, degree: int) -> Mesh:
+def build_single_axis_mesh(axis: str, degree: int) -> Mesh:
     """A mesh that has nothing but the axis; the ranks that expert axes re-use are those of dp, which cuts nothing."""
     if axis in EXPERT_AXES:
         return Mesh.of(dp=degree, ep=degree if axis == "ep" else 1, etp=degree if axis == "etp" else 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import DEVICES, Device, device
+from shardctl.memory.devices import DEVICES, DeviceSpec, get_device
 
 
-def local_device() -> tuple[Device, int]:
+def find_local_device() -> tuple[DeviceSpec, int]:
     """The smallest accelerator here and how many there are; its memory as measured, its speed as the table has it.
 
     Raises UsageError if torch is not installed or finds none.
@@ -24,10 +24,10 @@ def local_device() -> tuple[Device, int]:
         raise UsageError("torch finds no GPU here", hint="name the device, such as --gpu h100-80g")
     found = [torch.cuda.get_device_properties(index) for index in range(number)]
     least = min(found, key=lambda one: one.total_memory)
-    return _known(str(least.name), int(least.total_memory)), number
+    return _match_device(str(least.name), int(least.total_memory)), number
 
 
-def _known(name: str, nbytes: int) -> Device:
+def _match_device(name: str, nbytes: int) -> DeviceSpec:
     """The device of the table whose name is meant and whose memory is nearest; else one that is only a size.
 
     >>> _known("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _known("Novel", 10**9).flops_bf16
@@ -36,6 +36,6 @@ def _known(name: str, nbytes: int) -> Device:
     plain = "".join(c for c in name.lower() if c.isalnum())
     meant = [one for one in DEVICES if any(spelling in plain for spelling in one.spellings)]
     if not meant:
-        return replace(device(nbytes), name=name, measured=True)
+        return replace(get_device(nbytes), name=name, measured=True)
     nearest = min(meant, key=lambda one: abs(one.usable_bytes - nbytes))
     return replace(nearest, name=name, usable_bytes=nbytes, measured=True)

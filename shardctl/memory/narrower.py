@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS
 from shardctl.errors import UsageError
-from shardctl.memory.inventory import Inventory, Kind
-from shardctl.models.quantisation.following import blocks, following
-from shardctl.models.quantisation.storage import IN, OUT, Along, packed
-from shardctl.placement import Spec
+from shardctl.memory.inventory import TensorInventory, TensorKind
+from shardctl.models.quantisation.following import compute_blocks, follow_cuts
+from shardctl.models.quantisation.storage import IN, OUT, AlongDim, build_packed_dim
+from shardctl.placement import PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ _CONVOLUTIONS: Final = frozenset({"conv1d", "conv"})
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class QuantisedLayout:
     """In which arrays a linear weight `[out, in]` would be stored."""
 
     name: str
@@ -43,27 +43,27 @@ class Layout:
 
 
 LAYOUTS: Final = (
-    Layout(
+    QuantisedLayout(
         "fp8",
         (
-            ("weight", "F8_E4M3", (Along(OUT), Along(IN))),
-            ("weight_scale_inv", "F32", (Along(OUT, 128), Along(IN, 128))),
+            ("weight", "F8_E4M3", (AlongDim(OUT), AlongDim(IN))),
+            ("weight_scale_inv", "F32", (AlongDim(OUT, 128), AlongDim(IN, 128))),
         ),
         "out * in + 4 * ceil(out / 128) * ceil(in / 128)",
         "DeepSeek-AI 2024, sec. 3.3.2; transformers, integrations/finegrained_fp8.py",
     ),
-    Layout(
+    QuantisedLayout(
         "int8",
-        (("weight", "I8", (Along(OUT), Along(IN))), ("SCB", "F32", (Along(OUT),))),
+        (("weight", "I8", (AlongDim(OUT), AlongDim(IN))), ("SCB", "F32", (AlongDim(OUT),))),
         "out * in + 4 * out",
         "Dettmers et al. 2022 (LLM.int8()); bitsandbytes, nn/modules.py, Int8Params",
     ),
-    Layout(
+    QuantisedLayout(
         "int4",
         (
-            ("qweight", "I32", (packed(IN, 4), Along(OUT))),
-            ("qzeros", "I32", (Along(IN, 128), packed(OUT, 4))),
-            ("scales", "F16", (Along(IN, 128), Along(OUT))),
+            ("qweight", "I32", (build_packed_dim(IN, 4), AlongDim(OUT))),
+            ("qzeros", "I32", (AlongDim(IN, 128), build_packed_dim(OUT, 4))),
+            ("scales", "F16", (AlongDim(IN, 128), AlongDim(OUT))),
         ),
         "out * in / 2 + ceil(in / 128) * (out / 2 + 2 * out)",
         "Frantar et al. 2022 (GPTQ), groups of 128; GPTQModel, nn_modules/qlinear/__init__.py",
@@ -71,15 +71,15 @@ LAYOUTS: Final = (
 )
 """The layouts of codes; the linear weights of layers have them, all else stays as it is."""
 TYPES: Final = (*FLOATS, *(layout.name for layout in LAYOUTS))
-"""Every type that `narrowed` knows."""
+"""Every type that `narrow_inventory` knows."""
 
 
-def layout(name: str) -> Layout | None:
+def find_quantised_layout(name: str) -> QuantisedLayout | None:
     """The layout of that name; None for a plain float."""
     return next((one for one in LAYOUTS if one.name == name), None)
 
 
-def narrowed(inventory: Inventory, name: str) -> Inventory:
+def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
     """The inventory as if its model were stored in the type `name`, or quantised to it.
 
     A plain float changes every float tensor. Codes replace the linear weights of the layers, experts included;
@@ -88,7 +88,7 @@ def narrowed(inventory: Inventory, name: str) -> Inventory:
     """
     if name not in TYPES:
         raise UsageError(f"unknown type {name!r} to estimate with", hint=f"use {', '.join(TYPES)}")
-    coded = next((k for k in inventory.kinds if k.matrix and k.dtype.name not in CASTABLE and _in_layers(k)), None)
+    coded = next((k for k in inventory.kinds if k.matrix and k.dtype.name not in CASTABLE and _is_in_layers(k)), None)
     if coded is not None:
         raise UsageError(
             f"what the model would be in {name} is not known, for it is quantised: {coded.example} is {coded.dtype}",
@@ -96,50 +96,52 @@ def narrowed(inventory: Inventory, name: str) -> Inventory:
         )
     if name in FLOATS:
         kinds = [replace(k, dtype=FLOATS[name]) if k.dtype.name in CASTABLE else k for k in inventory.kinds]
-        return Inventory(tuple(kinds), inventory.layers)
-    chosen = layout(name)
+        return TensorInventory(tuple(kinds), inventory.layers)
+    chosen = find_quantised_layout(name)
     assert chosen is not None  # noqa: S101 - it is of TYPES, and no float
-    return Inventory(
-        tuple(new for kind in inventory.kinds for new in (_coded(kind, chosen) if is_linear(kind) else (kind,))),
+    return TensorInventory(
+        tuple(
+            new for kind in inventory.kinds for new in (_list_coded_kinds(kind, chosen) if is_linear(kind) else (kind,))
+        ),
         inventory.layers,
     )
 
 
-def is_linear(kind: Kind) -> bool:
+def is_linear(kind: TensorKind) -> bool:
     """Whether it is a weight that quantisers replace."""
     parts = set(kind.example.split("."))
-    if not kind.trainable or not _in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
+    if not kind.trainable or not _is_in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
         return False
     if len(kind.shape) == _STACK:
         return kind.spec.of_expert
     return len(kind.shape) == _MATRIX and kind.matrix and kind.example.endswith(".weight")
 
 
-def _in_layers(kind: Kind) -> bool:
+def _is_in_layers(kind: TensorKind) -> bool:
     """Whether it is of layers alone: an embedding that encoder and decoder share is on the first stage, too."""
     return all(where == "layer" for where, _ in kind.spec.where)
 
 
-def _coded(kind: Kind, chosen: Layout) -> Iterator[Kind]:
+def _list_coded_kinds(kind: TensorKind, chosen: QuantisedLayout) -> Iterator[TensorKind]:
     """The arrays in place of a weight, or of a stack of them, one for each expert."""
     deep = len(kind.shape) - _MATRIX
-    forms = [_below(form, deep) for _, _, form in chosen.arrays]
-    together = blocks(forms)
+    forms = [_build_stacked_form(form, deep) for _, _, form in chosen.arrays]
+    together = compute_blocks(forms)
     module = kind.example.removesuffix(".weight")
     for (suffix, dtype, _), form in zip(chosen.arrays, forms, strict=True):
-        cuts = following(kind.spec.cuts, kind.shape, form, together, {}) if kind.spec.cuts else ()
-        yield Kind(
+        cuts = follow_cuts(kind.spec.cuts, kind.shape, form, together, {}) if kind.spec.cuts else ()
+        yield TensorKind(
             example=f"{module}.{suffix}",
-            shape=tuple(a.extent(kind.shape[a.dim]) for a in form if isinstance(a, Along)),
+            shape=tuple(a.extent(kind.shape[a.dim]) for a in form if isinstance(a, AlongDim)),
             dtype=BY_NAME[dtype],
-            spec=Spec(cuts, kind.spec.where, kind.spec.member),
+            spec=PartitionSpec(cuts, kind.spec.where, kind.spec.member),
             members=kind.members,
             trainable=False,
         )
 
 
-def _below(form: Form, deep: int) -> Form:
+def _build_stacked_form(form: Form, deep: int) -> Form:
     """The form for each matrix of a stack, whose first dim counts them."""
     if not deep:
         return form
-    return (Along(0), *(replace(a, dim=a.dim + deep) if isinstance(a, Along) else a for a in form))
+    return (AlongDim(0), *(replace(a, dim=a.dim + deep) if isinstance(a, AlongDim) else a for a in form))

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import UsageError
-from shardctl.memory.scheme import F32, scheme
-from shardctl.memory.term import Sum, Term
+from shardctl.memory.scheme import F32, choose_scheme
+from shardctl.memory.term import MemorySum, MemoryTerm
 from shardctl.mesh import HOLDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.memory.estimate import Estimate
-    from shardctl.memory.scheme import Scheme
+    from shardctl.memory.estimate import MeshEstimate
+    from shardctl.memory.scheme import TrainingScheme
     from shardctl.memory.term import Tier
-    from shardctl.memory.workload import Training
+    from shardctl.memory.workload import TrainingWorkload
     from shardctl.mesh import Mesh
 
 Moved = Literal["parameters", "optimizer", "checkpoints"]
@@ -38,7 +38,7 @@ _ZERO_INFINITY: Final = "Rajbhandari et al. 2021, sec. 4"
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class LinkNeed:
     """What a link must carry, in bytes per second, so that a device is as busy as was asked."""
 
     what: str
@@ -53,7 +53,7 @@ class Need:
     source: str = _ZERO_INFINITY
 
 
-def intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: int = 1) -> float:
+def compute_intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: int = 1) -> float:
     """Operations for each byte moved (Rajbhandari et al. 2021, sec. 4.1, equations 9 to 11).
 
     `tokens` are those of a device between two moves: of one pass for ``parameters`` and gradients, of a whole step for
@@ -70,12 +70,12 @@ def intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: int = 1) -
     return 24 * hidden * interval
 
 
-def efficiency(ait: float, bandwidth: float, peak: float) -> float:
+def compute_efficiency(ait: float, bandwidth: float, peak: float) -> float:
     """The part of the time that a device of `peak` operations per second computes (sec. 4, equation 6)."""
     return ait * bandwidth / (ait * bandwidth + peak)
 
 
-def bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
+def compute_bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
     """Bytes per second with which the efficiency is `target`: the same equation the other way round.
 
     Raises UsageError unless the target is between 0 and 1; nothing is so fast that a device never waits.
@@ -85,48 +85,50 @@ def bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
     return peak / ait * target / (1 - target)
 
 
-def needs(mesh: Mesh, work: Training, *, peak: float, target: float = 0.9, used: float = 1.0) -> tuple[Need, ...]:
+def list_link_needs(
+    mesh: Mesh, work: TrainingWorkload, *, peak: float, target: float = 0.9, used: float = 1.0
+) -> tuple[LinkNeed, ...]:
     """What must be moved how fast for each state that is not on the device; `peak` is a device's operations per second.
 
     With several microbatches, optimizer states move once for all of them. `used` is the part of the weights that a
     token is multiplied with: of a model with experts all are moved for the few that are. Nothing is needed without
     offloading.
     """
-    plan = scheme(mesh, work)
+    plan = choose_scheme(mesh, work)
     microbatches = work.microbatches or mesh.degree("pp")
     tokens = work.sequence * work.micro_batch // mesh.degree("cp")
     shared = mesh.degree("fsdp") * (plan.sharers if work.zero else 1)
     found = (
-        ("parameters and gradients", plan.parameters, used * intensity("parameters", tokens=tokens)),
-        ("optimizer states", plan.states, used * intensity("optimizer", tokens=tokens * microbatches)),
+        ("parameters and gradients", plan.parameters, used * compute_intensity("parameters", tokens=tokens)),
+        ("optimizer states", plan.states, used * compute_intensity("optimizer", tokens=tokens * microbatches)),
     )
     return tuple(
-        Need(what, tier, ait, bandwidth(ait, peak, target), bandwidth(ait, peak, target) / shared)
+        LinkNeed(what, tier, ait, compute_bandwidth(ait, peak, target), compute_bandwidth(ait, peak, target) / shared)
         for what, tier, ait in found
         if tier != "device"
     )
 
 
-def node(estimate: Estimate, mesh: Mesh, tier: Tier = "host", *, per_node: int = 8) -> Sum:
+def sum_heaviest_node(estimate: MeshEstimate, mesh: Mesh, tier: Tier = "host", *, per_node: int = 8) -> MemorySum:
     """Bytes in `tier` of the node whose ranks need most there; nodes have `per_node` ranks each, in order."""
-    alike = {_key(mesh, rank.holding.rank): rank.total(tier) for rank in estimate.ranks}
+    alike = {_build_holding_key(mesh, rank.holding.rank): rank.total(tier) for rank in estimate.ranks}
     nodes = [
-        [alike[_key(mesh, rank)] for rank in range(first, min(first + per_node, mesh.world))]
+        [alike[_build_holding_key(mesh, rank)] for rank in range(first, min(first + per_node, mesh.world))]
         for first in range(0, mesh.world, per_node)
     ]
     sums = [
-        Sum(sum(r.nbytes for r in n), sum(r.low for r in n), sum(r.high for r in n), all(r.exact for r in n))
+        MemorySum(sum(r.nbytes for r in n), sum(r.low for r in n), sum(r.high for r in n), all(r.exact for r in n))
         for n in nodes
     ]
     return max(sums, key=lambda total: total.nbytes)
 
 
-def _key(mesh: Mesh, rank: int) -> tuple[int, ...]:
+def _build_holding_key(mesh: Mesh, rank: int) -> tuple[int, ...]:
     at = mesh.coordinate(rank)
     return tuple(at[axis] for axis in HOLDING)
 
 
-def buffers(host: int, shared: int, plan: Scheme) -> Iterator[Term]:
+def list_buffer_terms(host: int, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """What DeepSpeed keeps on the host to move data through; `host` are the bytes of states there.
 
     `shared` are the trained elements whose states a rank updates.
@@ -134,7 +136,7 @@ def buffers(host: int, shared: int, plan: Scheme) -> Iterator[Term]:
     if plan.runtime != "partitions" or not plan.offloaded:
         return
     if plan.states == "host":
-        yield Term(
+        yield MemoryTerm(
             "buffers of the host",
             "workspace",
             0,
@@ -146,7 +148,7 @@ def buffers(host: int, shared: int, plan: Scheme) -> Iterator[Term]:
         )
         return
     group = F32.nbytes((min(shared, _SUB_GROUP),))
-    yield Term(
+    yield MemoryTerm(
         "buffers for optimizer states on NVMe",
         "workspace",
         _OPTIMIZER_BUFFERS * group,
@@ -158,7 +160,7 @@ def buffers(host: int, shared: int, plan: Scheme) -> Iterator[Term]:
     )
     if plan.parameters == "nvme":
         stay = min(shared, _ON_HOST)
-        yield Term(
+        yield MemoryTerm(
             "buffers for parameters on NVMe",
             "workspace",
             plan.compute.nbytes((_PARAMETER_BUFFERS + stay,)),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class OptimizedTensor:
     """What the optimizer of one rank sees of one tensor."""
 
     kept: tuple[int, ...]
@@ -34,12 +34,12 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class StateSlot:
     """One state of an optimizer."""
 
     name: str
     """In words, such as ``first moment``."""
-    elements: Callable[[Seen], int]
+    elements: Callable[[OptimizedTensor], int]
     """How many elements a rank keeps for what it sees of a tensor."""
     dtype: str | None = "F32"
     """The safetensors dtype; None for that of the parameters which are updated."""
@@ -48,13 +48,13 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class OptimizerSpec:
     """An optimizer as it occupies memory."""
 
     name: str
     """As `--optimizer` takes it."""
     title: str
-    slots: tuple[Slot, ...]
+    slots: tuple[StateSlot, ...]
     source: str
     """The implementation that is counted."""
     master: bool = True
@@ -71,7 +71,7 @@ class Optimizer:
         >>> optimizer("adamw").per_parameter, optimizer("sgd").per_parameter
         (12.0, 4.0)
         """
-        seen = Seen((SMALL, SMALL), SMALL * SMALL, hidden=True)
+        seen = OptimizedTensor((SMALL, SMALL), SMALL * SMALL, hidden=True)
         states = sum(slot.elements(seen) * BY_NAME[slot.dtype or "BF16"].bits / 8 for slot in self.slots)
         return states / seen.elements + (4 if self.master else 0)
 
@@ -89,64 +89,64 @@ CODES: Final = 256 * 4
 """Bytes of the table that says what each of 256 codes means; all tensors share it."""
 
 
-def _each(seen: Seen) -> int:
+def _count_elements(seen: OptimizedTensor) -> int:
     return seen.elements
 
 
-def _codes(seen: Seen) -> int:
+def _count_codes(seen: OptimizedTensor) -> int:
     return seen.elements if seen.whole >= SMALL else 0
 
 
-def _scales(seen: Seen) -> int:
+def _count_scales(seen: OptimizedTensor) -> int:
     return ceil(seen.whole / BLOCK) if seen.whole >= SMALL else 0
 
 
-def _uncoded(seen: Seen) -> int:
+def _count_uncoded(seen: OptimizedTensor) -> int:
     return 0 if seen.whole >= SMALL else seen.elements
 
 
-def _in_pages(elements: Callable[[Seen], int]) -> Callable[[Seen], int]:
+def _count_in_pages(elements: Callable[[OptimizedTensor], int]) -> Callable[[OptimizedTensor], int]:
     return lambda seen: elements(seen) if seen.whole >= PAGED else 0
 
 
-def _resident(elements: Callable[[Seen], int]) -> Callable[[Seen], int]:
+def _count_resident(elements: Callable[[OptimizedTensor], int]) -> Callable[[OptimizedTensor], int]:
     return lambda seen: 0 if seen.whole >= PAGED else elements(seen)
 
 
-def _hidden(seen: Seen) -> int:
+def _count_hidden(seen: OptimizedTensor) -> int:
     return seen.elements if seen.hidden else 0
 
 
-def _others(seen: Seen) -> int:
+def _count_others(seen: OptimizedTensor) -> int:
     return 0 if seen.hidden else seen.elements
 
 
-def _factored(seen: Seen) -> bool:
+def _is_factored(seen: OptimizedTensor) -> bool:
     return len(seen.kept) > 1
 
 
-def _rows(seen: Seen) -> int:
-    return prod(seen.kept[:-1]) if _factored(seen) else 0
+def _count_rows(seen: OptimizedTensor) -> int:
+    return prod(seen.kept[:-1]) if _is_factored(seen) else 0
 
 
-def _columns(seen: Seen) -> int:
-    return prod((*seen.kept[:-2], seen.kept[-1])) if _factored(seen) and seen.elements else 0
+def _count_columns(seen: OptimizedTensor) -> int:
+    return prod((*seen.kept[:-2], seen.kept[-1])) if _is_factored(seen) and seen.elements else 0
 
 
-def _unfactored(seen: Seen) -> int:
-    return 0 if _factored(seen) else seen.elements
+def _count_unfactored(seen: OptimizedTensor) -> int:
+    return 0 if _is_factored(seen) else seen.elements
 
 
-def _in_8_bits(*moments: str, paged: bool = False) -> tuple[Slot, ...]:
+def _build_8_bit_slots(*moments: str, paged: bool = False) -> tuple[StateSlot, ...]:
     """The states of an optimizer whose `moments` are codes of 8 bits with a scale for each block."""
-    slots: list[Slot] = []
+    slots: list[StateSlot] = []
     for moment in moments:
         if paged:
-            slots.append(Slot(f"{moment}, 8-bit codes in pages", _in_pages(_codes), "U8", paged=True))
+            slots.append(StateSlot(f"{moment}, 8-bit codes in pages", _count_in_pages(_count_codes), "U8", paged=True))
         slots += (
-            Slot(f"{moment}, 8-bit codes", _resident(_codes) if paged else _codes, "U8"),
-            Slot(f"{moment}, scales", _scales),
-            Slot(f"{moment} of small tensors", _uncoded),
+            StateSlot(f"{moment}, 8-bit codes", _count_resident(_count_codes) if paged else _count_codes, "U8"),
+            StateSlot(f"{moment}, scales", _count_scales),
+            StateSlot(f"{moment} of small tensors", _count_uncoded),
         )
     return tuple(slots)
 
@@ -155,77 +155,84 @@ _ADAM: Final = ("first moment", "second moment")
 _BITSANDBYTES: Final = "bitsandbytes 0.50, optim/optimizer.py"
 
 OPTIMIZERS: Final = (
-    Optimizer(
+    OptimizerSpec(
         "adamw",
         "AdamW",
-        tuple(Slot(name, _each) for name in _ADAM),
+        tuple(StateSlot(name, _count_elements) for name in _ADAM),
         "torch 2.13, torch.optim.AdamW",
         temporary=True,
     ),
-    Optimizer(
+    OptimizerSpec(
         "adamw-bf16",
         "AdamW without fp32 copies: parameters, gradients and moments in the type that computes",
-        tuple(Slot(name, _each, None) for name in _ADAM),
+        tuple(StateSlot(name, _count_elements, None) for name in _ADAM),
         "torch 2.13, torch.optim.AdamW (states are `zeros_like` the parameter)",
         master=False,
         temporary=True,
     ),
-    Optimizer(
+    OptimizerSpec(
         "adamw-8bit",
         "AdamW with moments in 8 bits",
-        _in_8_bits(*_ADAM),
+        _build_8_bit_slots(*_ADAM),
         f"{_BITSANDBYTES}, Optimizer2State",
         constant=2 * CODES,
     ),
-    Optimizer(
+    OptimizerSpec(
         "paged-adamw",
         "AdamW with moments in pages that can leave the device",
         tuple(
             slot
             for name in _ADAM
             for slot in (
-                Slot(f"{name} in pages", _in_pages(_each), paged=True),
-                Slot(f"{name} of small tensors", _resident(_each)),
+                StateSlot(f"{name} in pages", _count_in_pages(_count_elements), paged=True),
+                StateSlot(f"{name} of small tensors", _count_resident(_count_elements)),
             )
         ),
         f"{_BITSANDBYTES}, get_state_buffer",
     ),
-    Optimizer(
+    OptimizerSpec(
         "paged-adamw-8bit",
         "AdamW with moments in 8 bits, in pages that can leave the device",
-        _in_8_bits(*_ADAM, paged=True),
+        _build_8_bit_slots(*_ADAM, paged=True),
         f"{_BITSANDBYTES}, Optimizer2State and get_state_buffer",
         constant=2 * CODES,
     ),
-    Optimizer("sgd", "SGD", (), "torch 2.13, torch.optim.SGD"),
-    Optimizer("sgd-momentum", "SGD with momentum", (Slot("momentum", _each),), "torch 2.13, torch.optim.SGD"),
-    Optimizer(
+    OptimizerSpec("sgd", "SGD", (), "torch 2.13, torch.optim.SGD"),
+    OptimizerSpec(
+        "sgd-momentum", "SGD with momentum", (StateSlot("momentum", _count_elements),), "torch 2.13, torch.optim.SGD"
+    ),
+    OptimizerSpec(
         "adafactor",
         "Adafactor without first moment",
         (
-            Slot("row variances", _rows),
-            Slot("column variances", _columns),
-            Slot("variances of vectors", _unfactored),
+            StateSlot("row variances", _count_rows),
+            StateSlot("column variances", _count_columns),
+            StateSlot("variances of vectors", _count_unfactored),
         ),
         "Shazeer and Stern 2018, sec. 3; transformers 5.23, optimization.Adafactor; torch 2.13, torch.optim.Adafactor",
         temporary=True,
     ),
-    Optimizer(
+    OptimizerSpec(
         "muon",
         "Muon for the matrices of layers, AdamW for all else",
         (
-            Slot("momentum of matrices", _hidden),
-            Slot("first moment of the others", _others),
-            Slot("second moment of the others", _others),
+            StateSlot("momentum of matrices", _count_hidden),
+            StateSlot("first moment of the others", _count_others),
+            StateSlot("second moment of the others", _count_others),
         ),
         "torch 2.13, torch.optim.Muon and AdamW; Jordan et al. 2024",
         splits=True,
     ),
-    Optimizer("lion", "Lion", (Slot("momentum", _each),), "Chen et al. 2023, algorithm 2; bitsandbytes 0.50, Lion"),
-    Optimizer(
+    OptimizerSpec(
+        "lion",
+        "Lion",
+        (StateSlot("momentum", _count_elements),),
+        "Chen et al. 2023, algorithm 2; bitsandbytes 0.50, Lion",
+    ),
+    OptimizerSpec(
         "lion-8bit",
         "Lion with momentum in 8 bits",
-        _in_8_bits("momentum"),
+        _build_8_bit_slots("momentum"),
         f"{_BITSANDBYTES}, Optimizer1State",
         constant=CODES,
     ),
@@ -233,7 +240,7 @@ OPTIMIZERS: Final = (
 """All that shardctl knows."""
 
 
-def optimizer(name: str) -> Optimizer:
+def get_optimizer(name: str) -> OptimizerSpec:
     """The optimizer of that name.
 
     Raises UsageError, naming those there are.

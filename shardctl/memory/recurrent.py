@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.memory.saved import Moment, Recurrence, Saved
+from shardctl.memory.saved import KeptTensor, PeakMoment, RecurrenceSupport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.memory.sizes import Share, Size
-    from shardctl.models.anatomy import Scan, State
+    from shardctl.memory.sizes import MicrobatchShare, Size
+    from shardctl.models.anatomy import LayerScan, LayerState
 
 _SELECTIVE_CHUNK: Final = 2048
 """Tokens after which the kernel of the selective scan notes its state
@@ -29,19 +29,21 @@ _MULTIPROCESSORS: Final = 132
 (mamba-ssm, `ops/triton/ssd_chunk_scan.py`, `_chunk_scan_bwd_dcb`, `nsplits`)."""
 _HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
 
-TRANSFORMERS: Final = Recurrence(
+TRANSFORMERS: Final = RecurrenceSupport(
     frozenset(("selective", "normed selective", "chunked", "delta")),
     tp=False,
     why="transformers' kernels of recurrent layers run on whole layers",
 )
 """A kernel of the selective scan holds the projections too, whose sums tp would have to share within it."""
-MEGATRON: Final = Recurrence(
+MEGATRON: Final = RecurrenceSupport(
     frozenset(("chunked",)), tp=True, chunk=128, why="only Megatron-LM's layers of Mamba 2 are"
 )
 """megatron-core 0.15, `core/ssm/mamba_mixer.py`: `chunk_size`, and groups that tp must divide."""
 
 
-def recurrent_sizes(state: State, share: Share, number: int, has: Recurrence) -> Mapping[Size, float]:
+def compute_recurrent_sizes(
+    state: LayerState, share: MicrobatchShare, number: int, has: RecurrenceSupport
+) -> Mapping[Size, float]:
     """The elements of each size in the recurrent part of layer `number`, in a runtime that `has` some of them.
 
     Raises UnsupportedError where the runtime is not known to train such a layer, or not with the mesh of `share`.
@@ -64,7 +66,7 @@ def recurrent_sizes(state: State, share: Share, number: int, has: Recurrence) ->
     return {name: count / share.tp for name, count in sizes.items()}
 
 
-def _selective(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+def _size_selective_scan(state: LayerState, scan: LayerScan, share: MicrobatchShare) -> dict[Size, float]:
     n, wide = share.tokens, state.recurrent // scan.inner
     return {
         "inner": n * scan.inner,
@@ -78,7 +80,7 @@ def _selective(state: State, scan: Scan, share: Share) -> dict[Size, float]:
     }
 
 
-def _chunked(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+def _size_chunked_scan(state: LayerState, scan: LayerScan, share: MicrobatchShare) -> dict[Size, float]:
     n, chunks = share.tokens, -(-share.keys // scan.chunk)
     heads = scan.heads // state.groups
     programs = share.batch * chunks * scan.heads // share.tp
@@ -99,7 +101,7 @@ def _chunked(state: State, scan: Scan, share: Share) -> dict[Size, float]:
     }
 
 
-def _delta(state: State, scan: Scan, share: Share) -> dict[Size, float]:
+def _size_delta_net(state: LayerState, scan: LayerScan, share: MicrobatchShare) -> dict[Size, float]:
     n, pairs = share.tokens, state.channels - scan.inner
     return {
         "inner": n * scan.inner,
@@ -113,49 +115,54 @@ def _delta(state: State, scan: Scan, share: Share) -> dict[Size, float]:
     }
 
 
-_SIZES: Final = {"selective": _selective, "normed selective": _selective, "chunked": _chunked, "delta": _delta}
+_SIZES: Final = {
+    "selective": _size_selective_scan,
+    "normed selective": _size_selective_scan,
+    "chunked": _size_chunked_scan,
+    "delta": _size_delta_net,
+}
 
 RECURRENT: Final = (
-    Saved("gate and input of the convolution, in the kernel's order", "projected", None, ("selective",)),
-    Saved("time steps, B and C, projected", "low", None, ("selective",)),
-    Saved("B and C, in the kernel's order", "low_states", None, ("selective",)),
-    Saved("results of the scan", "inner", None, ("selective",)),
-    Saved("states that the kernel notes", "noted_states", 4, ("selective",)),
-    Saved("exponentials, and their negatives", "decays", 8, ("selective",)),
-    Saved("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
+    KeptTensor("gate and input of the convolution, in the kernel's order", "projected", None, ("selective",)),
+    KeptTensor("time steps, B and C, projected", "low", None, ("selective",)),
+    KeptTensor("B and C, in the kernel's order", "low_states", None, ("selective",)),
+    KeptTensor("results of the scan", "inner", None, ("selective",)),
+    KeptTensor("states that the kernel notes", "noted_states", 4, ("selective",)),
+    KeptTensor("exponentials, and their negatives", "decays", 8, ("selective",)),
+    KeptTensor("fp32 biases of time steps and skips", "channels", 8, ("selective",)),
     # Jamba norms time steps, B and C, for which it calls one kernel after the other.
-    Saved("gate and input of the convolution", "projected", None, ("normed selective",)),
-    Saved("results of the convolution", "inner", None, ("normed selective",)),
-    Saved("the same, in the kernel's order", "inner", None, ("normed selective",)),
-    Saved("gate, in the kernel's order", "inner", None, ("normed selective",)),
-    Saved("time steps, in the kernel's order", "inner", None, ("normed selective",)),
-    Saved("results of the scan", "inner", None, ("normed selective",)),
-    Saved("the same gated, in the order of the projection's input", "inner", None, ("normed selective",)),
-    Saved("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
-    Saved("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
-    Saved("time steps normed", "low_rank", None, ("normed selective",)),
-    Saved("B and C normed, in the kernel's order", "low_states", None, ("normed selective",)),
-    Saved("statistics of the norms of time steps, B and C", "tokens", 12, ("normed selective",)),
-    Saved("states that the kernel notes", "noted_states", 4, ("normed selective",)),
-    Saved("exponentials, and their negatives", "decays", 8, ("normed selective",)),
-    Saved("fp32 biases of time steps and skips", "channels", 8, ("normed selective",)),
-    Saved("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
-    Saved("results of the scan", "inner", None, ("chunked",)),
-    Saved("statistics of the norm", "group_rows", 4, ("chunked",)),
-    Saved("exponentials, and their negatives", "decays", 8, ("chunked",)),
-    Saved("queries, keys and values, before the convolution", "convolved", None, ("delta",)),
-    Saved("queries and keys normed", "state_pairs", None, ("delta",)),
-    Saved("statistics of the norms of queries and keys", "pair_rows", 4, ("delta",)),
-    Saved("values", "inner", None, ("delta",)),
-    Saved("products of the keys in a chunk", "chunk_products", None, ("delta",)),
-    Saved("strengths", "state_heads", None, ("delta",)),
-    Saved("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
-    Saved("fp32 copies of result and gate, and the activation of the gate", "inner", 12, ("delta",)),
-    Saved("result normed, before the weight", "inner", None, ("delta",)),
-    Saved("result normed", "inner", None, ("delta",)),
-    Saved("result gated", "inner", None, ("delta",)),
-    Saved("statistics of the norm", "state_heads", 4, ("delta",)),
-    Saved("exponentials, and their negatives", "decays", 8, ("delta",)),
+    KeptTensor("gate and input of the convolution", "projected", None, ("normed selective",)),
+    KeptTensor("results of the convolution", "inner", None, ("normed selective",)),
+    KeptTensor("the same, in the kernel's order", "inner", None, ("normed selective",)),
+    KeptTensor("gate, in the kernel's order", "inner", None, ("normed selective",)),
+    KeptTensor("time steps, in the kernel's order", "inner", None, ("normed selective",)),
+    KeptTensor("results of the scan", "inner", None, ("normed selective",)),
+    KeptTensor("the same gated, in the order of the projection's input", "inner", None, ("normed selective",)),
+    KeptTensor("fp32 copies of time steps, B and C", "low", 4, ("normed selective",)),
+    KeptTensor("time steps, B and C normed, before the weight", "low", None, ("normed selective",)),
+    KeptTensor("time steps normed", "low_rank", None, ("normed selective",)),
+    KeptTensor("B and C normed, in the kernel's order", "low_states", None, ("normed selective",)),
+    KeptTensor("statistics of the norms of time steps, B and C", "tokens", 12, ("normed selective",)),
+    KeptTensor("states that the kernel notes", "noted_states", 4, ("normed selective",)),
+    KeptTensor("exponentials, and their negatives", "decays", 8, ("normed selective",)),
+    KeptTensor("fp32 biases of time steps and skips", "channels", 8, ("normed selective",)),
+    KeptTensor("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    KeptTensor("results of the scan", "inner", None, ("chunked",)),
+    KeptTensor("statistics of the norm", "group_rows", 4, ("chunked",)),
+    KeptTensor("exponentials, and their negatives", "decays", 8, ("chunked",)),
+    KeptTensor("queries, keys and values, before the convolution", "convolved", None, ("delta",)),
+    KeptTensor("queries and keys normed", "state_pairs", None, ("delta",)),
+    KeptTensor("statistics of the norms of queries and keys", "pair_rows", 4, ("delta",)),
+    KeptTensor("values", "inner", None, ("delta",)),
+    KeptTensor("products of the keys in a chunk", "chunk_products", None, ("delta",)),
+    KeptTensor("strengths", "state_heads", None, ("delta",)),
+    KeptTensor("fp32 time steps, softplus and sums of decays", "state_heads", 12, ("delta",)),
+    KeptTensor("fp32 copies of result and gate, and the activation of the gate", "inner", 12, ("delta",)),
+    KeptTensor("result normed, before the weight", "inner", None, ("delta",)),
+    KeptTensor("result normed", "inner", None, ("delta",)),
+    KeptTensor("result gated", "inner", None, ("delta",)),
+    KeptTensor("statistics of the norm", "state_heads", 4, ("delta",)),
+    KeptTensor("exponentials, and their negatives", "decays", 8, ("delta",)),
 )
 """What such a layer keeps besides its norms and its input, by how it computes its states. mamba-ssm 2.3.2:
 `MambaInnerFn` with its default `checkpoint_lvl` of 1 (Mamba, Falcon Mamba), `SelectiveScanFn` (Jamba) and
@@ -163,82 +170,82 @@ RECURRENT: Final = (
 `ChunkGatedDeltaRuleFunction`. What is exponential is of parameters, so it does not grow with the tokens."""
 
 _REST_OF_LAYER: Final = (
-    Saved("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
-    Saved("the norm before the MLP", "hidden", -10, ("rms32", "then mlp")),
+    KeptTensor("the norm before the MLP", "hidden", -8, ("rms", "then mlp")),
+    KeptTensor("the norm before the MLP", "hidden", -10, ("rms32", "then mlp")),
 )
 """What is not there, besides the MLP, while the recurrent part has its turn."""
 
 _CHUNKED_ANYWAY: Final = (
-    Saved("gradients of all that was projected", "projected", None, ("chunked",)),
-    Saved("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
-    Saved("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
-    Saved("fp32 states behind the last token", "final_states", 4, ("chunked",)),
+    KeptTensor("gradients of all that was projected", "projected", None, ("chunked",)),
+    KeptTensor("results of the convolution, computed again, and their gradients", "convolved", 4, ("chunked",)),
+    KeptTensor("time steps and their sums, computed again", "state_heads", 10, ("chunked",)),
+    KeptTensor("fp32 states behind the last token", "final_states", 4, ("chunked",)),
 )
 _CHUNKED_STATES: Final = (
-    Saved("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
-    Saved("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
+    KeptTensor("states of the chunks and their gradients, also in fp32", "chunk_states", 12, ("chunked",)),
+    KeptTensor("fp32 products of B and C in a chunk", "chunk_products", 4, ("chunked",)),
 )
 _CHUNKED_PRODUCTS: Final = (
-    Saved("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
-    Saved("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
-    Saved("the latter in parts", "split_products", 4, ("chunked",)),
-    Saved("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
+    KeptTensor("states of the chunks and their gradients", "chunk_states", 4, ("chunked",)),
+    KeptTensor("fp32 products of B and C in a chunk, and their gradients", "chunk_products", 8, ("chunked",)),
+    KeptTensor("the latter in parts", "split_products", 4, ("chunked",)),
+    KeptTensor("fp32 gradients of B and C", "grouped", 4, ("chunked",)),
 )
 
 RECURRENT_MOMENTS: Final = (
-    Moment(
+    PeakMoment(
         "backward pass of a selective scan",
         (
-            Saved("gradient of the layer's output", "hidden", None, ("selective",)),
-            Saved("the same in fp32", "hidden", 4, ("selective", "wide")),
-            Saved("gradients of gate and convolution's input", "projected", None, ("selective",)),
-            Saved("results of convolution, time steps and scan, computed again", "inner", 6, ("selective",)),
-            Saved("their gradients, and the last in another order", "inner", 8, ("selective",)),
-            Saved("gradients of time steps, B and C", "low", None, ("selective",)),
-            Saved("gradients of exponentials", "decays", 4, ("selective",)),
+            KeptTensor("gradient of the layer's output", "hidden", None, ("selective",)),
+            KeptTensor("the same in fp32", "hidden", 4, ("selective", "wide")),
+            KeptTensor("gradients of gate and convolution's input", "projected", None, ("selective",)),
+            KeptTensor("results of convolution, time steps and scan, computed again", "inner", 6, ("selective",)),
+            KeptTensor("their gradients, and the last in another order", "inner", 8, ("selective",)),
+            KeptTensor("gradients of time steps, B and C", "low", None, ("selective",)),
+            KeptTensor("gradients of exponentials", "decays", 4, ("selective",)),
         ),
     ),
-    Moment(
+    PeakMoment(
         "backward pass of a selective scan between norms",
         (
-            Saved("gradient of the layer's output", "hidden", None, ("normed selective",)),
-            Saved("gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)),
-            Saved("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
-            Saved("input of the last projection, gone by then", "inner", -2, ("normed selective",)),
-            Saved("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
-            Saved("gradients of exponentials", "decays", 4, ("normed selective",)),
+            KeptTensor("gradient of the layer's output", "hidden", None, ("normed selective",)),
+            KeptTensor("gradients of the scan's results, and in the kernel's order", "inner", 4, ("normed selective",)),
+            KeptTensor("gradients of gate, time steps and channels", "inner", 6, ("normed selective",)),
+            KeptTensor("input of the last projection, gone by then", "inner", -2, ("normed selective",)),
+            KeptTensor("gradients of B and C, also in fp32", "low_states", 6, ("normed selective",)),
+            KeptTensor("gradients of exponentials", "decays", 4, ("normed selective",)),
             *_REST_OF_LAYER,
         ),
         gone=("mlp", "experts"),
     ),
-    Moment(
+    PeakMoment(
         "backward pass of a scan in chunks, its states",
         (
-            Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
-            Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
-            Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
+            KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",)),
+            KeptTensor("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            KeptTensor("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
             *_CHUNKED_STATES,
         ),
     ),
-    Moment(
+    PeakMoment(
         "backward pass of a scan in chunks, its products",
         (
-            Saved("gradient of the layer's output", "hidden", None, ("chunked",)),
-            Saved("the same in fp32", "hidden", 4, ("chunked", "wide")),
-            Saved("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
+            KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",)),
+            KeptTensor("the same in fp32", "hidden", 4, ("chunked", "wide")),
+            KeptTensor("results of the norm, computed again, and gradients around it", "inner", 6, ("chunked",)),
             *_CHUNKED_ANYWAY,
             *_CHUNKED_PRODUCTS,
         ),
     ),
-    Moment(
+    PeakMoment(
         "forward pass of linear attention's norm",
         (
-            Saved("the layer's input", "hidden", None, ("delta",)),
-            Saved("queries, keys, values and gate, projected", "projected", None, ("delta",)),
-            Saved("results of the convolution", "convolved", None, ("delta",)),
-            Saved("gate and result in order, and the result gated in fp32", "inner", 8, ("delta",)),
-            Saved("strengths and time steps", "state_heads", 12, ("delta",)),
+            KeptTensor("the layer's input", "hidden", None, ("delta",)),
+            KeptTensor("queries, keys, values and gate, projected", "projected", None, ("delta",)),
+            KeptTensor("results of the convolution", "convolved", None, ("delta",)),
+            KeptTensor("gate and result in order, and the result gated in fp32", "inner", 8, ("delta",)),
+            KeptTensor("strengths and time steps", "state_heads", 12, ("delta",)),
             *_REST_OF_LAYER,
         ),
         gone=("mlp", "experts"),
@@ -247,22 +254,24 @@ RECURRENT_MOMENTS: Final = (
 """When most is alive in a recurrent layer."""
 
 MEGATRON_RECURRENT: Final = (
-    Saved("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
-    Saved("results of the scan", "inner", None, ("chunked",)),
-    Saved("results of the scan, gated", "inner", None, ("chunked",)),
-    Saved("results of the norm", "inner", None, ("chunked",)),
-    Saved("statistics of the norm", "group_rows", 4, ("chunked",)),
-    Saved("exponentials, their negatives, and fp32 biases of time steps", "decays", 12, ("chunked",)),
+    KeptTensor("gate, channels, B, C and time steps", "projected", None, ("chunked",)),
+    KeptTensor("results of the scan", "inner", None, ("chunked",)),
+    KeptTensor("results of the scan, gated", "inner", None, ("chunked",)),
+    KeptTensor("results of the norm", "inner", None, ("chunked",)),
+    KeptTensor("statistics of the norm", "group_rows", 4, ("chunked",)),
+    KeptTensor("exponentials, their negatives, and fp32 biases of time steps", "decays", 12, ("chunked",)),
 )
 """The same of Megatron-LM's `MambaMixer` (megatron-core 0.15, `core/ssm/mamba_mixer.py`, `ssm_training`), whose norm
 and last projection are outside the kernel."""
 _MEGATRON_ANYWAY: Final = (
-    Saved("gradient of the layer's output", "hidden", None, ("chunked",), sequence=True),
-    Saved("gathered input of a layer, for which there is one buffer", "hidden", None, ("chunked", "gathers")),
+    KeptTensor("gradient of the layer's output", "hidden", None, ("chunked",), sequence=True),
+    KeptTensor("gathered input of a layer, for which there is one buffer", "hidden", None, ("chunked", "gathers")),
 )
 MEGATRON_MOMENTS: Final = (
-    Moment("backward pass of a scan in chunks, its states", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_STATES)),
-    Moment(
+    PeakMoment(
+        "backward pass of a scan in chunks, its states", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_STATES)
+    ),
+    PeakMoment(
         "backward pass of a scan in chunks, its products", (*_MEGATRON_ANYWAY, *_CHUNKED_ANYWAY, *_CHUNKED_PRODUCTS)
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.memory.term import Term
+from shardctl.memory.term import MemoryTerm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,17 +27,19 @@ _SLACK: Final = {True: (0, 5, 20), False: (3, 5, 9)}
 """Hundredths that the allocator reserves beyond what is allocated; by whether the model is served."""
 
 
-def runtime_terms(mesh: Mesh, *, serving: bool, profile: Profile | None = None, allocated: int = 0) -> tuple[Term, ...]:
+def list_runtime_terms(
+    mesh: Mesh, *, serving: bool, profile: Profile | None = None, allocated: int = 0
+) -> tuple[MemoryTerm, ...]:
     """What one rank needs besides what is asked of the allocator, all of it modelled.
 
     `allocated` are the bytes that come and go through PyTorch's caching allocator, whose slack grows with them: in
     training all tensors, in serving only those of a forward pass, as weights and caches are allocated once. `profile`
     is the runtime that trains; DeepSpeed and Megatron have communicators of their own for the same ranks.
     """
-    return tuple(_terms(mesh, serving=serving, profile=profile, allocated=allocated))
+    return tuple(_list_terms(mesh, serving=serving, profile=profile, allocated=allocated))
 
 
-def communicators(mesh: Mesh) -> tuple[str, ...]:
+def list_communicators(mesh: Mesh) -> tuple[str, ...]:
     """The axes of a mesh along which ranks reduce or gather, each with a communicator; ep's ranks exchange instead."""
     axes = [axis for axis, degree in mesh.axes if degree > 1]
     if mesh.etp > 1 and (mesh.ep > 1 or mesh.etp != mesh.degree("tp")):
@@ -45,9 +47,9 @@ def communicators(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int) -> Iterator[Term]:
+def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int) -> Iterator[MemoryTerm]:
     low, usual, high = _CONTEXT
-    yield Term(
+    yield MemoryTerm(
         "CUDA context",
         "runtime",
         usual,
@@ -56,12 +58,12 @@ def _terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int
         "a process with one small tensor: 484 MiB (NVIDIA/nccl pull 2366) to 723 MiB (discuss.pytorch.org/t/73021)",
         interval=(low, high),
     )
-    axes = communicators(mesh)
+    axes = list_communicators(mesh)
     if axes:
         low, usual, high = (len(axes) * size for size in _COMMUNICATOR)
         # A second set for the same ranks: Megatron's embedding and model-parallel groups, DeepSpeed's world group.
         more = profile in {"megatron", "deepspeed"}
-        yield Term(
+        yield MemoryTerm(
             "NCCL communicators",
             "runtime",
             usual,
@@ -73,7 +75,7 @@ def _terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int
     if mesh.ep > 1:
         peers = min(mesh.ep - 1, _PEERS)
         low, usual, high = (peers * size for size in _PEER)
-        yield Term(
+        yield MemoryTerm(
             "NCCL buffers of the exchange of tokens",
             "runtime",
             usual,
@@ -84,7 +86,7 @@ def _terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int
         )
     if serving:
         low, usual, high = _GRAPHS
-        yield Term(
+        yield MemoryTerm(
             "CUDA graphs",
             "runtime",
             usual,
@@ -95,7 +97,7 @@ def _terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int
         )
     low, usual, high = _SLACK[serving]
     if allocated:
-        yield Term(
+        yield MemoryTerm(
             "allocator slack",
             "runtime",
             allocated * usual // 100,

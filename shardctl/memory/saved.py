@@ -56,7 +56,7 @@ computes its states."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class KeptTensor:
     """A tensor that is kept, or that is alive for a moment."""
 
     name: str
@@ -74,17 +74,17 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PeakMoment:
     """A time of a layer's passes when much is alive besides what the forward pass kept."""
 
     name: str
-    alive: tuple[Saved, ...]
+    alive: tuple[KeptTensor, ...]
     gone: tuple[Group, ...] = ()
     """Parts of the layer that keep nothing by then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrence:
+class RecurrenceSupport:
     """Which layers with a recurrent state a runtime has."""
 
     scans: frozenset[str]
@@ -98,28 +98,28 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class RuntimeProfile:
     """What one runtime keeps."""
 
-    kept: Mapping[Group, tuple[Saved, ...]]
+    kept: Mapping[Group, tuple[KeptTensor, ...]]
     """Of one layer, after its forward pass."""
-    checkpoint: tuple[Saved, ...]
+    checkpoint: tuple[KeptTensor, ...]
     """Of one layer that will be recomputed."""
-    shared: tuple[Saved, ...]
+    shared: tuple[KeptTensor, ...]
     """What such a layer, once recomputed, keeps of it too, and is not there twice."""
-    layer: tuple[Moment, ...]
+    layer: tuple[PeakMoment, ...]
     """While a layer's backward pass runs; the gradient of its output is part of it."""
-    head: tuple[Saved, ...]
+    head: tuple[KeptTensor, ...]
     """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
-    loss: Moment
+    loss: PeakMoment
     """While the loss's backward pass runs."""
-    norm: Moment
+    norm: PeakMoment
     """While the last norm's backward pass runs, all that is alive of the head and the norm."""
-    embedding: tuple[Saved, ...]
+    embedding: tuple[KeptTensor, ...]
     """On the first stage, of the embedding."""
     sequence_parallel: bool
     """Whether it has sequence parallelism."""
     spread: tuple[float, float]
     """Where the truth is to be expected, as factors of the estimate."""
     source: str
-    recurrence: Recurrence
+    recurrence: RecurrenceSupport

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardctl.memory.workload import Schedule
 
 
-def in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
+def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
     """The most microbatches whose activations stage `stage` of `stages` holds at once.
 
     The unit is one microbatch through all layers of the stage; with `virtual` chunks of a stage, each counts for one
@@ -26,7 +26,7 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "
     >>> [in_flight(k, 4, 8) for k in range(4)], in_flight(0, 4, 8, "interleaved", 2)
     ([4, 3, 2, 1], 5.5)
     """
-    _check(stages, microbatches, schedule, virtual)
+    _check_schedule(stages, microbatches, schedule, virtual)
     if not 0 <= stage < stages:
         raise UsageError(f"there is no pipeline stage {stage} among {stages}")
     if stages == 1:
@@ -39,7 +39,7 @@ def in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "
     return min(microbatches * virtual, warm_up + 1) / virtual
 
 
-def losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") -> int:
+def count_losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") -> int:
     """The most microbatches whose logits the last stage holds at once.
 
     But for GPipe, the backward pass of a microbatch follows its last chunk's forward pass.
@@ -50,7 +50,7 @@ def losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") -> int:
     return microbatches if schedule == "gpipe" and stages > 1 else 1
 
 
-def bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
+def compute_bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
     """The time a stage waits in one step, as a fraction of the time it works.
 
     Narayanan et al. 2021, sec. 2.2: `(p - 1) / m`, interleaved `(p - 1) / (v m)`. Stages are taken to need equal time
@@ -59,11 +59,11 @@ def bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual:
     >>> bubble(4, 8), bubble(4, 8, "interleaved", 3)
     (0.375, 0.125)
     """
-    _check(stages, microbatches, schedule, virtual)
+    _check_schedule(stages, microbatches, schedule, virtual)
     return (stages - 1) / (microbatches * (virtual if schedule == "interleaved" else 1))
 
 
-def _check(stages: int, microbatches: int, schedule: Schedule, virtual: int) -> None:
+def _check_schedule(stages: int, microbatches: int, schedule: Schedule, virtual: int) -> None:
     for name, number in (("stages", stages), ("microbatches", microbatches), ("virtual stages", virtual)):
         if number < 1:
             raise UsageError(f"a pipeline of {number} {name} does nothing")

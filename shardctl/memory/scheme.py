@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.dtype import BY_NAME, DType
 from shardctl.errors import UsageError
 from shardctl.memory.inventory import FLOATING
-from shardctl.memory.optimizers import optimizer
+from shardctl.memory.optimizers import get_optimizer
 from shardctl.mesh import EXPERT_FSDP
 
 if TYPE_CHECKING:
-    from shardctl.memory.optimizers import Optimizer
+    from shardctl.memory.optimizers import OptimizerSpec
     from shardctl.memory.term import Tier
-    from shardctl.memory.workload import Training
+    from shardctl.memory.workload import TrainingWorkload
     from shardctl.mesh import Mesh
 
 Runtime = Literal["units", "partitions", "buffers", "autocast"]
@@ -33,7 +33,7 @@ F32: Final = BY_NAME["F32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class TrainingScheme:
     """The choices of a workload, worked out."""
 
     runtime: Runtime
@@ -43,7 +43,7 @@ class Scheme:
     """Of the parameters that are kept."""
     gradient: DType
     """Of the gradients that are kept; of units, of those that are reduced, for they are kept as the parameters are."""
-    optimizer: Optimizer
+    optimizer: OptimizerSpec
     master: bool
     """Whether the optimizer updates fp32 copies that are kept beside the parameters."""
     zero: int
@@ -74,7 +74,7 @@ class Scheme:
         return self.expert_sharers if expert else self.sharers
 
 
-def scheme(mesh: Mesh, work: Training) -> Scheme:
+def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
     """How `work` keeps its states on `mesh`.
 
     Raises UsageError for an unknown optimizer or type, and for what the profile's runtime cannot do.
@@ -86,14 +86,14 @@ def scheme(mesh: Mesh, work: Training) -> Scheme:
             f"cp={cp} shares out {2 * cp} equal parts of a sequence, and it has {work.sequence} tokens",
             hint=f"use --seq-len {-(-work.sequence // (2 * cp)) * 2 * cp}",
         )
-    known = optimizer(work.optimizer)
-    compute = _floating(work.dtype)
-    runtime = _runtime(mesh, work)
+    known = get_optimizer(work.optimizer)
+    compute = _get_float_dtype(work.dtype)
+    runtime = _choose_runtime(mesh, work)
     wide = F32 if known.master else compute
     resident = wide if runtime in {"units", "autocast"} else compute
     usual = {"units": F32, "partitions": compute, "buffers": F32, "autocast": resident}[runtime]
     replicas = mesh.world // mesh.degree("pp") // (mesh.ep * mesh.etp)
-    parameters, gradients, states = _tiers(runtime, work)
+    parameters, gradients, states = _choose_tiers(runtime, work)
     if not 0 <= work.zero <= 3:  # noqa: PLR2004 - the stages of the paper
         raise UsageError(f"there is no ZeRO stage {work.zero}", hint="the stages are 0, 1, 2 and 3")
     stage = 3 if mesh.degree("fsdp") > 1 else work.zero
@@ -102,11 +102,11 @@ def scheme(mesh: Mesh, work: Training) -> Scheme:
         raise UsageError(
             f"DeepSpeed has no pipelines with ZeRO {stage}", hint="give --zero 1, or a mesh without pipeline stages"
         )
-    return Scheme(
+    return TrainingScheme(
         runtime=runtime,
         compute=compute,
         resident=resident,
-        gradient=_floating(work.gradient_dtype) if work.gradient_dtype else usual,
+        gradient=_get_float_dtype(work.gradient_dtype) if work.gradient_dtype else usual,
         optimizer=known,
         master=known.master and resident != F32,
         zero=work.zero,
@@ -118,13 +118,13 @@ def scheme(mesh: Mesh, work: Training) -> Scheme:
     )
 
 
-def _floating(name: str) -> DType:
+def _get_float_dtype(name: str) -> DType:
     if name not in FLOATING:
         raise UsageError(f"cannot train in {name}", hint=f"the types are {', '.join(sorted(FLOATING))}")
     return BY_NAME[name]
 
 
-def _runtime(mesh: Mesh, work: Training) -> Runtime:
+def _choose_runtime(mesh: Mesh, work: TrainingWorkload) -> Runtime:
     """Of transformers' Trainer, ZeRO is DeepSpeed's, sharding by fsdp is FSDP2's, and all else DDP's."""
     if work.profile == "megatron":
         return "buffers"
@@ -135,7 +135,7 @@ def _runtime(mesh: Mesh, work: Training) -> Runtime:
     return "partitions" if work.zero else "autocast"
 
 
-def _tiers(runtime: Runtime, work: Training) -> tuple[Tier, Tier, Tier]:
+def _choose_tiers(runtime: Runtime, work: TrainingWorkload) -> tuple[Tier, Tier, Tier]:
     """Where parameters, gradients and optimizer states are."""
     if work.offload == "none":
         if work.offload_parameters:

@@ -7,23 +7,23 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.errors import UsageError
-from shardctl.memory.legal import alone
+from shardctl.memory.legal import build_single_axis_mesh
 from shardctl.mesh import EXPERT_FSDP, Mesh
-from shardctl.pieces import balance
+from shardctl.pieces import balance_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from shardctl.memory.cost import Cost
-    from shardctl.memory.estimate import Estimate
-    from shardctl.memory.inventory import Inventory
-    from shardctl.memory.legal import Law
-    from shardctl.memory.workload import Training
+    from shardctl.memory.cost import MeshCost
+    from shardctl.memory.estimate import MeshEstimate
+    from shardctl.memory.inventory import TensorInventory
+    from shardctl.memory.legal import AllowedDegrees
+    from shardctl.memory.workload import TrainingWorkload
 
-    Estimator = Callable[[Mesh, tuple[int, ...]], Estimate]
-    Pricer = Callable[[Mesh, tuple[int, ...], Estimate], Cost]
+    Estimator = Callable[[Mesh, tuple[int, ...]], MeshEstimate]
+    Pricer = Callable[[Mesh, tuple[int, ...], MeshEstimate], MeshCost]
 
 SERVING: Final = frozenset({"pp", "dp", "tp", "ep"})
 """The axes that serving uses."""
@@ -36,7 +36,7 @@ MOST_DEVICES: Final = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """What is tried."""
 
     axes: frozenset[str]
@@ -49,14 +49,14 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MeshCandidate:
     """A mesh that fits."""
 
     mesh: Mesh
     stages: tuple[int, ...]
     """Layers per pipeline stage, balanced by the bytes of their weights."""
-    estimate: Estimate
-    cost: Cost | None = None
+    estimate: MeshEstimate
+    cost: MeshCost | None = None
 
     @property
     def peak(self) -> int:
@@ -70,7 +70,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class MeshRejection:
     """A mesh that does not work, or every mesh with some degree of an axis."""
 
     what: str
@@ -86,28 +86,28 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
     devices: int
-    ranked: tuple[Candidate, ...]
+    ranked: tuple[MeshCandidate, ...]
     """The meshes that fit, the cheapest first."""
-    rejected: tuple[Rejection, ...]
+    rejected: tuple[MeshRejection, ...]
     """First what is not possible, then what does not fit, the closest first."""
     estimated: int = field(compare=False, default=0)
     """How many were estimated; the others were ruled out before."""
 
     @property
-    def best(self) -> Candidate | Rejection | None:
+    def best(self) -> MeshCandidate | MeshRejection | None:
         """The cheapest mesh that fits, or if none does, the one that comes closest; None where none is possible."""
         return self.ranked[0] if self.ranked else next((one for one in self.rejected if one.mesh is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
-class Quick:
+class QuickChecks:
     """What rules meshes out before all of their ranks are estimated."""
 
-    glances: Callable[[Mesh, tuple[int, ...]], Iterable[Estimate]] | None = None
+    glances: Callable[[Mesh, tuple[int, ...]], Iterable[MeshEstimate]] | None = None
     """Estimates of some ranks after others: once some do not fit, the others need not be asked."""
     floor: Callable[[Mesh], int] | None = None
     """Bytes of states that some rank of a mesh must have."""
@@ -118,7 +118,7 @@ class Quick:
         """Bytes that some rank must have; 0 if nothing is known."""
         return self.floor(mesh) if self.floor is not None else 0
 
-    def too_large(self, mesh: Mesh, stages: tuple[int, ...], budget: int | None) -> Estimate | None:
+    def too_large(self, mesh: Mesh, stages: tuple[int, ...], budget: int | None) -> MeshEstimate | None:
         """The estimate of some ranks that do not fit; None if all do, or if nothing is known."""
         if self.glances is None or budget is None:
             return None
@@ -126,72 +126,75 @@ class Quick:
         return next((some for some in seen if some.fits is False), None)
 
 
-def search(
+def search_meshes(
     devices: int,
-    law: Law,
+    law: AllowedDegrees,
     estimate: Estimator,
     price: Pricer | None = None,
     *,
-    space: Space,
+    space: SearchSpace,
     budget: int | None = None,
-    quick: Quick | None = None,
-) -> Found:
+    quick: QuickChecks | None = None,
+) -> SearchResult:
     """All meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
 
     `estimate` says what a mesh with some stages needs; where it raises UsageError, its words are the reason why that
     mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest. What `quick`
     rules out is not estimated in full; its rejections say what is known.
     """
-    quick = quick or Quick()
-    ranked: list[Candidate] = []
-    impossible = list(_refused(devices, law, space))
-    tight: list[Rejection] = []
+    quick = quick or QuickChecks()
+    ranked: list[MeshCandidate] = []
+    impossible = list(_list_refusals(devices, law, space))
+    tight: list[MeshRejection] = []
     estimated = 0
-    bulk = Bulk(law.inventory)
-    for mesh in meshes(devices, law, space):
+    bulk = WeightTotals(law.inventory)
+    for mesh in list_meshes(devices, law, space):
         try:
             stages = bulk.stages(mesh)
             least = bulk.least(mesh) if space.stored else quick.least(mesh)
             if budget is not None and least > budget:
                 what = "weights" if space.stored else "states"
-                reason = f"its {what} alone take at least {memory_size(least)} of {memory_size(budget)} on some rank"
-                tight.append(Rejection(str(mesh), "memory", reason, least - budget, mesh, stages))
+                reason = (
+                    f"its {what} alone take at least {format_memory_size(least)} of "
+                    f"{format_memory_size(budget)} on some rank"
+                )
+                tight.append(MeshRejection(str(mesh), "memory", reason, least - budget, mesh, stages))
                 continue
             needs = quick.too_large(mesh, stages, budget) or estimate(mesh, stages).within(budget)
         except UsageError as error:
-            impossible.append(Rejection(str(mesh), "illegal", error.message))
+            impossible.append(MeshRejection(str(mesh), "illegal", error.message))
             continue
         estimated += 1
         if needs.fits is False:
-            tight.append(_too_large(mesh, stages, needs))
+            tight.append(_build_memory_rejection(mesh, stages, needs))
         else:
-            ranked.append(Candidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
+            ranked.append(MeshCandidate(mesh, stages, needs, price(mesh, stages, needs) if price else None))
     ranked.sort(key=lambda one: (one.cost.score if one.cost else 0.0, one.peak, str(one.mesh)))
     tight.sort(key=lambda one: one.over)
-    return Found(devices, tuple(ranked), (*impossible, *tight), estimated)
+    return SearchResult(devices, tuple(ranked), (*impossible, *tight), estimated)
 
 
-def smallest(
-    law: Law,
+def find_fewest_devices(
+    law: AllowedDegrees,
     estimate: Estimator,
     *,
-    space: Space,
+    space: SearchSpace,
     budget: int,
     most: int = MOST_DEVICES,
-    quick: Quick | None = None,
+    quick: QuickChecks | None = None,
     together: int = 0,
-) -> tuple[int, Candidate] | None:
+) -> tuple[int, MeshCandidate] | None:
     """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
 
-    `quick` rules out meshes as in `search`; `together` are bytes that all devices must hold together in any mesh.
-    Tried is every number within a node and, beyond, numbers of nodes: doubled until one fits, then halved between that
-    and the last that did not. That is the fewest as long as more nodes can hold what fewer do, which experts or layers
-    that many a number does not divide can spoil.
+    `quick` rules out meshes as in `search_meshes`; `together` are bytes that all devices must hold together in any
+    mesh. Tried is every number within a node and, beyond, numbers of nodes: doubled until one fits, then halved
+    between that and the last that did not. That is the fewest as long as more nodes can hold what fewer do, which
+    experts or layers that many a number does not divide can spoil.
     """
     low, high, best = 0, 0, None
-    for high in _growing(space.per_node, most):
+    for high in _list_device_counts(space.per_node, most):
         if together <= high * budget:
-            best = first_fit(high, law, estimate, space=space, budget=budget, quick=quick)
+            best = find_first_fit(high, law, estimate, space=space, budget=budget, quick=quick)
         if best is not None:
             break
         low = high
@@ -201,7 +204,7 @@ def smallest(
         middle = (low // space.per_node + high // space.per_node) // 2 * space.per_node
         if middle <= low:
             break
-        fitting = first_fit(middle, law, estimate, space=space, budget=budget, quick=quick)
+        fitting = find_first_fit(middle, law, estimate, space=space, budget=budget, quick=quick)
         if fitting is None:
             low = middle
         else:
@@ -209,7 +212,7 @@ def smallest(
     return high, best
 
 
-def _growing(per_node: int, most: int) -> Iterator[int]:
+def _list_device_counts(per_node: int, most: int) -> Iterator[int]:
     """Every number of devices of a node, then of nodes the powers of two, none above `most`."""
     yield from range(1, min(per_node, most) + 1)
     nodes = 2
@@ -218,18 +221,18 @@ def _growing(per_node: int, most: int) -> Iterator[int]:
         nodes *= 2
 
 
-def first_fit(
+def find_first_fit(
     devices: int,
-    law: Law,
+    law: AllowedDegrees,
     estimate: Estimator,
     *,
-    space: Space,
+    space: SearchSpace,
     budget: int,
-    quick: Quick | None = None,
-) -> Candidate | None:
+    quick: QuickChecks | None = None,
+) -> MeshCandidate | None:
     """A mesh of `devices` that fits, or None; tried first where weights are divided most, and by tp, which is quick."""
-    bulk, quick = Bulk(law.inventory), quick or Quick()
-    for mesh in sorted(meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
+    bulk, quick = WeightTotals(law.inventory), quick or QuickChecks()
+    for mesh in sorted(list_meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
             break
         if quick.least(mesh) > budget:
@@ -244,11 +247,11 @@ def first_fit(
         except UsageError:
             continue
         if needs.fits:
-            return Candidate(mesh, stages, needs)
+            return MeshCandidate(mesh, stages, needs)
     return None
 
 
-def at_equal_tokens(work: Training, mesh: Mesh, sequences: int) -> Training:
+def set_equal_tokens(work: TrainingWorkload, mesh: Mesh, sequences: int) -> TrainingWorkload:
     """The work of one optimizer step over `sequences`, which the data-parallel ranks of `mesh` take in equal parts.
 
     Meshes are to be compared so: by default each has as many microbatches as stages, and with them another batch.
@@ -258,10 +261,10 @@ def at_equal_tokens(work: Training, mesh: Mesh, sequences: int) -> Training:
     >>> at_equal_tokens(Training(sequence=4096, micro_batch=2), Mesh.of(pp=2, dp=4), 64).microbatches
     8
     """
-    return replace(work, microbatches=microbatches(mesh, sequences, work.micro_batch))
+    return replace(work, microbatches=count_microbatches(mesh, sequences, work.micro_batch))
 
 
-def microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
+def count_microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
     """How many microbatches each data-parallel rank of `mesh` takes of `sequences`; raises UsageError for no number."""
     replicas = mesh.degree("dp") * mesh.degree("fsdp")
     found, rest = divmod(sequences, replicas * micro_batch)
@@ -273,28 +276,28 @@ def microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
     return found
 
 
-def meshes(devices: int, law: Law, space: Space) -> Iterator[Mesh]:
+def list_meshes(devices: int, law: AllowedDegrees, space: SearchSpace) -> Iterator[Mesh]:
     """The meshes of `devices` that a model allows and that people would try.
 
     tp stays within a node. What dp and fsdp share is all dp, all fsdp, or fsdp within a node and dp between nodes.
     Experts are divided by the ranks of tp, of a node or of a stage, in the latter by as many as their number allows, or
     cut as all else is; inside, by tp or not at all.
     """
-    for tp in _divisors(devices, law, space, "tp", most=space.per_node):
-        for pp in _divisors(devices // tp, law, space, "pp"):
-            for cp in _divisors(devices // tp // pp, law, space, "cp", most=_cp(law)):
+    for tp in _list_degrees(devices, law, space, "tp", most=space.per_node):
+        for pp in _list_degrees(devices // tp, law, space, "pp"):
+            for cp in _list_degrees(devices // tp // pp, law, space, "cp", most=_find_largest_cp(law)):
                 rest = devices // tp // pp // cp
-                for fsdp in _fsdp(rest, tp * cp, space):
+                for fsdp in _list_fsdp_degrees(rest, tp * cp, space):
                     stage = {"pp": pp, "dp": rest // fsdp, "fsdp": fsdp, "cp": cp, "tp": tp}
-                    for ep, etp in _expert_axes(stage, law, space):
+                    for ep, etp in _list_expert_degrees(stage, law, space):
                         yield Mesh.of(ep=ep, etp=etp, **stage)
 
 
 @dataclass(frozen=True)
-class Bulk:
+class WeightTotals:
     """The weights of a model by where they can be, added up once for all meshes."""
 
-    inventory: Inventory
+    inventory: TensorInventory
 
     @cached_property
     def _costs(self) -> tuple[list[int], int, int]:
@@ -325,7 +328,7 @@ class Bulk:
         """Layers per stage, so that the stage with the most bytes of weights has as few as it can."""
         pp = mesh.degree("pp")
         if pp not in self._staged:
-            self._staged[pp] = balance(*self._costs, pp)
+            self._staged[pp] = balance_stages(*self._costs, pp)
         return self._staged[pp]
 
     def least(self, mesh: Mesh) -> int:
@@ -336,7 +339,9 @@ class Bulk:
         return dense // shared + expert // apart
 
 
-def _divisors(number: int, law: Law, space: Space, axis: str, most: int | None = None) -> list[int]:
+def _list_degrees(
+    number: int, law: AllowedDegrees, space: SearchSpace, axis: str, most: int | None = None
+) -> list[int]:
     """The degrees of an axis that divide `number`, that the model allows and that are tried."""
     if axis not in space.axes:
         return [1]
@@ -344,11 +349,11 @@ def _divisors(number: int, law: Law, space: Space, axis: str, most: int | None =
     return [degree for degree in range(1, top + 1) if number % degree == 0 and law.allows(axis, degree)]
 
 
-def _cp(law: Law) -> int:
+def _find_largest_cp(law: AllowedDegrees) -> int:
     return 1 if law.sequence is None else max(1, law.sequence // LEAST_TOKENS)
 
 
-def _fsdp(rest: int, inner: int, space: Space) -> list[int]:
+def _list_fsdp_degrees(rest: int, inner: int, space: SearchSpace) -> list[int]:
     """Degrees of fsdp, of which dp multiplies each to `rest`."""
     if "dp" not in space.axes:
         return [rest] if rest == 1 or "fsdp" in space.axes else []
@@ -358,7 +363,7 @@ def _fsdp(rest: int, inner: int, space: Space) -> list[int]:
     return sorted({1, rest, near if near and rest % near == 0 else 1})
 
 
-def _expert_axes(stage: dict[str, int], law: Law, space: Space) -> list[tuple[int, int]]:
+def _list_expert_degrees(stage: dict[str, int], law: AllowedDegrees, space: SearchSpace) -> list[tuple[int, int]]:
     """Pairs of ep and etp."""
     tp, ranks = stage["tp"], prod(stage.values()) // stage["pp"]
     # Cut as all else is, if the experts allow it.
@@ -372,7 +377,7 @@ def _expert_axes(stage: dict[str, int], law: Law, space: Space) -> list[tuple[in
     return sorted(set(found)) or [(1, 1)]
 
 
-def _refused(devices: int, law: Law, space: Space) -> Iterator[Rejection]:
+def _list_refusals(devices: int, law: AllowedDegrees, space: SearchSpace) -> Iterator[MeshRejection]:
     """The degrees of each axis that divide the devices, and which the model or the node does not allow."""
     for axis in ("pp", "tp", "ep"):
         if axis not in space.axes or (axis == "ep" and axis not in law.axes):
@@ -380,15 +385,18 @@ def _refused(devices: int, law: Law, space: Space) -> Iterator[Rejection]:
         for degree in (d for d in range(2, devices + 1) if devices % d == 0):
             if axis == "tp" and degree > space.per_node:
                 reason = f"tp={degree} would leave the node of {space.per_node} devices"
-                yield Rejection(f"tp={degree}", "node", reason)
+                yield MeshRejection(f"tp={degree}", "node", reason)
             elif not law.allows(axis, degree):
-                refusal = law.refuse(alone(axis, degree))
+                refusal = law.refuse(build_single_axis_mesh(axis, degree))
                 if refusal is not None:
-                    yield Rejection(f"{axis}={degree}", "illegal", str(refusal))
+                    yield MeshRejection(f"{axis}={degree}", "illegal", str(refusal))
 
 
-def _too_large(mesh: Mesh, stages: tuple[int, ...], needs: Estimate) -> Rejection:
+def _build_memory_rejection(mesh: Mesh, stages: tuple[int, ...], needs: MeshEstimate) -> MeshRejection:
     budget, heaviest = needs.budget or 0, needs.binding.total().nbytes
     where = needs.binding.holding.label
-    reason = f"rank {where} needs {memory_size(heaviest)}, {memory_size(heaviest - budget)} more than there are"
-    return Rejection(str(mesh), "memory", reason, heaviest - budget, mesh, stages)
+    reason = (
+        f"rank {where} needs {format_memory_size(heaviest)}, {format_memory_size(heaviest - budget)} more than "
+        "there are"
+    )
+    return MeshRejection(str(mesh), "memory", reason, heaviest - budget, mesh, stages)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.memory.workload import Training
+    from shardctl.memory.workload import TrainingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Attention, Experts, Layer
+    from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelLayer
     from shardctl.models.layer_traits import LayerStyle
 
 Size = Literal[
@@ -82,7 +82,7 @@ SIZES: Final[tuple[Size, ...]] = get_args(Size)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MicrobatchShare:
     """What one rank computes of one microbatch."""
 
     batch: int
@@ -95,7 +95,7 @@ class Share:
     etp: int
 
     @classmethod
-    def of(cls, mesh: Mesh, work: Training) -> Share:
+    def of(cls, mesh: Mesh, work: TrainingWorkload) -> MicrobatchShare:
         """The share of every rank of `mesh`."""
         queries = -(-work.sequence // mesh.degree("cp"))
         return cls(work.micro_batch, queries, work.sequence, mesh.degree("tp"), mesh.degree("etp"))
@@ -106,7 +106,7 @@ class Share:
         return self.batch * self.queries
 
 
-def layer_sizes(layer: Layer, style: LayerStyle, share: Share) -> Mapping[Size, float]:
+def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchShare) -> Mapping[Size, float]:
     """The elements of each size in one layer, besides those of a recurrent state; those not named have none.
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
@@ -124,16 +124,16 @@ def layer_sizes(layer: Layer, style: LayerStyle, share: Share) -> Mapping[Size, 
         "drops": n * hidden * (bool(both) + 1 + cross),
     }
     if layer.attention is not None:
-        _attention(sizes, layer.attention, style, share, normed=layer.head_norm is not None)
+        _add_attention_sizes(sizes, layer.attention, style, share, normed=layer.head_norm is not None)
     dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
     sizes["intermediate"] = n * -(-dense // share.tp)
     sizes["steps"] = sizes["intermediate"] * style.steps
     if layer.experts is not None:
-        _experts(sizes, layer.experts, hidden, share)
+        _add_expert_sizes(sizes, layer.experts, hidden, share)
     return sizes
 
 
-def head_sizes(hidden: int, vocabulary: int, share: Share) -> Mapping[Size, float]:
+def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> Mapping[Size, float]:
     """The elements of each size in the last norm and the head."""
     n = share.tokens
     return {
@@ -147,8 +147,8 @@ def head_sizes(hidden: int, vocabulary: int, share: Share) -> Mapping[Size, floa
     }
 
 
-def _attention(
-    sizes: dict[Size, float], attention: Attention, style: LayerStyle, share: Share, *, normed: bool
+def _add_attention_sizes(
+    sizes: dict[Size, float], attention: LayerAttention, style: LayerStyle, share: MicrobatchShare, *, normed: bool
 ) -> None:
     """Self attention, and that to the encoder with it: as many tokens are taken to be there as in the decoder."""
     n = share.tokens * (1 + attention.cross)
@@ -173,7 +173,7 @@ def _attention(
         sizes["latent_products"] = n * heads * (wide - (attention.latent - attention.key_rank) + value)
 
 
-def _experts(sizes: dict[Size, float], experts: Experts, hidden: int, share: Share) -> None:
+def _add_expert_sizes(sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare) -> None:
     """Tokens are taken to be routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
     routed = share.tokens * experts.chosen * share.etp / share.tp
     sizes["router"] = share.tokens * experts.count

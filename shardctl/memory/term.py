@@ -24,7 +24,7 @@ Tier = Literal["device", "host", "nvme"]
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class MemoryTerm:
     """An addend of what one rank needs.
 
     >>> Term("weights", "weights", 10).exact, Term("peak", "activations", 10, interval=(8, 12)).exact
@@ -62,7 +62,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class MemorySum:
     """Terms together."""
 
     nbytes: int
@@ -71,10 +71,10 @@ class Sum:
     exact: bool
 
 
-def total(terms: Iterable[Term], tier: Tier = "device", category: Category | None = None) -> Sum:
+def sum_terms(terms: Iterable[MemoryTerm], tier: Tier = "device", category: Category | None = None) -> MemorySum:
     """The sum of those terms that are in `tier`, of one category or of all."""
     some = [t for t in terms if t.tier == tier and category in {None, t.category}]
-    return Sum(
+    return MemorySum(
         sum(t.nbytes for t in some),
         sum(t.low for t in some),
         sum(t.high for t in some),

@@ -6,24 +6,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.errors import UsageError
-from shardctl.memory.activations import activations
-from shardctl.memory.runtime import runtime_terms
-from shardctl.memory.states import states
-from shardctl.memory.term import Sum, Term, total
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.runtime import list_runtime_terms
+from shardctl.memory.states import list_state_terms
+from shardctl.memory.term import MemorySum, MemoryTerm, sum_terms
 from shardctl.memory.transients import STEP
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.memory.holding import Holding
-    from shardctl.memory.workload import Training
+    from shardctl.memory.holding import RankHolding
+    from shardctl.memory.workload import TrainingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import Anatomy
+    from shardctl.models.anatomy import ModelAnatomy
 
 
-def train(
-    anatomy: Anatomy | None, holding: Holding, mesh: Mesh, work: Training, *, stages: Sequence[int]
-) -> tuple[Term, ...]:
+def list_training_terms(
+    anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
+) -> tuple[MemoryTerm, ...]:
     """Every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
 
     Without an anatomy, all but what passes forward and backward keep: that is known of any model.
@@ -33,15 +33,17 @@ def train(
     layers whose activations are not known.
     """
     _check_chunks(work, stages)
-    held = activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
-    freed = total(held)
-    kept = tuple(_beyond(term, freed) if term.name == STEP else term for term in states(holding, mesh, work))
-    allocated = total((*kept, *held)).nbytes
-    found = (*kept, *held, *runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
+    held = estimate_activations(anatomy, holding, mesh, work, stages=stages) if anatomy is not None else ()
+    freed = sum_terms(held)
+    kept = tuple(
+        _subtract_freed(term, freed) if term.name == STEP else term for term in list_state_terms(holding, mesh, work)
+    )
+    allocated = sum_terms((*kept, *held)).nbytes
+    found = (*kept, *held, *list_runtime_terms(mesh, serving=False, profile=work.profile, allocated=allocated))
     return tuple(term for term in found if term.high)
 
 
-def _check_chunks(work: Training, stages: Sequence[int]) -> None:
+def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
     """Raises UsageError if an interleaved schedule has more model chunks than some stage has layers."""
     if work.schedule == "interleaved" and len(stages) > 1 and work.virtual_stages > min(stages):
         raise UsageError(
@@ -50,7 +52,7 @@ def _check_chunks(work: Training, stages: Sequence[int]) -> None:
         )
 
 
-def _beyond(step: Term, freed: Sum) -> Term:
+def _subtract_freed(step: MemoryTerm, freed: MemorySum) -> MemoryTerm:
     """What the step needs beyond what was freed before it."""
     return replace(
         step,

@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from shardctl.memory.scheme import F32
-from shardctl.memory.term import Term
+from shardctl.memory.term import MemoryTerm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.memory.holding import Holding, Part
-    from shardctl.memory.scheme import Scheme
+    from shardctl.memory.holding import HeldPart, RankHolding
+    from shardctl.memory.scheme import TrainingScheme
 
 _REDUCE: Final = 500_000_000
 """Elements of a bucket that gradients are reduced in (DeepSpeed, `reduce_bucket_size`); transformers' "auto" sets
@@ -35,31 +35,33 @@ STEP: Final = "copies for the optimizer's step"
 """The name of what is held when activations and gathered weights are gone."""
 
 
-def transients(holding: Holding, shared: int, plan: Scheme) -> Iterator[Term]:
+def list_transient_terms(holding: RankHolding, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """What is held during passes and steps; `shared` are the trained elements whose states this rank updates."""
     if plan.runtime == "units":
-        yield from _units(holding, plan)
+        yield from _list_unit_terms(holding, plan)
     elif plan.runtime == "autocast":
-        yield from _casts(holding, plan)
+        yield from _list_cast_terms(holding, plan)
     elif plan.runtime == "partitions" and plan.zero:
-        yield from _partitions(holding, plan)
+        yield from _list_partition_terms(holding, plan)
     if not plan.offloaded:
-        yield from _step(shared, plan)
+        yield from _list_step_terms(shared, plan)
 
 
-def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
+def _list_unit_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """FSDP2 gathers the next unit while one computes, and reduces one unit's gradients while the next makes its own."""
     parts_of = holding.units()
-    units = {unit: _gathered_bytes(parts, plan) for unit, parts in parts_of.items()}
+    units = {unit: _compute_gathered_bytes(parts, plan) for unit, parts in parts_of.items()}
     root = units.pop(None, 0)
     layers = [units[n] for n in sorted(units, key=lambda n: n or 0)]
     pair = max((a + b for a, b in pairwise(layers)), default=sum(layers))
     largest, total = max(layers, default=0), root + sum(layers)
     width, reduced = plan.compute.unit_bytes, plan.gradient.unit_bytes
     if plan.zero in {1, 2}:  # `reshard_after_forward=False`
-        yield Term("gathered weights", "weights", total, f"{width} * gathered", {"gathered": total / width}, _UNITS)
+        yield MemoryTerm(
+            "gathered weights", "weights", total, f"{width} * gathered", {"gathered": total / width}, _UNITS
+        )
     else:
-        yield Term(
+        yield MemoryTerm(
             "gathered units",
             "weights",
             root + pair,
@@ -68,12 +70,14 @@ def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
             _UNITS,
             interval=(min(root + largest, root + pair), min(root + pair + largest, total)),
         )
-    unit, of_root = largest / width, _trained_elements(parts_of.get(None, ()))
-    head = _trained_elements(p for p in parts_of.get(None, ()) if ("last", 0) in _ends(p) and p.kind.matrix)
+    unit, of_root = largest / width, _count_trained_elements(parts_of.get(None, ()))
+    head = _count_trained_elements(
+        p for p in parts_of.get(None, ()) if ("last", 0) in _list_end_places(p) and p.kind.matrix
+    )
     middle, end = unit * (width + reduced) + head * width, of_root * (width + reduced) - pair
     if plan.zero == 1:  # `set_requires_gradient_sync(False)` until the last microbatch
-        end = _trained_elements(holding.parts) * reduced
-    yield Term(
+        end = _count_trained_elements(holding.parts) * reduced
+    yield MemoryTerm(
         "gradients before they are shared",
         "gradients",
         int(max(middle, end)),
@@ -84,27 +88,27 @@ def _units(holding: Holding, plan: Scheme) -> Iterator[Term]:
     )
 
 
-def _ends(part: Part) -> set[tuple[str, int]]:
+def _list_end_places(part: HeldPart) -> set[tuple[str, int]]:
     return {(where, 0) for where, _ in part.kind.spec.where}
 
 
-def _gathered_bytes(parts: Iterable[Part], plan: Scheme) -> int:
+def _compute_gathered_bytes(parts: Iterable[HeldPart], plan: TrainingScheme) -> int:
     return sum(
         part.count * plan.compute.nbytes((part.gathered,)) if part.kind.trainable else part.gathered_bytes
         for part in parts
     )
 
 
-def _trained_elements(parts: Iterable[Part]) -> int:
+def _count_trained_elements(parts: Iterable[HeldPart]) -> int:
     return sum(part.count * part.gathered for part in parts if part.kind.trainable)
 
 
-def _casts(holding: Holding, plan: Scheme) -> Iterator[Term]:
+def _list_cast_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """Autocast keeps each matrix that it has cast until the backward pass has used it."""
-    cast = [p for p in holding.parts if p.kind.matrix and (p.kind.layers or ("last", 0) in _ends(p))]
-    elements = _trained_elements(cast) if plan.compute != plan.resident else 0
+    cast = [p for p in holding.parts if p.kind.matrix and (p.kind.layers or ("last", 0) in _list_end_places(p))]
+    elements = _count_trained_elements(cast) if plan.compute != plan.resident else 0
     nbytes = plan.compute.nbytes((elements,))
-    yield Term(
+    yield MemoryTerm(
         f"{plan.compute} casts of the weights",
         "weights",
         nbytes,
@@ -115,12 +119,12 @@ def _casts(holding: Holding, plan: Scheme) -> Iterator[Term]:
     )
 
 
-def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
+def _list_partition_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     width, trained = plan.compute.unit_bytes, [p for p in holding.parts if p.kind.trainable]
     largest = max((p.gathered for p in trained), default=0)
-    whole = _trained_elements(trained)
+    whole = _count_trained_elements(trained)
     if plan.zero == 3:  # noqa: PLR2004 - the stage that shares parameters
-        yield Term(
+        yield MemoryTerm(
             "largest layer, gathered, and its gradients",
             "weights",
             2 * width * largest,
@@ -130,7 +134,7 @@ def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
             interval=(2 * width * largest, width * (largest + max(largest, min(whole, _LIVE)))),
         )
         small = sum(p.count * p.gathered for p in trained if p.gathered <= _PERSISTENT)
-        yield Term(
+        yield MemoryTerm(
             "small tensors, never shared",
             "weights",
             width * small,
@@ -140,7 +144,7 @@ def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
             interval=(0, width * small),
         )
     buckets = 1 if plan.zero == 3 else 2  # noqa: PLR2004 - as above
-    yield Term(
+    yield MemoryTerm(
         "buckets that gradients are reduced in",
         "workspace",
         width * min(whole, _REDUCE),
@@ -151,12 +155,12 @@ def _partitions(holding: Holding, plan: Scheme) -> Iterator[Term]:
     )
 
 
-def _step(shared: int, plan: Scheme) -> Iterator[Term]:
+def _list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
     """DeepSpeed makes fp32 copies of gradients; torch's foreach kernels one temporary as large as the parameters."""
     if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
         some = min(shared, _SUB_GROUP) if plan.zero == 3 else shared  # noqa: PLR2004 - the stage with groups
         flat, wide = plan.gradient.unit_bytes, F32.unit_bytes
-        yield Term(
+        yield MemoryTerm(
             STEP,
             "workspace",
             (flat + wide) * some,
@@ -167,7 +171,7 @@ def _step(shared: int, plan: Scheme) -> Iterator[Term]:
         )
     elif plan.runtime in {"units", "autocast"} and plan.optimizer.temporary:
         nbytes = plan.resident.nbytes((shared,))
-        yield Term(
+        yield MemoryTerm(
             STEP,
             "workspace",
             nbytes,

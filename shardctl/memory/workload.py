@@ -14,7 +14,7 @@ Offload = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingWorkload:
     """Generation with a key/value cache."""
 
     context: int
@@ -35,7 +35,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingWorkload:
     """Optimisation of all parameters."""
 
     sequence: int

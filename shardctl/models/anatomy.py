@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.config import Config
-from shardctl.models.describe import find
-from shardctl.models.dims import Dims
+from shardctl.models.config import ModelConfig
+from shardctl.models.describe import find_family
+from shardctl.models.dims import RowDims
 from shardctl.models.family import INDEX
 from shardctl.models.layer_traits import read_style
 from shardctl.models.table import MOST_TENSORS
@@ -17,7 +17,7 @@ from shardctl.models.windows import list_windows
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.family import Facts, Family, Row
+    from shardctl.models.family import Family, FamilyFacts, Row
     from shardctl.models.layer_traits import LayerStyle, LayerTraits, NormKind
 
 _CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
@@ -27,7 +27,7 @@ _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_posit
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class LayerAttention:
     """The attention of one layer, whose keys and values grow with the tokens."""
 
     kind: Literal["full", "sliding", "latent"]
@@ -54,7 +54,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Scan:
+class LayerScan:
     """How a layer computes its states over all tokens at once."""
 
     kind: Literal["selective", "normed selective", "chunked", "delta"]
@@ -73,7 +73,7 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LayerState:
     """The state of one layer that does not grow with the tokens (Mamba, gated delta net)."""
 
     channels: int
@@ -89,7 +89,7 @@ class State:
     """Elements per sequence of the recurrent state, which tp divides."""
     recurrent_fp32: bool
     """Whether transformers keeps the recurrent state in fp32 whatever the model's type."""
-    scan: Scan | None = None
+    scan: LayerScan | None = None
     """How it is computed in training, where that is known."""
 
     @property
@@ -99,7 +99,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class LayerExperts:
     """The routed experts of one layer, and the shared ones."""
 
     count: int
@@ -116,19 +116,19 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ModelLayer:
     """One pipeline layer."""
 
     hidden: int
     """Elements of one token between layers; the towers of CLIP differ in it."""
-    attention: Attention | None
+    attention: LayerAttention | None
     """None where there is no attention (Mamba)."""
-    state: State | None
+    state: LayerState | None
     mlp: int
     """The intermediate size of the dense MLP; 0 where there is none."""
     gated: bool
     """Whether the MLP, or each expert, has a gate projection beside the up projection."""
-    experts: Experts | None
+    experts: LayerExperts | None
     norms: int
     """Norms of whole tokens, with that of cross attention."""
     head_norm: NormKind | None = None
@@ -150,14 +150,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelAnatomy:
     """A transformer, or a model with layers of its kind."""
 
     hidden: int
     """Elements of one token after the last layer."""
     vocabulary: int
     """Outputs of the head and rows of the embedding, as the config says; 0 for a model without."""
-    layers: tuple[Layer, ...]
+    layers: tuple[ModelLayer, ...]
     """In pipeline order: of an encoder-decoder first those of the encoder. Of a model that sees only those of its
     text model: the vision model is on the first stage, and is no part of the pipeline."""
     tied: bool
@@ -172,15 +172,15 @@ class Anatomy:
     """The same of the encoder, where the config says so and it differs (Whisper)."""
 
 
-def anatomy(config: Mapping[str, object]) -> Anatomy:
+def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
     """What the model that a decoded `config.json` describes is made of; of one that sees, its text model.
 
     It is read from the table and the facts of its family, with what tensors do not show from the config.
     Raises UnsupportedError if no family knows it, or a layer has neither attention nor a state that is known;
     SourceError if the config is not sound.
     """
-    whole = Config(config)
-    found = find(config)
+    whole = ModelConfig(config)
+    found = find_family(config)
     if found is None:
         what = whole.architecture() or whole.text("model_type", "")
         raise UnsupportedError(
@@ -193,38 +193,38 @@ def anatomy(config: Mapping[str, object]) -> Anatomy:
     if traits is None:
         raise UnsupportedError(f"what the layers of {family.name} compute is not known", hint=_WEIGHTS_ONLY)
     facts = family.facts(whole)
-    reader = _Reader(family, traits, facts, parts, texts)
+    reader = _AnatomyReader(family, traits, facts, parts, texts)
     layers = reader.layers()
     positions = next((texts.size(key) for key in _POSITIONS if texts.values.get(key) is not None), None)
     learned = next((facts.size(name) for name in ("positions", "patches") if name in facts.dims), None)
     source = texts.size("max_source_positions") if texts.values.get("max_source_positions") is not None else None
-    return Anatomy(
+    return ModelAnatomy(
         hidden=layers[-1].hidden if layers else 0,
         vocabulary=next((facts.size(name) for name in ("vocab", "text_vocab") if name in facts.dims), 0),
         layers=layers,
         tied=bool(facts.flags.get("tied", False)) and any(row.tie for row in family.rows),
         generates="lm" in parts,
-        style=read_style(traits, reader.norm, Config({**config, **texts.values})),
+        style=read_style(traits, reader.norm, ModelConfig({**config, **texts.values})),
         positions=positions or learned,
         source_positions=source,
     )
 
 
 @dataclass(slots=True)
-class _Reader:
+class _AnatomyReader:
     """Reads one class of a family."""
 
     family: Family
     traits: LayerTraits
     """Of the text model, where there are two."""
-    facts: Facts
+    facts: FamilyFacts
     parts: frozenset[str]
     """The conditions of the table that hold for the class."""
-    config: Config
+    config: ModelConfig
     """Of the text model, where there are two."""
     rows: Mapping[str, list[Row]] = field(init=False)
     """What the class has of each index's pipeline layers."""
-    known: dict[tuple[object, ...], Layer | None] = field(default_factory=dict)
+    known: dict[tuple[object, ...], ModelLayer | None] = field(default_factory=dict)
     norm: NormKind = field(init=False)
     """The kind of the norms of whole tokens, when layers have been read."""
 
@@ -243,9 +243,9 @@ class _Reader:
             rows.setdefault(first, []).append(row)
         self.rows = rows
 
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[ModelLayer, ...]:
         """The layers that the class has a tensor of, in pipeline order."""
-        found: dict[int, Layer] = {}
+        found: dict[int, ModelLayer] = {}
         for index in self.rows:
             counted = self.facts.indices[index]
             if len(counted.values) > MOST_TENSORS:
@@ -261,7 +261,7 @@ class _Reader:
         """The window of each layer of an index; only decoders of texts have any."""
         return list_windows(self.traits.window, self.config, count) if index == "layer" else (None,) * count
 
-    def layer(self, index: str, number: int, window: int | None) -> Layer | None:
+    def layer(self, index: str, number: int, window: int | None) -> ModelLayer | None:
         """A layer, or None if the class has none of its tensors; alike ones are made once."""
         kinds = tuple(number in flag for flag in self.facts.flags.values() if not isinstance(flag, bool))
         key = (index, window, *kinds)
@@ -275,11 +275,11 @@ class _Reader:
         flag = self.facts.flags[word.removeprefix("!")]
         return (flag if isinstance(flag, bool) else number in flag) != word.startswith("!")
 
-    def described(self, index: str, rows: list[Row], window: int | None) -> Layer:
+    def described(self, index: str, rows: list[Row], window: int | None) -> ModelLayer:
         """The layer that has `rows`."""
-        named = Dims(self.facts, index, rows)
+        named = RowDims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
-        state = _state(named, _find_scan(named))
+        state = _find_state(named, _find_scan(named))
         if attention is None and state is None:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
@@ -289,14 +289,14 @@ class _Reader:
             chosen = config.size("num_experts_per_tok", self.traits.experts_per_token)
             gated = any("shared_expert_gate" in row.name for row in rows)
             wide = not self.traits.narrow_experts
-            experts = Experts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide)
+            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide)
         mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]
         whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]
         self.norm = self.norm_kind(whole, rows)
         within = [row for row in norms if row not in whole] if attention and attention.kind != "latent" else []
-        return Layer(
+        return ModelLayer(
             hidden=named.size("hidden"),
             attention=attention,
             state=state,
@@ -322,13 +322,13 @@ class _Reader:
             )
         return "bare32" if kind != "layer" and all(row in self.family.weightless for row in norms) else kind
 
-    def attention(self, named: Dims, rows: list[Row], window: int | None) -> Attention | None:
+    def attention(self, named: RowDims, rows: list[Row], window: int | None) -> LayerAttention | None:
         """The attention, if any of `rows` is a projection to queries."""
         if named.has("qs"):
             head, value = named.unit("qs"), named.unit("vs")
             heads = named.size("qs") // head
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
-            return Attention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
+            return LayerAttention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
         if not named.has("q"):
             return None
         head = named.size("head") if named.known("head") else named.unit("q")
@@ -341,7 +341,7 @@ class _Reader:
         cross = any(name in row.name for row in rows for name in _CROSS)
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
-        return Attention(kind, width // head, keys // head, head, head, window, cross=cross, gated=gated)
+        return LayerAttention(kind, width // head, keys // head, head, head, window, cross=cross, gated=gated)
 
 
 _WITH_GATE: Final = 3
@@ -354,20 +354,20 @@ def _is_norm(row: Row) -> bool:
     return row.name.endswith(".weight") and (words == 1 or "norm" in row.name.rpartition(".")[0].rpartition(".")[2])
 
 
-def _find_scan(named: Dims) -> Scan | None:
+def _find_scan(named: RowDims) -> LayerScan | None:
     """Find how a recurrent layer computes its states: what its rows have besides decides."""
     if named.has("rank"):
         normed = any(_is_norm(row) and row.dims == named.known("rank") for row in named.rows)
-        return Scan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
+        return LayerScan("normed selective" if normed else "selective", named.size("inner"), rank=named.size("rank"))
     if named.has("groups"):
-        return Scan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
+        return LayerScan("chunked", named.size("inner"), heads=named.size("heads"), chunk=named.size("chunk"))
     if named.has("keys"):
         keys = named.size("keys") // named.unit("keys")
-        return Scan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
+        return LayerScan("delta", named.size("values"), heads=named.size("value_heads"), key_heads=keys)
     return None
 
 
-def _state(named: Dims, scan: Scan | None) -> State | None:
+def _find_state(named: RowDims, scan: LayerScan | None) -> LayerState | None:
     """The state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
 
     Each has a convolution over the last tokens, and of each channel as many elements as the state is wide: in a gated
@@ -384,4 +384,4 @@ def _state(named: Dims, scan: Scan | None) -> State | None:
         recurrent = named.size("values") * named.unit("keys")
     else:
         return None
-    return State(channels, 2 * grouped, groups, named.size("window"), recurrent, recurrent_fp32=True, scan=scan)
+    return LayerState(channels, 2 * grouped, groups, named.size("window"), recurrent, recurrent_fp32=True, scan=scan)

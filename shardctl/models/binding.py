@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.errors import SourceError, UnsupportedError, some
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.manifest import Tensor
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardctl.models.model import Model, ModelTensor
 
 
-def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
+def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     """`stored` under the canonical names of `model`, in its order; see `Model.bind`."""
     plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
     found: dict[str, dict[str, Tensor]] = {}
@@ -23,11 +23,11 @@ def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
     for name, tensor in stored.tensors.items():
         if name in plain:
             continue
-        meant = meaning(model, name)
+        meant = find_canonical_name(model, name)
         if meant is None:
             unknown.append(name)
             continue
-        for part, held in _parts(model, meant, tensor):
+        for part, held in _split_stored_array(model, meant, tensor):
             first = model.aliases.get(part, part)
             names = found.setdefault(first, {first: plain[first]} if first in plain else {})
             if part in names:
@@ -38,20 +38,20 @@ def bind(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
             names[part] = held
     if unknown:
         raise UnsupportedError(
-            f"{model.architecture or 'the model'} has no {_noun(unknown)} {some(unknown)}",
+            f"{model.architecture or 'the model'} has no {_choose_noun(unknown)} {format_first_few(unknown)}",
             hint="say how such tensors are cut with --rules FILE",
         )
     whole = plain.keys() | found.keys()
-    warnings = (*stored.warnings, *model.warnings, *(() if partial else _missing(model, whole)))
+    warnings = (*stored.warnings, *model.warnings, *(() if partial else _check_missing(model, whole)))
     tensors = {
-        name: _merged(t, found[name]) if name in found else _single(t, plain[name])
+        name: _merge_tensor_parts(t, found[name]) if name in found else _bind_single_tensor(t, plain[name])
         for name, t in model.tensors.items()
         if name in whole
     }
     return replace(stored, tensors=tensors, warnings=warnings)
 
 
-def meaning(model: Model, name: str) -> str | None:
+def find_canonical_name(model: Model, name: str) -> str | None:
     """The name by which the model knows what is stored as `name`, or None if it does not.
 
     The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
@@ -59,37 +59,37 @@ def meaning(model: Model, name: str) -> str | None:
     """
     if name in model.tensors:
         return name
-    for reading in _readings(model, name):
+    for reading in _list_readings(model, name):
         if reading in model.tensors or reading in model.aliases or reading in model.fusions:
             return reading
     return None
 
 
-def _parts(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
     fusion = model.fusions.get(meant)
     if fusion is None:
         yield meant, tensor
         return
     if tensor.shape != fusion.shape:
-        raise _misshapen(tensor, fusion.shape)
+        raise _build_shape_error(tensor, fusion.shape)
     yield from fusion.taken_apart(tensor)
 
 
-def _noun(names: Sequence[str]) -> str:
+def _choose_noun(names: Sequence[str]) -> str:
     return "tensor" if len(names) == 1 else "tensors"
 
 
-def _readings(model: Model, name: str) -> Iterator[str]:
+def _list_readings(model: Model, name: str) -> Iterator[str]:
     yield name
     bare = [name, *(name.removeprefix(f"{p}.") for p in model.prefixes if name.startswith(f"{p}."))]
-    for reading in (*bare, *(_modern(model.legacy, each) for each in bare)):
+    for reading in (*bare, *(_modernise_name(model.legacy, each) for each in bare)):
         yield reading
         if model.prefix:
             yield f"{model.prefix}.{reading}"
 
 
-def _modern(legacy: Mapping[str, str], name: str) -> str:
+def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
     """The name with each older run of parts, at its first place, replaced by the present one.
 
     >>> _modern({"layer": "layers", "^head": "lm_head"}, "head.layer.0.layer_norm")
@@ -103,7 +103,7 @@ def _modern(legacy: Mapping[str, str], name: str) -> str:
     return dotted[1:-1]
 
 
-def _missing(model: Model, found: Collection[str]) -> list[str]:
+def _check_missing(model: Model, found: Collection[str]) -> list[str]:
     """Warnings about parts that may be missing; raises SourceError for a tensor that may not."""
     missing = [t for t in model.own() if t.name not in found]
     required = [t.name for t in missing if not t.spare]
@@ -112,20 +112,21 @@ def _missing(model: Model, found: Collection[str]) -> list[str]:
         required += spare
     if required:
         raise SourceError(
-            f"the checkpoint lacks {len(required)} {_noun(required)} of {model.architecture}: {some(required)}",
+            f"the checkpoint lacks {len(required)} {_choose_noun(required)} of {model.architecture}: "
+            f"{format_first_few(required)}",
             hint="a shard may be missing, or config.json may belong to another model",
         )
-    return [f"the checkpoint has no {some(spare)}; {model.architecture} starts without it"] if spare else []
+    return [f"the checkpoint has no {format_first_few(spare)}; {model.architecture} starts without it"] if spare else []
 
 
-def _single(expected: ModelTensor, stored: Tensor) -> Tensor:
+def _bind_single_tensor(expected: ModelTensor, stored: Tensor) -> Tensor:
     """One global tensor from what is stored under its very name: mostly just that."""
     if expected.ties or stored.ties or stored.spelling or stored.shape != expected.shape:
-        return _merged(expected, {expected.name: stored})
+        return _merge_tensor_parts(expected, {expected.name: stored})
     return stored
 
 
-def _merged(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
+def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
     """One global tensor from all that is stored of it, by the name each was meant as."""
     names = (expected.name, *expected.ties)
     order = {name: place for place, name in enumerate(names)}
@@ -154,10 +155,10 @@ def _check_shape(expected: ModelTensor, stored: Tensor) -> None:
         a == b or dim in expected.free for dim, (a, b) in enumerate(zip(stored.shape, expected.shape, strict=True))
     ):
         return
-    raise _misshapen(stored, expected.shape)
+    raise _build_shape_error(stored, expected.shape)
 
 
-def _misshapen(stored: Tensor, expected: Sequence[int]) -> SourceError:
+def _build_shape_error(stored: Tensor, expected: Sequence[int]) -> SourceError:
     return SourceError(
         f"{stored.name} has shape {list(stored.shape)}, but config.json gives it {list(expected)}",
         hint="config.json may belong to another model",

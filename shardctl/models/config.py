@@ -23,7 +23,7 @@ _DEFAULT_LABELS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class ModelConfig:
     """A model's configuration; a key that is null counts as absent.
 
     >>> Config({"n_embd": 64, "n_inner": None}).size("n_inner", 256)
@@ -46,26 +46,26 @@ class Config:
             raise SourceError(f"config.json describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
         return value
 
-    def called(self, names: Mapping[str, str]) -> Config:
+    def called(self, names: Mapping[str, str]) -> ModelConfig:
         """This config with the keys of `names` also known by their values, which configs on the Hub use too.
 
         >>> Config({"num_attention_heads": 8}).called({"n_head": "num_attention_heads"}).size("n_head")
         8
         """
-        return Config(
+        return ModelConfig(
             {**{key: self.values[other] for key, other in names.items() if other in self.values}, **self.values}
         )
 
-    def over(self, defaults: Mapping[str, object]) -> Config:
+    def over(self, defaults: Mapping[str, object]) -> ModelConfig:
         """This config with `defaults` for keys that are absent or null."""
-        return Config({**defaults, **{key: value for key, value in self.values.items() if value is not None}})
+        return ModelConfig({**defaults, **{key: value for key, value in self.values.items() if value is not None}})
 
-    def part(self, key: str) -> Config:
+    def part(self, key: str) -> ModelConfig:
         """The config that lies in this one under `key`; raises SourceError if there is none."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
-        return Config(value)
+        return ModelConfig(value)
 
     def count(self, key: str, default: int) -> int:
         """A whole number that may be zero; raises SourceError if it is none."""
@@ -122,7 +122,7 @@ class Config:
         name = (self.text("dtype", "") or self.text("torch_dtype", "")).removeprefix("torch.")
         text = self.values.get("text_config")
         if name in ("", "auto"):
-            return Config(text).declared() if isinstance(text, dict) else None
+            return ModelConfig(text).declared() if isinstance(text, dict) else None
         if name not in BY_TORCH:
             raise SourceError(f"config.json has dtype {name!r}, which is not an element type")
         return BY_TORCH[name]

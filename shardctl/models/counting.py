@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardctl.models.describe import describe
-from shardctl.models.quantisation import quantisation_config
+from shardctl.models.describe import describe_model
+from shardctl.models.quantisation import find_quantisation_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,23 +15,25 @@ if TYPE_CHECKING:
     from shardctl.models.model import Model, ModelTensor
 
 
-def parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
+def count_parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
     """Elements of what can be trained, ties once and without buffers; of quantised weights those that codes stand for.
 
     `tensors` are those stored, by canonical name. A quantised weight is known by its module, of which some array is
     stored: codes, scales and zeros are no parameters of their own.
     """
-    if not quantised(model, config):
+    if not is_quantised(model, config):
         return sum(t.size for name, t in tensors.items() if not model.tensors[name].row.buffer)
-    return sum(prod(t.shape) for t in meant(model, config or {}, tensors))
+    return sum(prod(t.shape) for t in list_meant_parameters(model, config or {}, tensors))
 
 
-def quantised(model: Model, config: Mapping[str, object] | None) -> bool:
+def is_quantised(model: Model, config: Mapping[str, object] | None) -> bool:
     """Whether codes of weights are stored, of which the config says what they stand for."""
-    return config is not None and bool(model.family) and quantisation_config(config) is not None
+    return config is not None and bool(model.family) and find_quantisation_config(config) is not None
 
 
-def meant(model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> list[ModelTensor]:
+def list_meant_parameters(
+    model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> list[ModelTensor]:
     """The parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
     modules = {name.rpartition(".")[0] for name in tensors}
     stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
@@ -40,11 +42,13 @@ def meant(model: Model, config: Mapping[str, object], tensors: Mapping[str, Tens
         module, _, kind = name.rpartition(".")
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
-    plain = model.unquantised or describe(_unquantised(config)).tensors  # MXFP4 has its arrays in the family's table
+    plain = (
+        model.unquantised or describe_model(_drop_quantisation_config(config)).tensors
+    )  # MXFP4 has its arrays in the family's table
     return [t for t in plain.values() if not t.row.buffer and stored(t.name)]
 
 
-def _unquantised(config: Mapping[str, object]) -> Mapping[str, object]:
+def _drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
     keys = ("quantization_config", "compression_config")
     text = config.get("text_config")
     inner = {"text_config": {k: v for k, v in text.items() if k not in keys}} if isinstance(text, dict) else {}

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.family import Dim, Facts, Index, ModelClass, Row
+from shardctl.models.family import FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 LAYER: Final = ".layers.{layer}"
 EMBEDDING: Final = (Row(".embed_tokens.weight", "vocab hidden", on="first"),)
@@ -70,7 +70,7 @@ HEADS: Final = (
 """What the classes of a decoder have after the base model."""
 
 
-def heads(embedding: str) -> tuple[Row, ...]:
+def build_head_rows(embedding: str) -> tuple[Row, ...]:
     """What the classes of GPT-2's time have after the base model, whose tied embedding is called `embedding`."""
     return (
         Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=embedding),
@@ -96,7 +96,7 @@ DECODER: Final = (
 """Attention may have biases and norms of q and k, and each half of a layer one norm or two (`sandwich_norm`)."""
 
 
-def decoder_classes(
+def build_decoder_classes(
     stem: str,
     *,
     prefix: str = "model",
@@ -120,8 +120,8 @@ def decoder_classes(
     return classes
 
 
-def decoder_facts(
-    config: Config,
+def build_decoder_facts(
+    config: ModelConfig,
     *,
     tied: bool = False,
     head_dim: int | None = None,
@@ -131,7 +131,7 @@ def decoder_facts(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     sandwich_norm: bool = False,
-) -> Facts:
+) -> FamilyFacts:
     """What the table needs to know.
 
     `tied`, `head_dim` and `kv_heads` are what the family's config class assumes if the config is silent; a
@@ -144,17 +144,17 @@ def decoder_facts(
         raise SourceError(f"config.json has {heads} attention heads and a hidden_size of {config.size('hidden_size')}")
     silent = "num_key_value_heads" not in config.values
     groups = config.shared_by(heads, "num_key_value_heads", kv_heads if silent and kv_heads else heads)
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(config.size("hidden_size")),
-            "q": Dim(heads * head, head, "tp", noun="attention heads"),
-            "kv": Dim(groups * head, head, "tp", shared=True, noun="key/value heads"),
-            "head": Dim(head),
-            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(config.size("hidden_size")),
+            "q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
+            "kv": LogicalDim(groups * head, head, "tp", shared=True, noun="key/value heads"),
+            "head": LogicalDim(head),
+            "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=tied),
             "qkv_bias": qkv_bias,

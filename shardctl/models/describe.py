@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.models.config import Config
+from shardctl.models.config import ModelConfig
 from shardctl.models.families import FAMILIES
-from shardctl.models.quantisation import quantise
-from shardctl.models.table import build
-from shardctl.models.transformers_rules import transformers_rules
+from shardctl.models.quantisation import quantise_model
+from shardctl.models.table import build_model
+from shardctl.models.transformers_rules import build_transformers_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,12 +23,12 @@ KvHeads = Literal["replicate", "error"]
 """What to do where there are fewer key/value heads than tp ranks."""
 
 
-def find(config: Mapping[str, object]) -> tuple[Family, str] | None:
+def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
     """The family and the class that a config names, or None if no family has it.
 
     The class is the first of `architectures`; a config without any gets the most usual class of its `model_type`.
     """
-    named = Config(config)
+    named = ModelConfig(config)
     architecture, kind = named.architecture(), named.text("model_type", "")
     for family in FAMILIES:
         current = family.renamed.get(architecture, architecture)
@@ -39,16 +39,18 @@ def find(config: Mapping[str, object]) -> tuple[Family, str] | None:
     return None
 
 
-def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None) -> Model:
+def describe_model(
+    config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None
+) -> Model:
     """The model that a decoded `config.json` describes.
 
-    What is `stored` decides which weights are quantised where the config leaves it open; see `quantise`.
+    What is `stored` decides which weights are quantised where the config leaves it open; see `quantise_model`.
     Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantised, and SourceError
     if a number it needs is absent or is none.
     """
-    found = find(config)
+    found = find_family(config)
     if found is None:
-        named = Config(config)
+        named = ModelConfig(config)
         what = named.architecture() or named.text("model_type", "")
         raise UnsupportedError(
             f"the architecture {what} is not known" if what else "config.json names no architecture",
@@ -56,11 +58,11 @@ def describe(config: Mapping[str, object], *, kv_heads: KvHeads = "error", store
             "on one device none are needed",
         )
     family, architecture = found
-    model = build(family, architecture, Config(config), share_kv=kv_heads == "replicate")
-    return quantise(model, config, stored)
+    model = build_model(family, architecture, ModelConfig(config), share_kv=kv_heads == "replicate")
+    return quantise_model(model, config, stored)
 
 
-def model_for(
+def choose_model(
     config: Mapping[str, object] | None,
     stored: Manifest,
     rules: RuleFile | None = None,
@@ -76,19 +78,19 @@ def model_for(
     matches, or where there is nothing to borrow for.
     """
     if borrow:
-        if config is None or find(config) is not None:
+        if config is None or find_family(config) is not None:
             raise UsageError(
                 "--rules-from transformers is for a config whose architecture is not known, and "
-                + ("there is no config" if config is None else f"{Config(config).architecture()} is"),
+                + ("there is no config" if config is None else f"{ModelConfig(config).architecture()} is"),
                 hint="leave it out" if config is not None else "name a config with --config PATH",
             )
-        borrowed = transformers_rules(config, stored)
+        borrowed = build_transformers_model(config, stored)
         return rules.over(borrowed, stored) if rules is not None else borrowed
     if rules is None:
-        return None if config is None else describe(config, kv_heads=kv_heads, stored=stored)
-    if config is not None and find(config) is not None:
+        return None if config is None else describe_model(config, kv_heads=kv_heads, stored=stored)
+    if config is not None and find_family(config) is not None:
         try:
-            return rules.over(describe(config, kv_heads=kv_heads, stored=stored), stored)
+            return rules.over(describe_model(config, kv_heads=kv_heads, stored=stored), stored)
         except UnsupportedError:  # quantised in a way that is not known: then the rule file alone speaks
-            return rules.model(stored, Config(config).architecture())
-    return rules.model(stored, Config(config).architecture() if config is not None else "")
+            return rules.model(stored, ModelConfig(config).architecture())
+    return rules.model(stored, ModelConfig(config).architecture() if config is not None else "")

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.models.family import Facts, Row
+    from shardctl.models.family import FamilyFacts, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Dims:
+class RowDims:
     """Those of some rows."""
 
-    facts: Facts
+    facts: FamilyFacts
     index: str
     rows: list[Row]
 

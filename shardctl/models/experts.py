@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.models.decoder import GATED, LAYER
-from shardctl.models.family import Dim, Fused, Index, Row
+from shardctl.models.family import FusedArray, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _EXPERTS: Final = ".layers.{layer}.%s.experts.{expert}.%s.weight"
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 
 
-def experts(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
+def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
     """The routed experts of a layer's `module`, whose gate, up and down projections are called `names`."""
     gate, up, down = (_EXPERTS % (module, name) for name in names)
     return (
@@ -34,16 +34,16 @@ def experts(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str
     )
 
 
-def fused_experts(
+def build_fused_experts(
     module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None
-) -> tuple[Fused, ...]:
+) -> tuple[FusedArray, ...]:
     """The two arrays that transformers has for them, in the module that it calls `within` if not the same."""
     gate, up, down = (_EXPERTS % (module, name) for name in names)
     array = f".layers.{{layer}}.{within or module}.experts"
-    return Fused(f"{array}.gate_up_proj", (gate, up)), Fused(f"{array}.down_proj", (down,))
+    return FusedArray(f"{array}.gate_up_proj", (gate, up)), FusedArray(f"{array}.down_proj", (down,))
 
 
-def shared_experts(module: str) -> tuple[Row, ...]:
+def build_shared_expert_rows(module: str) -> tuple[Row, ...]:
     """The experts of a layer that see every token, as one `module`: cut by tp like any gated MLP."""
     return (
         Row(f".layers.{{layer}}.{module}.gate_proj.weight", "sffn hidden", when="moe shared"),
@@ -52,12 +52,12 @@ def shared_experts(module: str) -> tuple[Row, ...]:
     )
 
 
-def only(rows: Iterable[Row], when: str) -> tuple[Row, ...]:
+def add_condition(rows: Iterable[Row], when: str) -> tuple[Row, ...]:
     """`rows`, under one more condition."""
     return tuple(replace(row, when=f"{row.when} {when}".strip()) for row in rows)
 
 
-def predicting(rows: Iterable[Row], layer: str, conditions: str) -> tuple[Row, ...]:
+def build_predicting_rows(rows: Iterable[Row], layer: str, conditions: str) -> tuple[Row, ...]:
     """The rows of a layer that predicts further tokens, from those of other layers; the last stage has them.
 
     It is called `layer`, and is as the layers that meet all of `conditions`. Some checkpoints have it, and the state
@@ -77,36 +77,36 @@ def predicting(rows: Iterable[Row], layer: str, conditions: str) -> tuple[Row, .
     )
 
 
-def with_experts(
-    facts: Facts, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
-) -> Facts:
+def add_expert_facts(
+    facts: FamilyFacts, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
+) -> FamilyFacts:
     """`facts`, and those of experts.
 
-    The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and `sffn` inside
-    the `shared` ones; `moe` is the layers that have experts.
+    The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and
+    `sffn` inside the `shared` ones; `moe` is the layers that have experts.
     """
     return facts.also(
         dims={
-            "experts": Dim(count),
-            "expert": Dim(count, axis="ep", noun="experts"),
-            "effn": Dim(ffn, axis="etp", noun="columns of each expert"),
-            "sffn": Dim(shared or 0, axis="tp"),
+            "experts": LogicalDim(count),
+            "expert": LogicalDim(count, axis="ep", noun="experts"),
+            "effn": LogicalDim(ffn, axis="etp", noun="columns of each expert"),
+            "sffn": LogicalDim(shared or 0, axis="tp"),
         },
-        indices={"expert": Index(range(count), axis="ep")},
+        indices={"expert": RowIndex(range(count), axis="ep")},
         flags={"moe": moe, "shared": shared is not None},
     )
 
 
-DENSE: Final = only((row for row in GATED if not row.when), "!moe")
+DENSE: Final = add_condition((row for row in GATED if not row.when), "!moe")
 """The MLP of a layer without experts."""
 
 
-def expert_count(config: Config, *keys: str) -> int:
+def count_experts(config: ModelConfig, *keys: str) -> int:
     """The number of routed experts, under the first of `keys` that the config has; transformers renamed some."""
     return config.size(next((key for key in keys if config.values.get(key) is not None), keys[0]))
 
 
-def stepped(config: Config) -> frozenset[int]:
+def list_expert_layers(config: ModelConfig) -> frozenset[int]:
     """The layers that have experts, by `decoder_sparse_step` and `mlp_only_layers` (Qwen2MoeDecoderLayer)."""
     step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
     dense = config.values.get("mlp_only_layers") or []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
     from shardctl.models.layer_traits import LayerTraits
     from shardctl.placement import Where
 
@@ -18,7 +18,7 @@ INDEX: Final = pattern(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Dim:
+class LogicalDim:
     """A logical dim: what one dim of many tensors has in common."""
 
     size: int
@@ -38,7 +38,7 @@ class Dim:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class RowIndex:
     """What a `{name}` in a row counts."""
 
     values: Sequence[int]
@@ -50,12 +50,12 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FamilyFacts:
     """What a family reads from a config."""
 
-    dims: Mapping[str, Dim | tuple[Dim, ...]]
+    dims: Mapping[str, LogicalDim | tuple[LogicalDim, ...]]
     """The logical dims by name; several, if the config says which are fused along one dim."""
-    indices: Mapping[str, Index]
+    indices: Mapping[str, RowIndex]
     """The indices by name."""
     flags: Mapping[str, bool | Collection[int]] = field(default_factory=dict)
     """Conditions by name: true, false, or the values of the outermost index for which it is true."""
@@ -70,10 +70,10 @@ class Facts:
     def also(
         self,
         *,
-        dims: Mapping[str, Dim | tuple[Dim, ...]] | None = None,
-        indices: Mapping[str, Index] | None = None,
+        dims: Mapping[str, LogicalDim | tuple[LogicalDim, ...]] | None = None,
+        indices: Mapping[str, RowIndex] | None = None,
         flags: Mapping[str, bool | Collection[int]] | None = None,
-    ) -> Facts:
+    ) -> FamilyFacts:
         """These facts and more, or others under the same names."""
         return replace(
             self,
@@ -114,7 +114,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class FusedArray:
     """An array that transformers' state dict has in place of several tensors of the table, or of one.
 
     >>> Fused(".layers.{layer}.mlp.experts.gate_up_proj", (
@@ -156,7 +156,7 @@ class Family:
     """The `model_type` of its configs."""
     rows: tuple[Row, ...]
     """The table, in the order of transformers' state dict."""
-    facts: Callable[[Config], Facts]
+    facts: Callable[[ModelConfig], FamilyFacts]
     """What the config says about dims, indices and conditions."""
     classes: Mapping[str, ModelClass]
     """The classes by name; the first is assumed when a config names none."""
@@ -167,13 +167,13 @@ class Family:
     one that only stands at the start, after a base-model prefix or without."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Older names of classes, which configs on the Hub still have."""
-    fused: tuple[Fused, ...] = ()
+    fused: tuple[FusedArray, ...] = ()
     """Where the names of transformers' state dict are not those of the table, which are those of the Hub."""
     traits: LayerTraits | None = None
     """What its layers compute that rows do not show. `reshard` needs none of it; without, `plan` knows weights only."""
     weightless: tuple[Row, ...] = ()
     """Norms without weights: no tensors, but counted as rows are."""
-    text: Callable[[Config], tuple[LayerTraits | None, Config]] | None = None
+    text: Callable[[ModelConfig], tuple[LayerTraits | None, ModelConfig]] | None = None
     """Of a model with a text model inside: the traits and the config of that."""
     assumed: Mapping[str, object] = field(default_factory=dict)
     """Sizes that the config class assumes where a config that lies in another's is silent."""

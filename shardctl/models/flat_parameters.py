@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Region, Tensor, dense_run
+from shardctl.manifest import Chunk, Region, Tensor, locate_dense_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ParameterPlace:
     """Where in a flat parameter one of its parameters is."""
 
     name: str
@@ -37,7 +37,7 @@ class _Place:
     """In elements."""
 
 
-def is_flat(name: str) -> bool:
+def is_flat_parameter(name: str) -> bool:
     """Whether this is what FSDP1 calls a flat parameter.
 
     >>> is_flat("model.layers.0._flat_param"), is_flat("flat_param.weight")
@@ -46,9 +46,9 @@ def is_flat(name: str) -> bool:
     return name.endswith(_FLAT) and name.rpartition(".")[2] == _FLAT
 
 
-def refuse_flat(stored: Manifest) -> None:
+def refuse_flat_parameters(stored: Manifest) -> None:
     """Raise UnsupportedError if there are flat parameters: without a model nobody can tell what is in them."""
-    flat = next(filter(is_flat, stored.tensors), None)
+    flat = next(filter(is_flat_parameter, stored.tensors), None)
     if flat is not None:
         raise UnsupportedError(
             f"{flat!r} holds all parameters of a module of FSDP1 in one row, and not which ones, in what order",
@@ -56,46 +56,48 @@ def refuse_flat(stored: Manifest) -> None:
         )
 
 
-def from_flat(model: Model, stored: Manifest) -> Manifest:
+def split_flat_parameters(model: Model, stored: Manifest) -> Manifest:
     """`stored` with the parameters that are in flat ones in place of these; as it is, if there are none.
 
     Raises SourceError if what `model` should have in a flat parameter is not as much as it holds.
     """
-    flat = {_prefix(name): tensor for name, tensor in stored.tensors.items() if is_flat(name)}
+    flat = {_get_module_prefix(name): tensor for name, tensor in stored.tensors.items() if is_flat_parameter(name)}
     if not flat:
         return stored
     shapes = {name: shape for name, shape in model.state().items() if name not in model.aliases}
     members: dict[str, dict[str, tuple[int, ...]]] = {prefix: {} for prefix in flat}
     for name, shape in shapes.items():
-        unit = next((p for p in _enclosing(name) if p in flat), None)
+        unit = next((p for p in _list_enclosing_modules(name) if p in flat), None)
         if unit is not None:
             members[unit][name] = shape
     ranks = stored.training.ranks if stored.training is not None else None
-    tensors = {name: tensor for name, tensor in stored.tensors.items() if not is_flat(name)}
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if not is_flat_parameter(name)}
     for prefix, tensor in flat.items():
-        for place in _places(tensor, members[prefix], ranks or 1, model.architecture):
-            tensors[place.name] = Tensor(place.name, tensor.dtype, place.shape, tuple(_chunks(tensor, place)))
+        for place in _find_places(tensor, members[prefix], ranks or 1, model.architecture):
+            tensors[place.name] = Tensor(place.name, tensor.dtype, place.shape, tuple(_list_chunks(tensor, place)))
     note = f"flat parameters of FSDP1 were taken apart in the order of {model.architecture}; their sizes fit"
     training = stored.training and replace(stored.training, states={}, groups=(), notes=(*stored.training.notes, note))
     return replace(stored, tensors=tensors, training=training)
 
 
-def _prefix(name: str) -> str:
+def _get_module_prefix(name: str) -> str:
     return ".".join(word for word in name.split(".")[:-1] if word != _WRAPPER)
 
 
-def _enclosing(name: str) -> Iterator[str]:
+def _list_enclosing_modules(name: str) -> Iterator[str]:
     """The names of the modules around a parameter, innermost first; the last is the root's, which is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _places(flat: Tensor, members: Mapping[str, tuple[int, ...]], ranks: int, architecture: str) -> Sequence[_Place]:
-    dense, end = _row(members, 1)
+def _find_places(
+    flat: Tensor, members: Mapping[str, tuple[int, ...]], ranks: int, architecture: str
+) -> Sequence[_ParameterPlace]:
+    dense, end = _lay_out_parameters(members, 1)
     if end == flat.size:
         return dense
-    aligned, padded = _row(members, max(_ALIGNMENT // flat.dtype.unit_bytes, 1))
+    aligned, padded = _lay_out_parameters(members, max(_ALIGNMENT // flat.dtype.unit_bytes, 1))
     if -(-padded // ranks) * ranks == flat.size:
         return aligned
     raise SourceError(
@@ -106,17 +108,17 @@ def _places(flat: Tensor, members: Mapping[str, tuple[int, ...]], ranks: int, ar
     )
 
 
-def _row(members: Mapping[str, tuple[int, ...]], alignment: int) -> tuple[list[_Place], int]:
+def _lay_out_parameters(members: Mapping[str, tuple[int, ...]], alignment: int) -> tuple[list[_ParameterPlace], int]:
     """Parameters one after another, each at a multiple of `alignment` elements; and the end of the last."""
     found, at = [], 0
     for name, shape in members.items():
         at = -(-at // alignment) * alignment
-        found.append(_Place(name, shape, at))
+        found.append(_ParameterPlace(name, shape, at))
         at += prod(shape)
     return found, at
 
 
-def _chunks(flat: Tensor, place: _Place) -> Iterator[Chunk]:
+def _list_chunks(flat: Tensor, place: _ParameterPlace) -> Iterator[Chunk]:
     """What each rank's stretch of a flat parameter holds of one in it."""
     width = flat.dtype.unit_bytes
     size = prod(place.shape)
@@ -129,6 +131,6 @@ def _chunks(flat: Tensor, place: _Place) -> Iterator[Chunk]:
         if not isinstance(chunk.where, Region) or chunk.where.strides != (width,):
             raise SourceError(f"{chunk.name} is not stored in one row")
         offset = chunk.where.offset + (place.start + start - first) * width
-        strides, places = dense_run(flat.dtype, place.shape, start, stop)
+        strides, places = locate_dense_run(flat.dtype, place.shape, start, stop)
         for box, shift in places:
             yield Chunk(box, flat.dtype, Region(chunk.where.file, offset + shift, strides), chunk.name)

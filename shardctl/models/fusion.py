@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from shardctl.box import Box, BoxIndex
-from shardctl.views import View
+from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class FusionPlaces:
     """Where each of some tensors lies in one array; the layers of a model share it."""
 
     shape: tuple[int, ...]
     """Of the array, in elements."""
-    views: tuple[View, ...]
+    views: tuple[ArrayView, ...]
     """Of each tensor, which together fill the array."""
     boxes: tuple[Box, ...]
     """Each tensor, whole, in its own index space."""
@@ -29,7 +29,7 @@ class Places:
     """The tensors' boxes within the array."""
 
     @classmethod
-    def of(cls, views: Sequence[View], shapes: Sequence[tuple[int, ...]]) -> Places:
+    def of(cls, views: Sequence[ArrayView], shapes: Sequence[tuple[int, ...]]) -> FusionPlaces:
         """The places of tensors of `shapes`, one view each."""
         images = [view.image(shape) for view, shape in zip(views, shapes, strict=True)]
         shape = tuple(max(image.stop[dim] for image in images) for dim in range(len(images[0].origin)))
@@ -37,14 +37,14 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Fusion:
+class TensorFusion:
     """One array and the tensors it holds; a single one, if only the name differs."""
 
     name: str
     """The array's name in the state dict of transformers' class."""
     tensors: tuple[str, ...]
     """Canonical names."""
-    places: Places
+    places: FusionPlaces
     """Where each of them lies."""
 
     @property
@@ -69,7 +69,7 @@ class Fusion:
 
 
 @cache
-def stacked(shapes: tuple[tuple[int, ...], ...], count: int) -> Places:
+def stack_tensors(shapes: tuple[tuple[int, ...], ...], count: int) -> FusionPlaces:
     """`count` groups of tensors of `shapes`: the groups stacked along dim 0, each joined along its first dim.
 
     >>> stacked(((4, 6), (4, 6)), 8).shape
@@ -79,13 +79,13 @@ def stacked(shapes: tuple[tuple[int, ...], ...], count: int) -> Places:
     for group in range(count):
         start = 0
         for shape in shapes:
-            views.append(View((group, start, *(0,) * (len(shape) - 1)), axes))
+            views.append(ArrayView((group, start, *(0,) * (len(shape) - 1)), axes))
             start += shape[0]
-    return Places.of(views, shapes * count)
+    return FusionPlaces.of(views, shapes * count)
 
 
 @cache
-def joined(shapes: tuple[tuple[int, ...], ...]) -> Places:
+def join_tensors(shapes: tuple[tuple[int, ...], ...]) -> FusionPlaces:
     """Tensors of `shapes` joined along their first dim; one tensor is itself.
 
     >>> joined(((4, 6), (2, 6))).shape
@@ -93,6 +93,6 @@ def joined(shapes: tuple[tuple[int, ...], ...]) -> Places:
     """
     views, axes, start = [], tuple(range(len(shapes[0]))), 0
     for shape in shapes:
-        views.append(View((start, *(0,) * (len(shape) - 1)) if shape else (), axes))
+        views.append(ArrayView((start, *(0,) * (len(shape) - 1)) if shape else (), axes))
         start += shape[0] if shape else 0
-    return Places.of(views, shapes)
+    return FusionPlaces.of(views, shapes)

@@ -10,7 +10,7 @@ from shardctl.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
     from shardctl.models.windows import WindowRule
 
 NormKind = Literal["rms", "rms32", "layer", "layer32", "bare32"]
@@ -78,7 +78,7 @@ class LayerStyle:
         return ACTIVATION_STEPS.get(self.activation, 0)
 
 
-def read_style(traits: LayerTraits, norm: NormKind, config: Config) -> LayerStyle:
+def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> LayerStyle:
     """The style of a model with norms of the kind `norm`; raises SourceError for a value that is not what it should be.
 
     >>> from shardctl.models.config import Config
@@ -98,7 +98,7 @@ def read_style(traits: LayerTraits, norm: NormKind, config: Config) -> LayerStyl
     )
 
 
-def _is_positive(config: Config, key: str, usual: float) -> bool:
+def _is_positive(config: ModelConfig, key: str, usual: float) -> bool:
     """Whether the number of a key is above zero; null is zero, and `usual` is that of a config without the key."""
     number = config.values.get(key, usual)
     if number is None:

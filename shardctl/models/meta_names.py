@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.training import split_state, state_name
-from shardctl.views import View
+from shardctl.training import format_state_name, split_state_name
+from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.manifest import Chunk, Manifest, Tensor, Training
+    from shardctl.manifest import Chunk, Manifest, Tensor, TrainingState
     from shardctl.models.model import Model
 
 _FAMILIES: Final = frozenset({"llama", "mistral"})
@@ -53,19 +53,19 @@ _MATRIX: Final = 2
 _NOTE: Final = "Meta's names and order of rotary rows; read as those of transformers"
 
 
-def from_meta(model: Model, stored: Manifest) -> Manifest:
+def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
     """`stored` under the names of transformers and in its order of rows, if all names are Meta's; else as it is."""
     if model.family not in _FAMILIES or "tok_embeddings.weight" not in stored.tensors:
         return stored
-    names = {name: _meant(name) for name in stored.tensors if name not in _BUFFERS}
+    names = {name: _find_transformers_name(name) for name in stored.tensors if name not in _BUFFERS}
     if not all(meant in model.tensors or meant in model.aliases for meant in names.values()):
         return stored
-    tensors = {meant: _turned(model, meant, stored.tensors[name]) for name, meant in names.items()}
-    training = _training(model, stored.training) if stored.training is not None else None
+    tensors = {meant: _reorder_meta_rows(model, meant, stored.tensors[name]) for name, meant in names.items()}
+    training = _bind_meta_training(model, stored.training) if stored.training is not None else None
     return replace(stored, tensors=tensors, training=training)
 
 
-def metas_name(name: str) -> str | None:
+def find_meta_name(name: str) -> str | None:
     """What Meta calls the tensor that transformers calls `name`; None if it has no such tensor.
 
     >>> metas_name("model.layers.3.mlp.up_proj.weight"), metas_name("lm_head.weight"), metas_name("lm_head.bias")
@@ -78,51 +78,53 @@ def metas_name(name: str) -> str | None:
     return f"layers.{found[1]}.{part}.weight" if part is not None else None
 
 
-def in_metas_order(model: Model, name: str, chunk: Chunk) -> Iterable[Chunk]:
+def split_meta_rows(model: Model, name: str, chunk: Chunk) -> Iterable[Chunk]:
     """The chunks of tensor `name`, as transformers has it, that lie in a chunk of Meta's order of rows."""
     if _TURNED.fullmatch(name) is None:
         return (chunk,)
-    return _parts(chunk, _head(model, name))
+    return _split_head_rows(chunk, _count_head_rows(model, name))
 
 
-def _head(model: Model, name: str) -> int:
+def _count_head_rows(model: Model, name: str) -> int:
     """Rows of one head."""
     return model.tensors[name].spec.cuts[0][0].sections[0].unit
 
 
-def _meant(name: str) -> str:
+def _find_transformers_name(name: str) -> str:
     found = _LAYER.fullmatch(name)
     if found is None:
         return _NAMES.get(name, "")
     return f"model.layers.{found[1]}.{_PARTS.get(found[2], '')}.weight"
 
 
-def _training(model: Model, stored: Training) -> Training:
+def _bind_meta_training(model: Model, stored: TrainingState) -> TrainingState:
     states = {}
     for name, tensor in stored.states.items():
-        state, parameter = split_state(name) or ("", name)
-        meant = _meant(parameter)
-        new = state_name(state, meant)
-        states[new] = replace(_turned(model, meant, tensor), name=new)
-    groups = tuple(replace(group, parameters=tuple(map(_meant, group.parameters))) for group in stored.groups)
+        state, parameter = split_state_name(name) or ("", name)
+        meant = _find_transformers_name(parameter)
+        new = format_state_name(state, meant)
+        states[new] = replace(_reorder_meta_rows(model, meant, tensor), name=new)
+    groups = tuple(
+        replace(group, parameters=tuple(map(_find_transformers_name, group.parameters))) for group in stored.groups
+    )
     return replace(stored, states=states, groups=groups, notes=(*stored.notes, _NOTE))
 
 
-def _turned(model: Model, meant: str, tensor: Tensor) -> Tensor:
+def _reorder_meta_rows(model: Model, meant: str, tensor: Tensor) -> Tensor:
     """The tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
     chunks = tensor.chunks
     if _TURNED.fullmatch(meant) and len(tensor.shape) == _MATRIX:
-        chunks = tuple(part for chunk in chunks for part in _parts(chunk, _head(model, meant)))
+        chunks = tuple(part for chunk in chunks for part in _split_head_rows(chunk, _count_head_rows(model, meant)))
     return replace(tensor, name=meant, chunks=chunks)
 
 
-def _parts(chunk: Chunk, head: int) -> Iterator[Chunk]:
+def _split_head_rows(chunk: Chunk, head: int) -> Iterator[Chunk]:
     """The even and the odd rows of each head of `head` rows that a chunk holds some of, where they belong."""
     columns = chunk.box.origin[1] + chunk.box.shape[1]
     half = head // 2
     for number in range(chunk.box.origin[0] // head, -(-chunk.box.stop[0] // head)):
         for odd in range(2):
-            view = View((number * head + odd, 0), (0, 1), (2, 1))
+            view = ArrayView((number * head + odd, 0), (0, 1), (2, 1))
             part = view.pull(chunk, Box((number * head + odd * half, 0), (half, columns)))
             if part is not None:
                 yield part

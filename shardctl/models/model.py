@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardctl.value import value
+from shardctl.value import value_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.dtype import DType
     from shardctl.models.family import Row
-    from shardctl.models.fusion import Fusion
-    from shardctl.placement import Spec
+    from shardctl.models.fusion import TensorFusion
+    from shardctl.placement import PartitionSpec
 
 
-@value
+@value_class
 class ModelTensor:
     """A tensor that the model has or may have."""
 
@@ -26,7 +26,7 @@ class ModelTensor:
     """The global shape in elements."""
     dtype: DType
     """The declared element type; a checkpoint may store another."""
-    spec: Spec
+    spec: PartitionSpec
     """How it is cut, and on which stages it lives."""
     row: Row
     """Where this comes from: the row of the family's table, or the rule of a file."""
@@ -60,7 +60,7 @@ class Model:
     """Base-model prefixes that stored names may have, or lack."""
     legacy: Mapping[str, str] = field(default_factory=dict)
     """Older spellings of runs of whole name parts; see `Family.legacy`."""
-    fusions: Mapping[str, Fusion] = field(default_factory=dict)
+    fusions: Mapping[str, TensorFusion] = field(default_factory=dict)
     """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
@@ -86,10 +86,10 @@ class Model:
     @property
     def parameters(self) -> int:
         """Elements of the class's own tensors, ties counted once."""
-        return sum(_size(t.shape) for t in self.own())
+        return sum(_count_elements(t.shape) for t in self.own())
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _count_elements(shape: tuple[int, ...]) -> int:
     size = 1
     for extent in shape:
         size *= extent

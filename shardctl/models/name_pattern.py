@@ -27,7 +27,7 @@ class PatternList:
         """Raise UsageError for a pattern with an empty part or a `*` within a part."""
         self._any: re.Pattern[str] | None = None
         if patterns:
-            self._any = re.compile("|".join(f"({_expression(p)})" for p in patterns))
+            self._any = re.compile("|".join(f"({_build_expression(p)})" for p in patterns))
 
     def first(self, name: str) -> int | None:
         """The position of the first pattern that matches the whole name."""
@@ -35,7 +35,7 @@ class PatternList:
         return found.lastindex - 1 if found and found.lastindex else None
 
 
-def kinds(names: Iterable[str]) -> list[str]:
+def list_name_patterns(names: Iterable[str]) -> list[str]:
     """The names with every number replaced by `*`, each once: patterns for a rule file.
 
     >>> kinds(["embed.weight", "layers.0.up.weight", "layers.1.up.weight"])
@@ -56,7 +56,7 @@ class LayerPattern:
         parts = pattern.split(".")
         if parts.count("*") != 1 or "**" in parts:
             raise UsageError(f"the layer pattern {pattern!r} needs exactly one *, where the layer's number stands")
-        _expression(pattern)
+        _build_expression(pattern)
         self._below = re.compile(
             r"\.".join(r"(\d+)" if p == "*" else re.escape(p) for p in parts) + r"(?:\..*)?", re.DOTALL
         )
@@ -67,7 +67,7 @@ class LayerPattern:
         return int(found[1]) if found else None
 
 
-def _expression(pattern: str) -> str:
+def _build_expression(pattern: str) -> str:
     """A regular expression for the pattern, to be matched with a dot before the name, so that each part has one."""
     text = ""
     for part in pattern.split("."):

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.models import binding
-from shardctl.models.flat_parameters import from_flat
-from shardctl.models.meta_names import from_meta
+from shardctl.models.flat_parameters import split_flat_parameters
+from shardctl.models.meta_names import bind_meta_names
 from shardctl.models.trained import bind_training
-from shardctl.models.wrapping import unwrapped
+from shardctl.models.wrapping import unwrap_names
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest
@@ -26,6 +26,6 @@ def bind_manifest(model: Model, stored: Manifest, *, partial: bool = False) -> M
         SourceError: a tensor is missing (unless `partial` says that some are) or has a wrong shape.
         UnsupportedError: a tensor is not known.
     """
-    found = from_meta(model, unwrapped(model, from_flat(model, stored)))
-    bound = binding.bind(model, found, partial=partial)
+    found = bind_meta_names(model, unwrap_names(model, split_flat_parameters(model, stored)))
+    bound = binding.bind_names(model, found, partial=partial)
     return replace(bound, training=bind_training(model, found.training)) if found.training is not None else bound

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.models.family import INDEX, Dim, Facts, Row
+from shardctl.models.family import INDEX, FamilyFacts, LogicalDim, Row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-def nested(
+def nest_rows(
     rows: Sequence[Row], under: str, *, word: str = "", when: str = "", stages: Mapping[str, str] | None = None
 ) -> tuple[Row, ...]:
     """The rows of a model whose base is the module `under`.
@@ -26,24 +26,24 @@ def nested(
     return tuple(
         replace(
             row,
-            name=INDEX.sub(rf"{{{word}\1}}", _below(row.name, under)),
-            dims=" ".join("+".join(_called(part, word) for part in dim.split("+")) for dim in row.dims.split()),
-            when=" ".join(filter(None, (when, *(_condition(flag, word) for flag in row.when.split())))),
+            name=INDEX.sub(rf"{{{word}\1}}", _nest_name(row.name, under)),
+            dims=" ".join("+".join(_prefix_word(part, word) for part in dim.split("+")) for dim in row.dims.split()),
+            when=" ".join(filter(None, (when, *(_nest_condition(flag, word) for flag in row.when.split())))),
             on=(stages or {}).get(row.on, row.on),
-            tie=_below(row.tie, under),
+            tie=_nest_name(row.tie, under),
         )
         for row in rows
     )
 
 
-def inner(facts: Facts, word: str, *, layer: int | None = None, whole: bool = False) -> Facts:
-    """What the rows that `nested` made need to know.
+def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole: bool = False) -> FamilyFacts:
+    """What the rows that `nest_rows` made need to know.
 
     `layer` is the pipeline layer of the inner model's first, None if its layers are none of the pipeline's; `whole`
     keeps every tensor whole under tp.
     """
-    return Facts(
-        dims={f"{word}{name}": _whole(dims) if whole else dims for name, dims in facts.dims.items()},
+    return FamilyFacts(
+        dims={f"{word}{name}": _mark_dims_whole(dims) if whole else dims for name, dims in facts.dims.items()},
         indices={
             f"{word}{name}": replace(index, layer=None if index.layer is None or layer is None else index.layer + layer)
             for name, index in facts.indices.items()
@@ -52,24 +52,24 @@ def inner(facts: Facts, word: str, *, layer: int | None = None, whole: bool = Fa
     )
 
 
-def both(one: Facts, other: Facts) -> Facts:
+def join_facts(one: FamilyFacts, other: FamilyFacts) -> FamilyFacts:
     """The facts of two models that are parts of a third."""
     return replace(one.also(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
 
 
-def _below(name: str, under: str) -> str:
+def _nest_name(name: str, under: str) -> str:
     return f".{under}{name}" if name.startswith(".") else name
 
 
-def _called(part: str, word: str) -> str:
+def _prefix_word(part: str, word: str) -> str:
     return part if part == "*" or part.isdecimal() else f"{word}{part}"
 
 
-def _condition(flag: str, word: str) -> str:
+def _nest_condition(flag: str, word: str) -> str:
     return f"!{word}{flag.removeprefix('!')}" if flag.startswith("!") else f"{word}{flag}"
 
 
-def _whole(dims: Dim | tuple[Dim, ...]) -> Dim | tuple[Dim, ...]:
+def _mark_dims_whole(dims: LogicalDim | tuple[LogicalDim, ...]) -> LogicalDim | tuple[LogicalDim, ...]:
     if isinstance(dims, tuple):
         return tuple(replace(dim, axis="") for dim in dims)
     return replace(dims, axis="")

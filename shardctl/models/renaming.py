@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import UsageError, some
+from shardctl.errors import UsageError, format_first_few
 from shardctl.manifest import Chunk, Region, Tensor
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _MATRIX: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class NamingLine:
     """One line of `[names]`."""
 
     pattern: str
@@ -67,7 +67,7 @@ class Naming:
     def _seen(self, name: str, stored: Tensor, chunk: Chunk, shape: tuple[int, ...], where: Region) -> Tensor:
         strides = where.strides
         if self.shape is not None:
-            shape, strides = _reshaped(stored.name, shape, strides, self.shape)
+            shape, strides = _reshape_strides(stored.name, shape, strides, self.shape)
         if self.transposed:
             if len(shape) != _MATRIX:
                 raise UsageError(f"[names] transposes {stored.name}, but it is {list(shape)}")
@@ -77,10 +77,10 @@ class Naming:
 
 
 @dataclass(frozen=True, slots=True)
-class Renaming:
+class NamingTable:
     """All of `[names]`."""
 
-    lines: tuple[Naming, ...]
+    lines: tuple[NamingLine, ...]
 
     def applied(self, stored: Manifest) -> Manifest:
         """The checkpoint under the names that the file gives.
@@ -102,18 +102,18 @@ class Renaming:
                 tensors[made.name] = made
         if unmatched:
             raise UsageError(
-                f"no line of [names] matches {some(unmatched)}",
+                f"no line of [names] matches {format_first_few(unmatched)}",
                 hint='give each a name, or leave it behind: "opt_state.**" = ""',
             )
         return replace(stored, tensors=tensors)
 
 
-def parse_names(table: Mapping[str, object], path: str) -> Renaming | None:
+def parse_names(table: Mapping[str, object], path: str) -> NamingTable | None:
     """The lines of `[names]`; None if there are none. Raises UsageError for one that is not understood."""
-    return Renaming(tuple(_line(pattern, said, path) for pattern, said in table.items())) if table else None
+    return NamingTable(tuple(_parse_line(pattern, said, path) for pattern, said in table.items())) if table else None
 
 
-def _line(pattern: str, said: object, path: str) -> Naming:
+def _parse_line(pattern: str, said: object, path: str) -> NamingLine:
     where = f"the name {pattern!r} of {path}"
     fields: dict[str, object] = {"to": said} if isinstance(said, str) else dict(said) if isinstance(said, dict) else {}
     if "to" not in fields or not fields.keys() <= set(_FIELDS):
@@ -141,10 +141,10 @@ def _line(pattern: str, said: object, path: str) -> Naming:
             f"{where} has {len(extra)} numbers that its pattern has not",
             hint="the indices of a stacked dim are numbered by the one number that only the new name has",
         )
-    return Naming(pattern, to, stacked, tuple(shape) if shape is not None else None, transposed)
+    return NamingLine(pattern, to, stacked, tuple(shape) if shape is not None else None, transposed)
 
 
-def _reshaped(
+def _reshape_strides(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the same elements seen in another shape, without moving any."""

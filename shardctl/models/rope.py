@@ -17,7 +17,7 @@ _THETA: Final = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RotaryEmbedding:
     """How positions turn queries and keys."""
 
     theta: float
@@ -34,7 +34,7 @@ class Rope:
         return self.kind == "llama3" and all(self.settings.get(key) == value for key, value in LLAMA3.items())
 
 
-def rope(config: Mapping[str, object]) -> Rope:
+def parse_rope(config: Mapping[str, object]) -> RotaryEmbedding:
     """The rotary embeddings of a decoded `config.json`; raises SourceError for a theta or part that is no number.
 
     >>> rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
@@ -49,4 +49,4 @@ def rope(config: Mapping[str, object]) -> Rope:
     )
     if not isinstance(theta, int | float) or not isinstance(part, int | float):
         raise SourceError(f"config.json has rotary embeddings of theta {theta!r} for {part!r} of each head")
-    return Rope(float(theta), str(next(filter(None, kinds), "default")), float(part), said)
+    return RotaryEmbedding(float(theta), str(next(filter(None, kinds), "default")), float(part), said)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import RULE_TEXT, parse_toml, read_file
-from shardctl.errors import UsageError, some
-from shardctl.models.binding import meaning
+from shardctl.errors import UsageError, format_first_few
+from shardctl.models.binding import find_canonical_name
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import LayerPattern, PatternList
-from shardctl.models.renaming import Renaming, parse_names
-from shardctl.placement import Cut, Section, Spec
+from shardctl.models.renaming import NamingTable, parse_names
+from shardctl.placement import AxisCut, CutSection, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Rule:
     axes: tuple[tuple[str, ...], ...]
     """For each dim, the mesh axes that cut it, in the order of cutting; dims not mentioned are not cut."""
 
-    def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[Cut, ...], ...]:
+    def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[AxisCut, ...], ...]:
         """The cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
 
         A 0-d tensor is never cut. `fsdp` cuts unevenly, all other axes exactly.
@@ -46,7 +46,7 @@ class Rule:
             raise UsageError(f"the rule {self.pattern!r} speaks of {len(self.axes)} dims, but {name} is {list(shape)}")
         every = (*self.axes, *((),) * (len(shape) - len(self.axes)))
         return tuple(
-            tuple(Cut(axis) if axis == "fsdp" else Cut(axis, (Section(extent),)) for axis in axes)
+            tuple(AxisCut(axis) if axis == "fsdp" else AxisCut(axis, (CutSection(extent),)) for axis in axes)
             for axes, extent in zip(every, shape, strict=True)
         )
 
@@ -63,7 +63,7 @@ class RuleFile:
     """Where layers stand in names; those of a second pattern follow those of the first."""
     last: PatternList = field(default_factory=lambda: PatternList(()))
     """The tensors of the last stage."""
-    names: Renaming | None = None
+    names: NamingTable | None = None
     """Which tensors lie in which stored arrays, where the names of files are not the model's."""
 
     @property
@@ -80,7 +80,7 @@ class RuleFile:
         unmatched = [name for name in stored.tensors if name not in matches]
         if unmatched:
             raise UsageError(
-                f"no rule of {self.path} matches {some(unmatched)}",
+                f"no rule of {self.path} matches {format_first_few(unmatched)}",
                 hint='add a rule for them; "**" = [] as the last one leaves all others whole',
             )
         stages = self._stages(stored.tensors)
@@ -96,7 +96,7 @@ class RuleFile:
     def over(self, model: Model, stored: Manifest) -> Model:
         """`model` with the cuts and stages that this file gives instead, and with the tensors that only it knows."""
         tensors = dict(model.tensors)
-        names = [*tensors, *(n for n in stored.tensors if meaning(model, n) is None)]
+        names = [*tensors, *(n for n in stored.tensors if find_canonical_name(model, n) is None)]
         stages = self._stages(dict.fromkeys(names))
         order = PatternList([rule.pattern for rule in self.rules])
         used: set[int] = set()
@@ -134,7 +134,7 @@ class RuleFile:
 
     def _tensor(self, stored: Tensor, rule: int, where: tuple[Where, int] | None) -> ModelTensor:
         chosen = self.rules[rule]
-        spec = Spec(chosen.cuts(stored.name, stored.shape), (where or ("first", 0),))
+        spec = PartitionSpec(chosen.cuts(stored.name, stored.shape), (where or ("first", 0),))
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(chosen.pattern, ""))
 
     def _changed(self, tensor: ModelTensor, rule: int | None, where: tuple[Where, int] | None) -> ModelTensor:
@@ -179,49 +179,49 @@ def load_rules(path: str | Path) -> RuleFile:
     except OSError as error:
         raise UsageError(f"cannot read the rule file {path}: {error}") from error
     tables = parse_toml(data, f"the rule file {path}", RULE_TEXT, UsageError)
-    _known(tables, ("rules", "layers", "names"), str(path))
-    rules, layers = _table(tables, "rules", path), _table(tables, "layers", path)
-    _known(layers, ("pattern", "last"), f"[layers] of {path}")
+    _check_keys(tables, ("rules", "layers", "names"), str(path))
+    rules, layers = _get_table(tables, "rules", path), _get_table(tables, "layers", path)
+    _check_keys(layers, ("pattern", "last"), f"[layers] of {path}")
     return RuleFile(
         path=str(path),
-        rules=_checked([Rule(p, _axes(p, dims, str(path))) for p, dims in rules.items()]),
-        layers=tuple(LayerPattern(p) for p in _words(layers.get("pattern", []), f"layers.pattern of {path}")),
-        last=PatternList(_words(layers.get("last", []), f"layers.last of {path}")),
-        names=parse_names(_table(tables, "names", path), str(path)),
+        rules=_check_rules([Rule(p, _parse_axes(p, dims, str(path))) for p, dims in rules.items()]),
+        layers=tuple(LayerPattern(p) for p in _parse_words(layers.get("pattern", []), f"layers.pattern of {path}")),
+        last=PatternList(_parse_words(layers.get("last", []), f"layers.last of {path}")),
+        names=parse_names(_get_table(tables, "names", path), str(path)),
     )
 
 
-def _checked(rules: list[Rule]) -> tuple[Rule, ...]:
+def _check_rules(rules: list[Rule]) -> tuple[Rule, ...]:
     PatternList([rule.pattern for rule in rules])
     return tuple(rules)
 
 
-def _known(table: Mapping[str, object], keys: tuple[str, ...], where: str) -> None:
+def _check_keys(table: Mapping[str, object], keys: tuple[str, ...], where: str) -> None:
     unknown = [key for key in table if key not in keys]
     if unknown:
         raise UsageError(f"{where} has an unknown key {unknown[0]!r}", hint=f"the keys are {', '.join(keys)}")
 
 
-def _table(tables: Mapping[str, object], key: str, path: str | Path) -> Mapping[str, object]:
+def _get_table(tables: Mapping[str, object], key: str, path: str | Path) -> Mapping[str, object]:
     value = tables.get(key, {})
     if not isinstance(value, dict):
         raise UsageError(f"{key} of {path} is not a table", hint=f"begin it with the line [{key}]")
     return value
 
 
-def _words(value: object, where: str) -> list[str]:
+def _parse_words(value: object, where: str) -> list[str]:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"{where} is not a pattern or a list of patterns")
     return words
 
 
-def _axes(pattern: str, dims: object, path: str) -> tuple[tuple[str, ...], ...]:
+def _parse_axes(pattern: str, dims: object, path: str) -> tuple[tuple[str, ...], ...]:
     """The axes of one rule; raises UsageError for axes that are unknown, repeated, or in an impossible order."""
     where = f"the rule {pattern!r} of {path}"
     if not isinstance(dims, list):
         raise UsageError(f"{where} is not a list with one entry a dim", hint='write ["tp", "fsdp"], or [] for none')
-    axes = tuple(tuple(_words(dim, where)) if dim else () for dim in dims)
+    axes = tuple(tuple(_parse_words(dim, where)) if dim else () for dim in dims)
     flat = [axis for dim in axes for axis in dim]
     for axis in flat:
         if axis not in CUTTING:

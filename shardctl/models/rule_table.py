@@ -30,7 +30,7 @@ class RuleRow:
     """The axis that divides the tensors themselves among its ranks, whole: `ep` for experts; empty for none."""
 
 
-def rule_table(model: Model) -> tuple[RuleRow, ...]:
+def build_rule_table(model: Model) -> tuple[RuleRow, ...]:
     """The rules in force for the class's own tensors, in model order."""
     counts: dict[tuple[str, str, tuple[tuple[str, ...], ...], tuple[str, ...], str], int] = {}
     prefix = f"{model.prefix}." if model.prefix else ""

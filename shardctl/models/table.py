@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
-from shardctl.models.family import INDEX, Dim
-from shardctl.models.fusion import Fusion, joined, stacked
+from shardctl.models.family import INDEX, LogicalDim
+from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors
 from shardctl.models.model import Model, ModelTensor
-from shardctl.placement import Cut, Member, Section, Spec
+from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts, Family, Fused, ModelClass, Row
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import Family, FamilyFacts, FusedArray, ModelClass, Row
     from shardctl.placement import Where
 
-FSDP: Final = Cut("fsdp")
+FSDP: Final = AxisCut("fsdp")
 """FSDP cuts dim 0 of whatever tp left, in the ceil-sized parts of `torch.chunk`."""
-_EXPERT_FSDP: Final = Cut(EXPERT_FSDP)
+_EXPERT_FSDP: Final = AxisCut(EXPERT_FSDP)
 """The same for what ep and etp left of experts."""
 MOST_TENSORS: Final = 500_000
 """Beyond this a config is damaged or hostile; the largest known models have about 100,000."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RowPlan:
     """A row with all that does not depend on its indices."""
 
     row: Row
@@ -40,7 +40,7 @@ class _Plan:
     indices: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: DType
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[AxisCut, ...], ...]
     free: tuple[int, ...]
     only: tuple[tuple[frozenset[int], bool], ...]
     """Conditions on the outermost index: its values, and whether it must be one of them."""
@@ -59,10 +59,10 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class _Builder:
+class _ModelBuilder:
     """The tensors of one model, while they are made."""
 
-    facts: Facts
+    facts: FamilyFacts
     member: ModelClass
     dtype: DType
     share: bool
@@ -70,10 +70,10 @@ class _Builder:
     spares: frozenset[str] = frozenset()
     tensors: dict[str, ModelTensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    cuts: dict[tuple[tuple[Cut, ...], ...], tuple[tuple[Cut, ...], ...]] = field(default_factory=dict)
+    cuts: dict[tuple[tuple[AxisCut, ...], ...], tuple[tuple[AxisCut, ...], ...]] = field(default_factory=dict)
     """Cuts that are equal as one object, so that tensors that are cut alike share their specs, too."""
-    specs: dict[tuple[object, ...], Spec] = field(default_factory=dict)
-    members: dict[tuple[str, int], Member] = field(default_factory=dict)
+    specs: dict[tuple[object, ...], PartitionSpec] = field(default_factory=dict)
+    members: dict[tuple[str, int], GroupMember] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -81,10 +81,10 @@ class _Builder:
         self.parts = frozenset(word.removesuffix("?") for word in words)
         self.spares = frozenset(word.removesuffix("?") for word in words if word.endswith("?"))
         if self.member.labels is not None:
-            labels = Dim(self.member.labels, loose=True)
+            labels = LogicalDim(self.member.labels, loose=True)
             self.facts = replace(self.facts, dims={**self.facts.dims, "labels": labels})
 
-    def plan(self, row: Row, every_part: frozenset[str]) -> _Plan | None:
+    def plan(self, row: Row, every_part: frozenset[str]) -> _RowPlan | None:
         """The row made ready, or None if a condition of the config excludes it."""
         only: list[tuple[frozenset[int], bool]] = []
         mine, spare = True, False
@@ -107,7 +107,7 @@ class _Builder:
         cuts = self.cuts.setdefault(cuts, cuts)
         dtype = BY_NAME[row.buffer or row.dtype] if row.buffer or row.dtype else self.dtype
         name, indices = "%d".join(piece.replace("%", "%%") for piece in pieces[::2]), tuple(pieces[1::2])
-        return _Plan(
+        return _RowPlan(
             row=row,
             name=name,
             indices=indices,
@@ -131,10 +131,10 @@ class _Builder:
 
     def extents(
         self, dims: str, *, mine: bool, expert: bool
-    ) -> tuple[tuple[int, ...], tuple[tuple[Cut, ...], ...], tuple[int, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[tuple[AxisCut, ...], ...], tuple[int, ...]]:
         """Shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
         shape: list[int] = []
-        cuts: list[tuple[Cut, ...]] = []
+        cuts: list[tuple[AxisCut, ...]] = []
         free: list[int] = []
         for place, word in enumerate(dims.split()):
             if word == "*":
@@ -150,14 +150,14 @@ class _Builder:
             cuts[0] = (*cuts[0], _EXPERT_FSDP if expert else FSDP)
         return tuple(shape), tuple(cuts), tuple(free)
 
-    def fused(self, name: str) -> tuple[Dim, ...]:
+    def fused(self, name: str) -> tuple[LogicalDim, ...]:
         """The logical dims that a literal or a name in `dims` stands for."""
         if name.isdecimal():
-            return (Dim(int(name)),)
+            return (LogicalDim(int(name)),)
         dims = self.facts.dims[name]
         return dims if isinstance(dims, tuple) else (dims,)
 
-    def cut(self, fused: Sequence[Dim]) -> tuple[Cut, ...]:
+    def cut(self, fused: Sequence[LogicalDim]) -> tuple[AxisCut, ...]:
         """The cut that the logical dims fused along one dim ask for, if any."""
         axis = fused[0].axis
         if any(dim.axis != axis for dim in fused):
@@ -165,10 +165,10 @@ class _Builder:
         if not axis:
             return ()
         if not all(dim.even for dim in fused):
-            return (Cut(axis),)
-        return (Cut(axis, tuple(Section(d.size, d.unit, d.shared and self.share, d.noun) for d in fused)),)
+            return (AxisCut(axis),)
+        return (AxisCut(axis, tuple(CutSection(d.size, d.unit, d.shared and self.share, d.noun) for d in fused)),)
 
-    def expand(self, plans: Sequence[_Plan], at: tuple[int, ...] = ()) -> None:
+    def expand(self, plans: Sequence[_RowPlan], at: tuple[int, ...] = ()) -> None:
         """Add every tensor of `plans`, whose first ``len(at)`` indices are `at`."""
         depth = len(at)
         for name, some in groupby(plans, key=lambda p: p.indices[depth] if len(p.indices) > depth else ""):
@@ -192,7 +192,7 @@ class _Builder:
                 if len(self.tensors) > MOST_TENSORS:
                     raise SourceError(f"config.json describes more than {MOST_TENSORS} tensors")
 
-    def add(self, plan: _Plan, at: tuple[int, ...]) -> None:
+    def add(self, plan: _RowPlan, at: tuple[int, ...]) -> None:
         """Add the tensor of `plan` whose indices are `at`."""
         name = plan.name % at
         where = self.stage(plan, at)
@@ -203,22 +203,22 @@ class _Builder:
         key = (id(plan.cuts), where) if whole is None else (id(plan.cuts), where, plan.indices[whole], at[whole])
         spec = self.specs.get(key)
         if spec is None:
-            spec = self.specs[key] = Spec(plan.cuts, (where,), self.member_of(plan, at))
+            spec = self.specs[key] = PartitionSpec(plan.cuts, (where,), self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
         self.tensors[name] = ModelTensor(
             name, plan.shape, plan.dtype, spec, plan.row, (), plan.optional, plan.spare, plan.free
         )
 
-    def tie(self, name: str, plan: _Plan, where: tuple[Where, int]) -> None:
+    def tie(self, name: str, plan: _RowPlan, where: tuple[Where, int]) -> None:
         """Make `name` one more name of the tensor it is tied to."""
         first = self.aliases[name] = self.full(plan.row.tie)
         if not plan.mine:
             return
         tensor = self.tensors[first]
         stages = tensor.spec.where if where in tensor.spec.where else (*tensor.spec.where, where)
-        self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=Spec(tensor.spec.cuts, stages))
+        self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=PartitionSpec(tensor.spec.cuts, stages))
 
-    def member_of(self, plan: _Plan, at: tuple[int, ...]) -> Member | None:
+    def member_of(self, plan: _RowPlan, at: tuple[int, ...]) -> GroupMember | None:
         """Which of the experts the tensor is, if it is one's."""
         if plan.whole is None:
             return None
@@ -226,10 +226,10 @@ class _Builder:
         member = self.members.get((name, number))
         if member is None:
             index = self.facts.indices[name]
-            member = self.members[name, number] = Member(index.axis, number, len(index.values))
+            member = self.members[name, number] = GroupMember(index.axis, number, len(index.values))
         return member
 
-    def fusions(self, fused: Fused) -> Iterator[Fusion]:
+    def fusions(self, fused: FusedArray) -> Iterator[TensorFusion]:
         """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
         counted, index = INDEX.findall(fused.name), fused.stacked
         stack = self.facts.indices[index].values if index else (None,)
@@ -240,11 +240,11 @@ class _Builder:
             if groups[0][0] not in self.tensors:
                 continue  # a layer without experts
             shapes = tuple(self.tensors[name].shape for name in groups[0])
-            places = stacked(shapes, len(groups)) if index else joined(shapes)
+            places = stack_tensors(shapes, len(groups)) if index else join_tensors(shapes)
             names = tuple(name for group in groups for name in group)
-            yield Fusion(self.full(fused.name).format(**values), names, places)
+            yield TensorFusion(self.full(fused.name).format(**values), names, places)
 
-    def stage(self, plan: _Plan, at: tuple[int, ...]) -> tuple[Where, int]:
+    def stage(self, plan: _RowPlan, at: tuple[int, ...]) -> tuple[Where, int]:
         """Where a tensor lives: where its row says, else with its layer."""
         on = plan.row.on
         if on:
@@ -259,12 +259,12 @@ class _Builder:
         return ("layer", layer + at[0])
 
 
-def build(family: Family, architecture: str, config: Config, *, share_kv: bool) -> Model:
+def build_model(family: Family, architecture: str, config: ModelConfig, *, share_kv: bool) -> Model:
     """The model of a class of `family`, from its config alone.
 
     `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks.
     """
-    builder = _Builder(family.facts(config), family.classes[architecture], config.dtype(), share_kv)
+    builder = _ModelBuilder(family.facts(config), family.classes[architecture], config.dtype(), share_kv)
     every_part = frozenset(w.removesuffix("?") for member in family.classes.values() for w in member.parts.split())
     plans = [plan for row in family.rows if (plan := builder.plan(row, every_part))]
     builder.expand(plans)

@@ -5,48 +5,50 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.models.binding import meaning
-from shardctl.training import split_state, state_name
+from shardctl.models.binding import find_canonical_name
+from shardctl.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.manifest import Tensor, Training
+    from shardctl.manifest import Tensor, TrainingState
     from shardctl.models.model import Model
 
 
-def bind_training(model: Model, stored: Training) -> Training:
+def bind_training(model: Model, stored: TrainingState) -> TrainingState:
     """`stored` under canonical names, in the order of the model's tensors; states of fused arrays taken apart.
 
     A state that has not the shape of a fused array, such as a step, is that of the first of its parts alone.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.states.items():
-        state, parameter = split_state(name) or ("", name)
-        for part, held in _parts(model, parameter, tensor):
-            new = state_name(state, part)
+        state, parameter = split_state_name(name) or ("", name)
+        for part, held in _split_optimizer_state(model, parameter, tensor):
+            new = format_state_name(state, part)
             found.setdefault(part, {})[new] = replace(held, name=new, spelling=(name,) if new != name else ())
     groups = tuple(
-        replace(group, parameters=tuple(part for name in group.parameters for part in _canonical(model, name)))
+        replace(
+            group, parameters=tuple(part for name in group.parameters for part in _find_canonical_names(model, name))
+        )
         for group in stored.groups
     )
     states = {new: tensor for part in model.tensors for new, tensor in found.get(part, {}).items()}
     return replace(stored, states=states, groups=groups)
 
 
-def _parts(model: Model, parameter: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    meant = meaning(model, parameter)
+def _split_optimizer_state(model: Model, parameter: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    meant = find_canonical_name(model, parameter)
     fusion = model.fusions.get(meant or "")
     if fusion is not None and tensor.shape == fusion.shape:
         for part, held in fusion.taken_apart(tensor):
             yield model.aliases.get(part, part), held
         return
-    yield _canonical(model, parameter)[0], tensor
+    yield _find_canonical_names(model, parameter)[0], tensor
 
 
-def _canonical(model: Model, parameter: str) -> tuple[str, ...]:
+def _find_canonical_names(model: Model, parameter: str) -> tuple[str, ...]:
     """The tensors that a stored parameter is or holds."""
-    meant = meaning(model, parameter)
+    meant = find_canonical_name(model, parameter)
     if meant is None:
         return (parameter,)
     fusion = model.fusions.get(meant)

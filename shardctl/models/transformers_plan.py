@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransformersPlan:
     """What transformers says about one architecture."""
 
     source: str
@@ -33,7 +33,7 @@ class Plan:
     """Children of the base model in the order of execution."""
 
 
-def read_plan(model_type: str, architecture: str) -> Plan:
+def read_plan(model_type: str, architecture: str) -> TransformersPlan:
     """The plan for configs of `model_type`.
 
     Raises UsageError if transformers is not installed, UnsupportedError if it has no plan.
@@ -45,25 +45,25 @@ def read_plan(model_type: str, architecture: str) -> Plan:
             hint="install it beside shardctl, or write a rule file for --rules FILE",
         )
     models = Path(spec.origin).parent / "models"
-    for path in _candidates(models, model_type):
-        for node in _classes(path):
-            literals = _literals(node)
+    for path in _list_candidate_files(models, model_type):
+        for node in _list_classes(path):
+            literals = _read_literals(node)
             tp = literals.get("base_model_tp_plan")
             if literals.get("model_type") == model_type and isinstance(tp, dict) and tp:
                 pp = literals.get("base_model_pp_plan")
-                return Plan(
-                    source=f"{node.name} of transformers {_version()}",
+                return TransformersPlan(
+                    source=f"{node.name} of transformers {_find_version()}",
                     tp={str(key): str(style) for key, style in tp.items()},
-                    head=_head(path.parent, architecture),
+                    head=_read_head_plan(path.parent, architecture),
                     pp=tuple(map(str, pp)) if isinstance(pp, dict) else (),
                 )
     raise UnsupportedError(
-        f"transformers {_version()} has no tensor-parallel plan for {model_type or 'a config without model_type'}",
+        f"transformers {_find_version()} has no tensor-parallel plan for {model_type or 'a config without model_type'}",
         hint="write a rule file and give it with --rules FILE",
     )
 
 
-def _candidates(models: Path, model_type: str) -> Iterator[Path]:
+def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:
     """Files that may define the config class: first the folder of that name, which most types have."""
     usual = models / model_type.replace("-", "_")
     if model_type.replace("-", "_").isidentifier():
@@ -74,17 +74,17 @@ def _candidates(models: Path, model_type: str) -> Iterator[Path]:
             yield path
 
 
-def _head(folder: Path, architecture: str) -> dict[str, str]:
+def _read_head_plan(folder: Path, architecture: str) -> dict[str, str]:
     """`_tp_plan` of the model class, which speaks of what comes after the base model."""
     for path in sorted(folder.glob("modeling_*.py")):
-        for node in _classes(path):
-            plan = _literals(node).get("_tp_plan") if node.name == architecture else None
+        for node in _list_classes(path):
+            plan = _read_literals(node).get("_tp_plan") if node.name == architecture else None
             if isinstance(plan, dict):
                 return {str(key): str(style) for key, style in plan.items()}
     return {}
 
 
-def _classes(path: Path) -> Iterator[ast.ClassDef]:
+def _list_classes(path: Path) -> Iterator[ast.ClassDef]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # written for a newer Python
@@ -92,7 +92,7 @@ def _classes(path: Path) -> Iterator[ast.ClassDef]:
     yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
 
 
-def _literals(node: ast.ClassDef) -> dict[str, object]:
+def _read_literals(node: ast.ClassDef) -> dict[str, object]:
     """What the class assigns to plain names, as far as it is written out."""
     found: dict[str, object] = {}
     for statement in node.body:
@@ -107,7 +107,7 @@ def _literals(node: ast.ClassDef) -> dict[str, object]:
     return found
 
 
-def _version() -> str:
+def _find_version() -> str:
     try:
         return version("transformers")
     except PackageNotFoundError:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import UnsupportedError, some
-from shardctl.models.config import Config
+from shardctl.errors import UnsupportedError, format_first_few
+from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
-from shardctl.models.name_pattern import LayerPattern, PatternList, kinds
-from shardctl.models.quantisation import quantisation_config
+from shardctl.models.name_pattern import LayerPattern, PatternList, list_name_patterns
+from shardctl.models.quantisation import find_quantisation_config
 from shardctl.models.transformers_plan import read_plan
-from shardctl.placement import Cut, Section, Spec
+from shardctl.placement import AxisCut, CutSection, PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.models.transformers_plan import Plan
+    from shardctl.models.transformers_plan import TransformersPlan
     from shardctl.placement import Where
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -42,29 +42,29 @@ _WHOLE: Final = (
 _MATRIX: Final = 2
 
 
-def transformers_rules(config: Mapping[str, object], stored: Manifest) -> Model:
+def build_transformers_model(config: Mapping[str, object], stored: Manifest) -> Model:
     """The model that the plan of an installed transformers describes; canonical names are the stored ones.
 
     Raises UsageError if transformers is not installed, UnsupportedError if it has no plan for this architecture, or one
     that cannot be followed.
     """
-    named = Config(config)
+    named = ModelConfig(config)
     architecture = named.architecture()
-    if quantisation_config(config) is not None:
+    if find_quantisation_config(config) is not None:
         raise UnsupportedError(
             f"the plan that transformers has for {architecture} does not speak of quantised weights",
             hint="write a rule file and give it with --rules FILE",
         )
     plan = read_plan(named.text("model_type", ""), architecture)
-    return _Rules(named, plan, stored).model(architecture)
+    return _PlanRules(named, plan, stored).model(architecture)
 
 
-class _Rules:
+class _PlanRules:
     """A plan, applied to the tensors of one checkpoint."""
 
-    def __init__(self, config: Config, plan: Plan, stored: Manifest) -> None:
+    def __init__(self, config: ModelConfig, plan: TransformersPlan, stored: Manifest) -> None:
         self.config, self.plan, self.stored = config, plan, stored
-        self.prefix = _prefix(plan, stored)
+        self.prefix = _find_prefix(plan, stored)
         modules = {f"{self.prefix}{name}": style for name, style in plan.tp.items()} | plan.head
         self.styles = list(modules.values())
         # A plan names modules, and the parameters that a module such as a stack of experts has of its own.
@@ -81,19 +81,21 @@ class _Rules:
         tensors = {name: self.tensor(tensor) for name, tensor in self.stored.tensors.items()}
         warnings = [f"how {architecture} is cut is what {self.plan.source} says; shardctl has no table for it"]
         if self.whole:
-            warnings.append(f"that plan leaves {some(kinds(self.whole))} whole on every tp rank")
+            warnings.append(
+                f"that plan leaves {format_first_few(list_name_patterns(self.whole))} whole on every tp rank"
+            )
         numbers = {n for t in tensors.values() for where, n in t.spec.where if where == "layer"}
         count = max(numbers, default=-1) + 1
         return Model("", architecture, count, tensors, warnings=tuple(warnings))
 
     def tensor(self, stored: Tensor) -> ModelTensor:
         """One tensor, cut as its module's style says."""
-        cuts: list[tuple[Cut, ...]] = [() for _ in stored.shape]
+        cuts: list[tuple[AxisCut, ...]] = [() for _ in stored.shape]
         pattern = "**"
         for patterns, kind in ((self.weights, "weight"), (self.biases, "bias"), (self.own, "weight")):
             found = patterns.first(stored.name)
             if found is not None:
-                pattern = kinds([stored.name])[0]
+                pattern = list_name_patterns([stored.name])[0]
                 cut = self.cut(stored, found, kind)
                 if cut is not None:
                     cuts[cut[0]] = (cut[1],)
@@ -102,11 +104,11 @@ class _Rules:
             if len(stored.shape) >= _MATRIX and self.layers.number(stored.name) is not None:
                 self.whole.append(stored.name)
         if cuts:
-            cuts[0] += (Cut("fsdp"),)
-        spec = Spec(tuple(cuts), (self.where(stored.name),))
+            cuts[0] += (AxisCut("fsdp"),)
+        spec = PartitionSpec(tuple(cuts), (self.where(stored.name),))
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(pattern, ""))
 
-    def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, Cut] | None:
+    def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, AxisCut] | None:
         """The dim that tp cuts, and how; None if the tensor stays whole."""
         style, dims = self.styles[place], len(stored.shape)
         if style in _WHOLE or not dims:
@@ -117,29 +119,29 @@ class _Rules:
         if style in _ROWS:
             return None if kind == "bias" else (dims - 1, self.exact(stored.shape[-1], heads=self.attention[place]))
         if style in _EMBEDDINGS:
-            return _EMBEDDINGS[style], Cut("tp")
+            return _EMBEDDINGS[style], AxisCut("tp")
         if style in _PACKED:
             if dims < _MATRIX:
                 return (0, self.exact(stored.shape[0])) if style == "packed_colwise" else None
             dim = dims + _PACKED[style]
-            half = Section(stored.shape[dim] // 2, noun="columns of each half")
-            return dim, Cut("tp", (half, half))
+            half = CutSection(stored.shape[dim] // 2, noun="columns of each half")
+            return dim, AxisCut("tp", (half, half))
         raise UnsupportedError(
             f"{self.plan.source} cuts {stored.name} as {style!r}, which is not known",
             hint="write a rule file and give it with --rules FILE",
         )
 
-    def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> Cut:
+    def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> AxisCut:
         """A cut into equal parts, of whole heads in attention; a vocabulary need not be cut into `even` parts."""
         if not even:
-            return Cut("tp")
+            return AxisCut("tp")
         size = self.config.values.get("head_dim")
         count = self.config.values.get("num_attention_heads")
         if not isinstance(size, int) and isinstance(count, int) and count:
             size = self.config.size("hidden_size", 0) // count
         if heads and isinstance(size, int) and size > 0 and extent % size == 0:
-            return Cut("tp", (Section(extent, size, noun="heads"),))
-        return Cut("tp", (Section(extent),))
+            return AxisCut("tp", (CutSection(extent, size, noun="heads"),))
+        return AxisCut("tp", (CutSection(extent),))
 
     def where(self, name: str) -> tuple[Where, int]:
         """The stage: a layer's, or the first or last for what comes before or after the layers."""
@@ -153,7 +155,7 @@ class _Rules:
         return ("last", 0) if child in self.late or not inside else ("first", 0)
 
 
-def _prefix(plan: Plan, stored: Manifest) -> str:
+def _find_prefix(plan: TransformersPlan, stored: Manifest) -> str:
     """What stands before the base model's names in the checkpoint, with its dot.
 
     Raises UnsupportedError unless exactly one place in the names fits the plan.

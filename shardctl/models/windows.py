@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import SourceError, UnsupportedError
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 _WHOLE: Final = ("full_attention", "attention", "linear_attention", "mamba")
@@ -39,7 +39,7 @@ class WindowRule:
     """What the config calls the period, if it can say so."""
 
 
-def list_windows(rule: WindowRule | None, config: Config, layers: int) -> tuple[int | None, ...]:
+def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> tuple[int | None, ...]:
     """List the tokens that a query of each layer sees, None for all, by the rule of the model's family.
 
     Raises UnsupportedError for a kind of attention that is not known, SourceError if `layer_types` does not speak of
@@ -52,14 +52,18 @@ def list_windows(rule: WindowRule | None, config: Config, layers: int) -> tuple[
         odd = [one for one in kinds if one not in _WHOLE and (rule is None or one not in _WINDOWED)]
         if odd:
             raise UnsupportedError(f"config.json has layers of type {odd[0]!r}, which is not known of its family")
-    size = _size(rule, config) if rule is not None else None
+    size = _get_window_size(rule, config) if rule is not None else None
     if rule is None or size is None:
         return (None,) * layers
-    chosen = [one in _WINDOWED for one in kinds] if isinstance(kinds, list) else _chosen(rule, config, layers)
+    chosen = (
+        [one in _WINDOWED for one in kinds]
+        if isinstance(kinds, list)
+        else _choose_windowed_layers(rule, config, layers)
+    )
     return tuple(size if one else None for one in chosen)
 
 
-def _size(rule: WindowRule, config: Config) -> int | None:
+def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
     """The window; a config that says null has none."""
     if rule.switched and not config.switch("use_sliding_window", default=False):
         return None
@@ -68,7 +72,7 @@ def _size(rule: WindowRule, config: Config) -> int | None:
     return None if rule.key in config.values and config.values[rule.key] is None else config.size(rule.key, rule.size)
 
 
-def _chosen(rule: WindowRule, config: Config, layers: int) -> list[bool]:
+def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
     """Whether each layer has the window."""
     match rule.layers:
         case "all":
@@ -76,7 +80,7 @@ def _chosen(rule: WindowRule, config: Config, layers: int) -> list[bool]:
         case "even":
             return [n % 2 == 0 for n in range(layers)]
         case "all but every nth":
-            return _periodic(rule, config, layers)
+            return _choose_periodic_layers(rule, config, layers)
         case "last":
             start = config.count("max_window_layers", rule.start)
             return [n >= start for n in range(layers)]
@@ -87,13 +91,13 @@ def _chosen(rule: WindowRule, config: Config, layers: int) -> list[bool]:
             return mark_rotary_layers(rule, config, layers)
 
 
-def _periodic(rule: WindowRule, config: Config, layers: int) -> list[bool]:
+def _choose_periodic_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
     """All but the last of each period."""
     period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
     return [(n + 1) % period != 0 for n in range(layers)]
 
 
-def mark_rotary_layers(rule: WindowRule, config: Config, layers: int) -> list[bool]:
+def mark_rotary_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
     """Say of each layer whether it has rotary positions: `no_rope_layers` marks those with a one (Llama 4).
 
     Raises SourceError for marks that are none, or not of all layers.
@@ -101,4 +105,4 @@ def mark_rotary_layers(rule: WindowRule, config: Config, layers: int) -> list[bo
     marks = config.values.get("no_rope_layers") or []
     if not isinstance(marks, list) or (marks and len(marks) != layers):
         raise SourceError(f"config.json has no_rope_layers = {marks!r} where a list of {layers} marks is expected")
-    return [bool(mark) for mark in marks] or _periodic(rule, config, layers)
+    return [bool(mark) for mark in marks] or _choose_periodic_layers(rule, config, layers)

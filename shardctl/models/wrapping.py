@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.binding import meaning
-from shardctl.training import split_state, state_name
+from shardctl.models.binding import find_canonical_name
+from shardctl.training import format_state_name, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from shardctl.manifest import Manifest, Training
+    from shardctl.manifest import Manifest, TrainingState
     from shardctl.models.model import Model
 
 _WRAPPERS: Final = frozenset(
@@ -20,27 +20,29 @@ _WRAPPERS: Final = frozenset(
 """Attributes that torch.compile, FSDP1, activation checkpointing and Lightning put into names, wherever they wrap."""
 
 
-def unwrapped(model: Model, stored: Manifest) -> Manifest:
+def unwrap_names(model: Model, stored: Manifest) -> Manifest:
     """`stored` without the wrappers in its names, if they are what keeps `model` from knowing them all; else as it is.
 
     First the wrappers of torch go, then as few leading words, common to all names, as do the rest (``module.`` of
     DistributedDataParallel, an attribute of a trainer's own class).
     """
-    if all(name in model.tensors or meaning(model, name) is not None for name in stored.tensors):
+    if all(name in model.tensors or find_canonical_name(model, name) is not None for name in stored.tensors):
         return stored
-    bare = {name: _bare(name) for name in stored.tensors}
-    for count in range(_common(bare.values()) + 1):
+    bare = {name: _strip_wrappers(name) for name in stored.tensors}
+    for count in range(_count_common_words(bare.values()) + 1):
         names = {name: name_without.split(".", count)[-1] for name, name_without in bare.items()}
-        if len(set(names.values())) == len(names) and all(meaning(model, n) is not None for n in names.values()):
-            return _renamed(stored, names)
+        if len(set(names.values())) == len(names) and all(
+            find_canonical_name(model, n) is not None for n in names.values()
+        ):
+            return _rename_tensors(stored, names)
     return stored
 
 
-def _bare(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
 
 
-def _common(names: Iterable[str]) -> int:
+def _count_common_words(names: Iterable[str]) -> int:
     """How many leading words all names share, and have others after."""
     first: list[str] | None = None
     for name in names:
@@ -52,18 +54,18 @@ def _common(names: Iterable[str]) -> int:
     return len(first or ())
 
 
-def _renamed(stored: Manifest, names: Mapping[str, str]) -> Manifest:
+def _rename_tensors(stored: Manifest, names: Mapping[str, str]) -> Manifest:
     tensors = {names[name]: replace(tensor, name=names[name]) for name, tensor in stored.tensors.items()}
-    training = stored.training and renamed(stored.training, lambda parameter: names.get(parameter, parameter))
+    training = stored.training and rename_training(stored.training, lambda parameter: names.get(parameter, parameter))
     return replace(stored, tensors=tensors, training=training)
 
 
-def renamed(training: Training, name: Callable[[str], str]) -> Training:
+def rename_training(training: TrainingState, name: Callable[[str], str]) -> TrainingState:
     """The same with other names of parameters."""
     states = {}
     for full, tensor in training.states.items():
-        state, parameter = split_state(full) or ("", full)
-        new = state_name(state, name(parameter))
+        state, parameter = split_state_name(full) or ("", full)
+        new = format_state_name(state, name(parameter))
         states[new] = replace(tensor, name=new)
     groups = tuple(replace(group, parameters=tuple(map(name, group.parameters))) for group in training.groups)
     return replace(training, states=states, groups=groups)

@@ -8,7 +8,7 @@ from shardctl.mesh import AXES, EXPERT_AXES, Mesh
 from shardctl.options.declaration import CommandOption, HelpPanel
 
 
-def _degree(text: str) -> CommandOption:
+def _build_degree_option(text: str) -> CommandOption:
     return CommandOption(HelpPanel.MESH, text, metavar="N", least=1)
 
 
@@ -16,13 +16,13 @@ def _degree(text: str) -> CommandOption:
 class MeshFlags:
     """The degrees of axes that were given, or the text."""
 
-    tp: Annotated[int | None, _degree("Tensor parallel ranks.")] = None
-    pp: Annotated[int | None, _degree("Pipeline stages.")] = None
-    dp: Annotated[int | None, _degree("Data parallel replicas.")] = None
-    fsdp: Annotated[int | None, _degree("Ranks that share each tensor's first dim.")] = None
-    cp: Annotated[int | None, _degree("Context parallel ranks.")] = None
-    ep: Annotated[int | None, _degree("Expert parallel ranks, of those of a stage.")] = None
-    etp: Annotated[int | None, _degree("Tensor parallel ranks within an expert.")] = None
+    tp: Annotated[int | None, _build_degree_option("Tensor parallel ranks.")] = None
+    pp: Annotated[int | None, _build_degree_option("Pipeline stages.")] = None
+    dp: Annotated[int | None, _build_degree_option("Data parallel replicas.")] = None
+    fsdp: Annotated[int | None, _build_degree_option("Ranks that share each tensor's first dim.")] = None
+    cp: Annotated[int | None, _build_degree_option("Context parallel ranks.")] = None
+    ep: Annotated[int | None, _build_degree_option("Expert parallel ranks, of those of a stage.")] = None
+    etp: Annotated[int | None, _build_degree_option("Tensor parallel ranks within an expert.")] = None
     mesh: Annotated[
         str | None,
         CommandOption(HelpPanel.MESH, "All of it: pp=2,fsdp=2,tp=4, outermost first.", metavar="AXES"),

@@ -9,23 +9,23 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.sizes import parse_size
 
 if TYPE_CHECKING:
-    from shardctl.memory.calibrate import Calibration
-    from shardctl.memory.devices import Device
+    from shardctl.memory.calibrate import FittedCalibration
+    from shardctl.memory.devices import DeviceSpec
 
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion, ..."
 _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
 
-def find_device(text: str) -> "Device":
+def find_device(text: str) -> "DeviceSpec":
     """What `--gpu` names: a device of the table, a size, or what this machine has."""
     if text == "auto":
-        from shardctl.memory.local_device import local_device
+        from shardctl.memory.local_device import find_local_device
 
-        return local_device()[0]
-    from shardctl.memory.devices import device
+        return find_local_device()[0]
+    from shardctl.memory.devices import get_device
 
-    return device(parse_size(text) if _SIZE.match(text) else text)
+    return get_device(parse_size(text) if _SIZE.match(text) else text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class PlanOptions:
         ),
     ] = None
     device: Annotated[
-        "Device | None",
+        "DeviceSpec | None",
         CommandOption(
             HelpPanel.DEVICES,
             "h100-80g, a100-40g, ..., 80GiB, or auto for what this machine has. Exit code 3 if it does not fit.",
@@ -174,7 +174,7 @@ class PlanOptions:
         ),
     ] = None
     calibration: Annotated[
-        "Path | Calibration | None",
+        "Path | FittedCalibration | None",
         CommandOption(
             HelpPanel.TRAINING,
             "Fit the profile to measured peaks.",

@@ -71,7 +71,7 @@ class ReshardOptions:
             metavar="TEXT",
         ),
     ] = None
-    """Which of Megatron-LM's layers the files are for, and how it runs them, as `layouts.megatron.Wanted` reads it."""
+    """Which of Megatron-LM layers the files are for and how it runs them, as `MegatronOptions` reads it."""
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32"],
         CommandOption(HelpPanel.WRITING, "Cast floating-point tensors."),

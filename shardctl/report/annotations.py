@@ -8,46 +8,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.report.verification import verdict
-from shardctl.report.visible import visible
+from shardctl.report.verification import format_verify_verdict
+from shardctl.report.visible import escape_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.verbs.level import Verified
-    from shardctl.verify.finding import Finding
+    from shardctl.verbs.level import VerifyResult
+    from shardctl.verify.finding import CheckFinding
 
 MOST: Final = 10
 
 
-def github(verified: Verified) -> str:
+def format_github_annotations(verified: VerifyResult) -> str:
     """At most ten lines, errors first; the last of ten says how many more there are."""
-    lines = list(_lines(verified))
+    lines = list(_list_lines(verified))
     if len(lines) > MOST:
         rest = len(lines) - MOST + 1
-        lines[MOST - 1 :] = [_command("error", verified.path, verdict(verified), f"and {rest:,} more findings")]
+        lines[MOST - 1 :] = [
+            _format_command("error", verified.path, format_verify_verdict(verified), f"and {rest:,} more findings")
+        ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _lines(verified: Verified) -> Iterator[str]:
+def _list_lines(verified: VerifyResult) -> Iterator[str]:
     for level in verified.unmet:
         message = f"{level.name} is required and was skipped: {level.reason}"
-        yield _command("error", verified.path, f"shardctl {level.name}", message)
+        yield _format_command("error", verified.path, f"shardctl {level.name}", message)
     for finding in verified.findings:
-        yield _command(finding.severity, _path(verified.path, finding), f"shardctl {finding.check}", finding.message)
+        yield _format_command(
+            finding.severity, _join_path(verified.path, finding), f"shardctl {finding.check}", finding.message
+        )
 
 
-def _path(checkpoint: str, finding: Finding) -> str:
+def _join_path(checkpoint: str, finding: CheckFinding) -> str:
     return f"{checkpoint.rstrip('/')}/{finding.file}" if finding.file else checkpoint
 
 
-def _command(kind: str, file: str, title: str, message: str) -> str:
-    return f"::{kind} file={_property(file)},title={_property(title)}::{_data(visible(message))}"
+def _format_command(kind: str, file: str, title: str, message: str) -> str:
+    return (
+        f"::{kind} "
+        f"file={_escape_property(file)},title={_escape_property(title)}::{_escape_data(escape_control_characters(message))}"
+    )
 
 
-def _data(text: str) -> str:
+def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(visible(text)).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(escape_control_characters(text)).replace(":", "%3A").replace(",", "%2C")

@@ -6,83 +6,103 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 
-from shardctl.amounts import duration, file_size, plural, rate
-from shardctl.report.grid import line, table
+from shardctl.amounts import format_duration, format_file_size, format_plural, format_rate
+from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rich.console import RenderableType
 
-    from shardctl.record import Record
-    from shardctl.verbs.contribute import Contributed
-    from shardctl.verbs.finish import Finished
-    from shardctl.verbs.reshard import Resharded
+    from shardctl.record import CheckpointRecord
+    from shardctl.verbs.contribute import ContributeResult
+    from shardctl.verbs.finish import FinishResult
+    from shardctl.verbs.reshard import ReshardResult
 
 
-def conversion(done: Resharded, seconds: float) -> RenderableType:
+def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
     """Where the result is, what it holds, and what proves it."""
-    return Group(line(done.destination, "bold"), table(_facts(done, seconds), indent=2), *_digests(done.record))
+    return Group(
+        render_line(done.destination, "bold"),
+        render_table(_list_facts(done, seconds), indent=2),
+        *_render_digests(done.record),
+    )
 
 
-def contribution(done: Contributed, seconds: float) -> RenderableType:
+def render_contribution(done: ContributeResult, seconds: float) -> RenderableType:
     """What one worker wrote, and who is still missing."""
-    return Group(line(done.destination, "bold"), table(_part_facts(done, seconds), indent=2))
+    return Group(render_line(done.destination, "bold"), render_table(_list_part_facts(done, seconds), indent=2))
 
 
-def finished(done: Finished, seconds: float) -> RenderableType:
+def render_finished(done: FinishResult, seconds: float) -> RenderableType:
     """What the parts of all workers became."""
-    return Group(line(done.destination, "bold"), table(_whole_facts(done, seconds), indent=2), *_digests(done.record))
+    return Group(
+        render_line(done.destination, "bold"),
+        render_table(_list_whole_facts(done, seconds), indent=2),
+        *_render_digests(done.record),
+    )
 
 
-def _digests(record: Record) -> Iterator[RenderableType]:
+def _render_digests(record: CheckpointRecord) -> Iterator[RenderableType]:
     if record.source_digest != record.digest:
-        yield line(f"source digest {record.source_digest}")
-    yield line(f"digest {record.digest}")
+        yield render_line(f"source digest {record.source_digest}")
+    yield render_line(f"digest {record.digest}")
 
 
-def _part_facts(done: Contributed, seconds: float) -> Iterator[tuple[str, str]]:
+def _list_part_facts(done: ContributeResult, seconds: float) -> Iterator[tuple[str, str]]:
     part, count = done.part, done.worker.count
-    yield "part", f"{done.worker}: {plural(len(part.files), 'file')}, {file_size(sum(part.files.values()))}"
+    yield (
+        "part",
+        f"{done.worker}: {format_plural(len(part.files), 'file')}, {format_file_size(sum(part.files.values()))}",
+    )
     for note in done.notes:
         yield "read as", note
     if done.done_before:
         yield "kept", "all of it: an earlier run had finished this part"
     else:
-        speed = rate(part.written_bytes, seconds)
-        moved = f"read {file_size(part.read_bytes)}, wrote {file_size(part.written_bytes)} in {duration(seconds)}"
+        speed = format_rate(part.written_bytes, seconds)
+        moved = (
+            f"read {format_file_size(part.read_bytes)}, wrote {format_file_size(part.written_bytes)} in "
+            f"{format_duration(seconds)}"
+        )
         yield "moved", moved + (f", {speed}" if speed else "")
         if part.kept_bytes:
-            yield "kept", f"{file_size(part.kept_bytes)} that an earlier run had written"
+            yield "kept", f"{format_file_size(part.kept_bytes)} that an earlier run had written"
     there = count - len(done.missing)
     yield (
         "there",
-        f"{there} of {plural(count, 'part')}" + ("; shardctl finish DST makes them one" if there == count else ""),
+        f"{there} of {format_plural(count, 'part')}"
+        + ("; shardctl finish DST makes them one" if there == count else ""),
     )
 
 
-def _whole_facts(done: Finished, seconds: float) -> Iterator[tuple[str, str]]:
-    yield from _result_facts(done.record, done.notes)
+def _list_whole_facts(done: FinishResult, seconds: float) -> Iterator[tuple[str, str]]:
+    yield from _list_result_facts(done.record, done.notes)
     written = sum(part.written_bytes + part.kept_bytes for part in done.parts)
-    made = f"{file_size(written)} in {plural(done.workers, 'part')}, made one in {duration(seconds)}"
+    made = (
+        f"{format_file_size(written)} in {format_plural(done.workers, 'part')}, made one in {format_duration(seconds)}"
+    )
     yield "parts", made if done.workers else "finished before; nothing was changed"
 
 
-def _facts(done: Resharded, seconds: float) -> Iterator[tuple[str, str]]:
-    yield from _result_facts(done.record, done.notes)
-    speed = rate(done.written_bytes, seconds)
-    moved = f"read {file_size(done.read_bytes)}, wrote {file_size(done.written_bytes)} in {duration(seconds)}"
+def _list_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]]:
+    yield from _list_result_facts(done.record, done.notes)
+    speed = format_rate(done.written_bytes, seconds)
+    moved = (
+        f"read {format_file_size(done.read_bytes)}, wrote {format_file_size(done.written_bytes)} in "
+        f"{format_duration(seconds)}"
+    )
     yield "moved", moved + (f", {speed}" if speed else "")
     if done.kept_bytes:
-        yield "kept", f"{file_size(done.kept_bytes)} that an earlier run had written"
+        yield "kept", f"{format_file_size(done.kept_bytes)} that an earlier run had written"
 
 
-def _result_facts(record: Record, notes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    mesh = f" for {record.mesh} = {plural(record.mesh.world, 'rank')}" if record.mesh else ""
+def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    mesh = f" for {record.mesh} = {format_plural(record.mesh.world, 'rank')}" if record.mesh else ""
     yield "layout", f"{record.layout}{mesh}"
     if len(record.stages) > 1:
         yield "stages", f"{', '.join(map(str, record.stages))} layers"
     for note in notes:
         yield "read as", note
-    yield "files", f"{plural(len(record.files) + 1, 'file')}, {file_size(sum(record.files.values()))}"
+    yield "files", f"{format_plural(len(record.files) + 1, 'file')}, {format_file_size(sum(record.files.values()))}"
     yield "tensors", f"{len(record.tensors):,}"

@@ -12,33 +12,33 @@ if TYPE_CHECKING:
     from shardctl.mesh import Mesh
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
-    from shardctl.verbs.contribute import Contributed
-    from shardctl.verbs.diff import Diffed
-    from shardctl.verbs.digest import Digested
-    from shardctl.verbs.finish import Finished
-    from shardctl.verbs.inspect import Inspected
-    from shardctl.verbs.level import Level, Verified
-    from shardctl.verbs.reshard import Resharded
+    from shardctl.verbs.contribute import ContributeResult
+    from shardctl.verbs.diff import DiffResult
+    from shardctl.verbs.digest import DigestResult
+    from shardctl.verbs.finish import FinishResult
+    from shardctl.verbs.inspect import InspectResult
+    from shardctl.verbs.level import LevelResult, VerifyResult
+    from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.forward.result import ForwardResult
 
 Document = dict[str, Any]
 
 
-def schema(verb: str) -> str:
+def format_schema_name(verb: str) -> str:
     """The name and version of a verb's document."""
     return f"shardctl.{verb}/1"
 
 
-def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -> Document:
+def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> Document:
     """What `inspect` says."""
-    document = head("inspect") | {
+    document = build_document_head("inspect") | {
         "path": found.path,
         "format": found.format,
         "layout": found.layout,
         "family": found.family,
         "architecture": found.architecture,
         "why_no_model": found.why_no_model,
-        "mesh": mesh_fields(found.mesh),
+        "mesh": build_mesh_fields(found.mesh),
         "stages": list(found.stages),
         "parameters": found.parameters,
         "tensor_bytes": found.nbytes,
@@ -91,10 +91,10 @@ def inspected(found: Inspected, *, tensors: bool = False, rules: bool = False) -
     return document
 
 
-def progressed(meter: TransferMeter) -> Document:
+def build_progress_document(meter: TransferMeter) -> Document:
     """How far `reshard` is; every record but the last."""
     return {
-        "schema": schema("reshard"),
+        "schema": format_schema_name("reshard"),
         "status": "running",
         "done_bytes": meter.done_bytes,
         "total_bytes": meter.total_bytes,
@@ -106,15 +106,15 @@ def progressed(meter: TransferMeter) -> Document:
     }
 
 
-def resharded(done: Resharded, seconds: float) -> Document:
+def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
     """What `reshard` did."""
     record = done.record
-    return head("reshard") | {
+    return build_document_head("reshard") | {
         "dry_run": False,
         "destination": str(done.destination),
         "layout": record.layout,
         "architecture": record.architecture,
-        "mesh": mesh_fields(record.mesh),
+        "mesh": build_mesh_fields(record.mesh),
         "stages": list(record.stages),
         "tensors": len(record.tensors),
         "files": len(record.files) + 1,
@@ -126,21 +126,21 @@ def resharded(done: Resharded, seconds: float) -> Document:
         "seconds": round(seconds, 3),
         "digest": record.digest,
         "source_digest": record.source_digest,
-        "source_hashes": _hashes(done.proofs),
+        "source_hashes": _build_hashes_document(done.proofs),
         "notes": list(done.notes),
         "warnings": list(done.warnings),
     }
 
 
-def _hashes(proofs: FileProofs) -> Document:
+def _build_hashes_document(proofs: FileProofs) -> Document:
     """Which files were compared with the hashes that their place promises, and why others were not."""
     return {"verified": sorted(proofs.verified), "unverified": dict(sorted(proofs.unverified.items()))}
 
 
-def contributed(done: Contributed, seconds: float) -> Document:
+def build_contribution_document(done: ContributeResult, seconds: float) -> Document:
     """What one worker did."""
     part = done.part
-    return head("reshard") | {
+    return build_document_head("reshard") | {
         "dry_run": False,
         "destination": str(done.destination),
         "worker": done.worker.number,
@@ -153,21 +153,21 @@ def contributed(done: Contributed, seconds: float) -> Document:
         "kept_bytes": part.written_bytes + part.kept_bytes if done.done_before else part.kept_bytes,
         "projected_memory_bytes": part.projected_memory_bytes,
         "seconds": round(seconds, 3),
-        "source_hashes": _hashes(done.proofs),
+        "source_hashes": _build_hashes_document(done.proofs),
         "warnings": list(done.warnings),
     }
 
 
-def finished(done: Finished, seconds: float, *, verb: str = "finish") -> Document:
+def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "finish") -> Document:
     """What was made of the parts of all workers."""
     record = done.record
-    return head(verb) | {
+    return build_document_head(verb) | {
         "destination": str(done.destination),
         "finished_before": not done.workers,
         "workers": done.workers,
         "layout": record.layout,
         "architecture": record.architecture,
-        "mesh": mesh_fields(record.mesh),
+        "mesh": build_mesh_fields(record.mesh),
         "stages": list(record.stages),
         "tensors": len(record.tensors),
         "files": len(record.files) + 1,
@@ -182,18 +182,18 @@ def finished(done: Finished, seconds: float, *, verb: str = "finish") -> Documen
     }
 
 
-def verified(result: Verified) -> Document:
+def build_verify_document(result: VerifyResult) -> Document:
     """What `verify` found."""
-    return head("verify", answer=result.ok) | {
+    return build_document_head("verify", answer=result.ok) | {
         "path": result.path,
         "against": result.against,
         "ok": result.ok,
         "digest": result.digest,
-        "levels": [_level(level) for level in result.levels],
+        "levels": [_build_level_document(level) for level in result.levels],
     }
 
 
-def _level(level: Level) -> Document:
+def _build_level_document(level: LevelResult) -> Document:
     document: Document = {
         "name": level.name,
         "status": level.status,
@@ -219,11 +219,11 @@ def _level(level: Level) -> Document:
             for loaded in level.ranks
         ]
     if level.forward is not None and level.forward.status != "skipped":
-        document["forward"] = _forward(level.forward)
+        document["forward"] = _build_forward_document(level.forward)
     return document
 
 
-def _forward(result: ForwardResult) -> Document:
+def _build_forward_document(result: ForwardResult) -> Document:
     """What a forward pass found; a distance that is infinite, because nothing could be compared, is null."""
     worst, bounds, generated, opinion = result.worst, result.tolerance, result.generated, result.opinion
     return {
@@ -232,14 +232,16 @@ def _forward(result: ForwardResult) -> Document:
         "device": result.device,
         "architecture": result.architecture,
         "versions": dict(result.versions),
-        "worst": {"name": worst.name, "error": _finite(worst.error)} if worst is not None else None,
-        "blocks": [{"name": block.name, "error": _finite(block.error)} for block in result.blocks],
+        "worst": {"name": worst.name, "error": _as_finite(worst.error)} if worst is not None else None,
+        "blocks": [{"name": block.name, "error": _as_finite(block.error)} for block in result.blocks],
         "output": result.output,
-        "output_error": _finite(result.output_error),
+        "output_error": _as_finite(result.output_error),
         "flips": result.flips,
         "positions": result.positions,
-        "tolerance": {name: _finite(bound) for name, bound in asdict(bounds).items()} if bounds is not None else None,
-        "opinion": {"status": opinion.status, "reason": opinion.reason, "error": _finite(opinion.error)}
+        "tolerance": {name: _as_finite(bound) for name, bound in asdict(bounds).items()}
+        if bounds is not None
+        else None,
+        "opinion": {"status": opinion.status, "reason": opinion.reason, "error": _as_finite(opinion.error)}
         if opinion
         else None,
         "generated": asdict(generated) | {"same": generated.same} if generated is not None else None,
@@ -247,13 +249,13 @@ def _forward(result: ForwardResult) -> Document:
     }
 
 
-def _finite(number: float) -> float | None:
+def _as_finite(number: float) -> float | None:
     return number if isfinite(number) else None
 
 
-def diffed(result: Diffed) -> Document:
+def build_diff_document(result: DiffResult) -> Document:
     """How two checkpoints differ."""
-    return head("diff", answer=not result.changes) | {
+    return build_document_head("diff", answer=not result.changes) | {
         "a": result.a,
         "b": result.b,
         "equal": not result.changes,
@@ -264,13 +266,13 @@ def diffed(result: Diffed) -> Document:
     }
 
 
-def digested(result: Digested, *, tensors: bool = False) -> Document:
+def build_digest_document(result: DigestResult, *, tensors: bool = False) -> Document:
     """The digest of a checkpoint."""
-    document = head("digest") | {
+    document = build_document_head("digest") | {
         "path": result.path,
         "digest": result.digest,
         "tensor_bytes": result.nbytes,
-        "source_hashes": _hashes(result.proofs),
+        "source_hashes": _build_hashes_document(result.proofs),
         "warnings": list(result.warnings),
     }
     if tensors:
@@ -278,12 +280,12 @@ def digested(result: Digested, *, tensors: bool = False) -> Document:
     return document
 
 
-def head(verb: str, *, answer: bool = True) -> Document:
+def build_document_head(verb: str, *, answer: bool = True) -> Document:
     """What every document begins with."""
-    return {"schema": schema(verb), "status": "ok" if answer else "no", "exit_code": 0 if answer else 3}
+    return {"schema": format_schema_name(verb), "status": "ok" if answer else "no", "exit_code": 0 if answer else 3}
 
 
-def mesh_fields(mesh: Mesh | None) -> Document | None:
+def build_mesh_fields(mesh: Mesh | None) -> Document | None:
     """The degrees of a mesh and its number of ranks."""
     if mesh is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardctl.errors import HostileError, ShardctlError, UnsupportedError
-from shardctl.report.visible import visible
+from shardctl.report.visible import escape_control_characters
 
 _BUG: Final = "set SHARDCTL_DEBUG=1 for the traceback, and please report it"
 _HINTS: Final = {
@@ -25,7 +25,7 @@ _NO_PLACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailureReport:
     """An error, ready to be shown."""
 
     message: str
@@ -34,7 +34,7 @@ class Failure:
 
     def lines(self) -> str:
         """Two lines, whatever the message holds."""
-        return f"error: {visible(self.message)}\nhint:  {visible(self.hint)}\n"
+        return f"error: {escape_control_characters(self.message)}\nhint:  {escape_control_characters(self.hint)}\n"
 
     def document(self, schema: str) -> dict[str, Any]:
         """The last record of a run that failed."""
@@ -47,7 +47,7 @@ class Failure:
         }
 
 
-def failure(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> FailureReport:
     """What to say about an error; one that is not ours is a bug, unless the system's own words tell enough."""
     if isinstance(error, ShardctlError):
         hint = error.hint or _HINTS.get(error.exit_code, _BUG)
@@ -55,16 +55,16 @@ def failure(error: BaseException) -> Failure:
             hint = "docs/formats.md says what is read and written, and docs/models.md for which models"
         if isinstance(error, HostileError) and not error.hint:
             hint = "do not load this with anything; ask where it came from"
-        return Failure(error.message, hint, error.exit_code)
+        return FailureReport(error.message, hint, error.exit_code)
     if isinstance(error, OSError) and error.errno is not None:
         place = f"{error.filename}: " if error.filename else ""
         if isinstance(error, PermissionError):
-            return Failure(f"{place}{error.strerror}", _HINTS[5], 5)
+            return FailureReport(f"{place}{error.strerror}", _HINTS[5], 5)
         if error.errno in _NO_PLACE:
-            return Failure(f"{place}{error.strerror}", "free some space, or choose another place to write to", 6)
-    return Failure(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
+            return FailureReport(f"{place}{error.strerror}", "free some space, or choose another place to write to", 6)
+    return FailureReport(f"this is a bug in shardctl: {type(error).__name__}: {error}", _BUG, 1)
 
 
-def warning(message: str) -> str:
+def format_warning(message: str) -> str:
     """A warning's line."""
-    return f"warning: {visible(message)}\n"
+    return f"warning: {escape_control_characters(message)}\n"

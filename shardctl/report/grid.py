@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from shardctl.report.visible import visible
+from shardctl.report.visible import escape_control_characters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def line(text: object, style: str = "") -> Text:
+def render_line(text: object, style: str = "") -> Text:
     """One line, however wide the terminal is: a path that is copied must come out whole."""
-    return Text(visible(str(text)), style=style)
+    return Text(escape_control_characters(str(text)), style=style)
 
 
-def table(rows: Iterable[Iterable[object]], *, right: frozenset[int] = frozenset(), indent: int = 0) -> Table:
-    """Aligned columns without lines; those of `right` are aligned to the right; a cell may be a `line` of its own."""
-    cells = [[cell if isinstance(cell, Text) else line(cell) for cell in row] for row in rows]
+def render_table(rows: Iterable[Iterable[object]], *, right: frozenset[int] = frozenset(), indent: int = 0) -> Table:
+    """Aligned columns without lines; those of `right` are aligned to the right; a cell may be such a line itself."""
+    cells = [[cell if isinstance(cell, Text) else render_line(cell) for cell in row] for row in rows]
     grid = Table.grid(padding=(0, 2, 0, 0))
     if indent:
         grid.add_column(width=indent - 2, min_width=indent - 2)

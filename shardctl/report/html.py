@@ -9,21 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.amounts import count, file_size, memory_size, plural
-from shardctl.memory.term import CATEGORIES, Category, Sum, total
+from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
+from shardctl.memory.term import CATEGORIES, Category, MemorySum, sum_terms
 from shardctl.mesh import HOLDING
-from shardctl.report.memory_bars import amount, heaviest, number
-from shardctl.report.planning import beyond, moved, room, verdict, workload
-from shardctl.report.search_table import row
-from shardctl.report.strategies import by_type
-from shardctl.report.visible import visible
+from shardctl.report.memory_bars import format_amount, format_number, list_heaviest_ranks
+from shardctl.report.planning import (
+    format_beyond_positions,
+    format_plan_verdict,
+    format_room,
+    format_workload,
+    list_offload_lines,
+)
+from shardctl.report.search_table import build_candidate_row
+from shardctl.report.strategies import format_fewest_by_type
+from shardctl.report.visible import escape_control_characters
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
-    from shardctl.memory.estimate import Estimate, RankEstimate
-    from shardctl.memory.term import Term
+    from shardctl.memory.estimate import MeshEstimate, RankEstimate
+    from shardctl.memory.term import MemoryTerm
     from shardctl.mesh import Mesh
-    from shardctl.verbs.plan import Planned
+    from shardctl.verbs.plan import PlanResult
 
 _TEMPLATE: Final = "plan_page.html.jinja"
 _COLOURS: Final[dict[Category, str]] = {
@@ -41,45 +47,45 @@ _WIDE: Final = 16
 """Ranks of one line of it."""
 
 
-def render_plan_page(planned: Planned) -> str:
+def render_plan_page(planned: PlanResult) -> str:
     """Return the whole page as HTML."""
     from jinja2 import Environment, FileSystemLoader
 
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_without_controls)
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=_escape_controls)
     templates.filters |= {
-        "amount": amount,
-        "file_size": file_size,
+        "amount": format_amount,
+        "file_size": format_file_size,
         "formula": _describe_formula,
-        "memory_size": memory_size,
-        "plural": plural,
+        "memory_size": format_memory_size,
+        "plural": format_plural,
         "thousands": lambda number: f"{number:,}",
     }
     return templates.get_template(_TEMPLATE).render(_collect_facts(planned)) + "\n"
 
 
-def _without_controls(value: object) -> object:
+def _escape_controls(value: object) -> object:
     """Write characters that steer a terminal or a browser as escapes; Jinja escapes the markup."""
-    return visible(value) if type(value) is str else value
+    return escape_control_characters(value) if type(value) is str else value
 
 
-def _collect_facts(planned: Planned) -> dict[str, Any]:
+def _collect_facts(planned: PlanResult) -> dict[str, Any]:
     """Everything that the template names, but for what it reads off the plan itself."""
     seen, mesh = planned.forecast, planned.mesh
     estimate, strategies = seen.estimate, seen.strategies
-    world = f"{mesh} = {plural(mesh.world, 'rank')}" if mesh.world > 1 else "one device"
-    parameters = f"{count(planned.parameters)} parameters"
-    shown = [c for c in CATEGORIES if any(total(r.terms, category=c).nbytes for r in estimate.distinct)]
+    world = f"{mesh} = {format_plural(mesh.world, 'rank')}" if mesh.world > 1 else "one device"
+    parameters = f"{format_count(planned.parameters)} parameters"
+    shown = [c for c in CATEGORIES if any(sum_terms(r.terms, category=c).nbytes for r in estimate.distinct)]
     found = planned.explored.found if planned.explored is not None else None
     return {
         "planned": planned,
         "estimate": estimate,
         "version": __version__,
         "facts": [
-            fact for fact in (planned.architecture, parameters, memory_size(planned.weight_bytes), world) if fact
+            fact for fact in (planned.architecture, parameters, format_memory_size(planned.weight_bytes), world) if fact
         ],
-        "workload": workload(planned) + beyond(seen) if seen.work is not None else "",
-        "room": room(seen) if seen.work is not None and seen.device is not None else "",
-        "verdict": verdict(planned) if seen.work is not None or seen.device is not None else "",
+        "workload": format_workload(planned) + format_beyond_positions(seen) if seen.work is not None else "",
+        "room": format_room(seen) if seen.work is not None and seen.device is not None else "",
+        "verdict": format_plan_verdict(planned) if seen.work is not None or seen.device is not None else "",
         "remarks": _list_remarks(planned),
         "categories": shown,
         "colours": _COLOURS,
@@ -88,25 +94,34 @@ def _collect_facts(planned: Planned) -> dict[str, Any]:
         "columns": min(next((degree for _, degree in reversed(mesh.axes) if degree > 1), 1), _WIDE),
         "cells": _list_cells(mesh, estimate),
         "undrawn": max(mesh.world - _DRAWN, 0),
-        "types": by_type(planned.counsel.types) if planned.counsel.types else "",
+        "types": format_fewest_by_type(planned.counsel.types) if planned.counsel.types else "",
         "strategies": [
-            (one.name, memory_size(one.nbytes), f"{one.reduction:.2f}", file_size(one.sent_bytes), one.formula)
+            (
+                one.name,
+                format_memory_size(one.nbytes),
+                f"{one.reduction:.2f}",
+                format_file_size(one.sent_bytes),
+                one.formula,
+            )
             for one in strategies
         ],
         "strategies_source": strategies[0].source if strategies else "",
-        "devices": plural(int(strategies[0].inputs["N"]), "device") if strategies else "",
+        "devices": format_plural(int(strategies[0].inputs["N"]), "device") if strategies else "",
         "found": found,
-        "alternatives": [row(one) for one in found.ranked] if found is not None else (),
+        "alternatives": [build_candidate_row(one) for one in found.ranked] if found is not None else (),
         "rejections": [(one.what, one.reason) for one in found.rejected] if found is not None else (),
-        "heaviest": heaviest(estimate),
+        "heaviest": list_heaviest_ranks(estimate),
     }
 
 
-def _list_remarks(planned: Planned) -> list[str]:
+def _list_remarks(planned: PlanResult) -> list[str]:
     seen = planned.forecast
     if seen.work is None:
         return [f"Memory besides weights is not modelled: {seen.unmodelled}"]
-    return [*moved(seen), *([f"Activations are not modelled: {seen.unmodelled}"] if seen.estimate.partial else ())]
+    return [
+        *list_offload_lines(seen),
+        *([f"Activations are not modelled: {seen.unmodelled}"] if seen.estimate.partial else ()),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +131,23 @@ class _RankGroup:
     title: str
     parts: list[tuple[Category, int]]
     """Bytes by category."""
-    whole: Sum
+    whole: MemorySum
 
 
 def _summarise_group(ranks: list[RankEstimate], shown: list[Category]) -> _RankGroup:
     first, holding = ranks[0], ranks[0].holding
-    held = plural(sum(rank.holding.ranks for rank in ranks), "rank")
+    held = format_plural(sum(rank.holding.ranks for rank in ranks), "rank")
     what = f"layers {holding.layers.start}-{holding.layers.stop - 1}"
     if len(holding.layers) < 2:  # noqa: PLR2004 - a range of layers has two ends
         what = f"layer {holding.layers.start}" if holding.layers else "no layers"
     return _RankGroup(
         title=f"stage {holding.stage}, {what}: {held}, from rank {holding.rank} ({holding.label}) on",
-        parts=[(category, total(first.terms, category=category).nbytes) for category in shown],
+        parts=[(category, sum_terms(first.terms, category=category).nbytes) for category in shown],
         whole=first.total(),
     )
 
 
-def _group_ranks(estimate: Estimate) -> list[list[RankEstimate]]:
+def _group_ranks(estimate: MeshEstimate) -> list[list[RankEstimate]]:
     """Ranks of one stage that need the same of everything."""
     groups: dict[tuple[object, ...], list[RankEstimate]] = {}
     for rank in estimate.ranks:
@@ -141,7 +156,7 @@ def _group_ranks(estimate: Estimate) -> list[list[RankEstimate]]:
     return list(groups.values())
 
 
-def _list_cells(mesh: Mesh, estimate: Estimate) -> list[tuple[int, str, int]]:
+def _list_cells(mesh: Mesh, estimate: MeshEstimate) -> list[tuple[int, str, int]]:
     """Number, label and bytes of each rank that is drawn."""
     needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total().nbytes for r in estimate.ranks}
     ranks = range(min(mesh.world, _DRAWN)) if mesh.world > 1 else ()
@@ -149,6 +164,6 @@ def _list_cells(mesh: Mesh, estimate: Estimate) -> list[tuple[int, str, int]]:
     return [(rank, mesh.label(rank), needs[tuple(at[a] for a in HOLDING)]) for rank, at in coordinates]
 
 
-def _describe_formula(term: Term) -> str:
-    given = ", ".join(f"{name} = {number(value)}" for name, value in term.inputs.items())
+def _describe_formula(term: MemoryTerm) -> str:
+    given = ", ".join(f"{name} = {format_number(value)}" for name, value in term.inputs.items())
     return "; ".join(filter(None, (term.formula, given))) or "from headers"

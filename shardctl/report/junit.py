@@ -7,22 +7,22 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 from xml.etree import ElementTree as ET
 
-from shardctl.report.verification import forward_rows, loaded_row
+from shardctl.report.verification import build_forward_rows, build_loaded_row
 
 if TYPE_CHECKING:
-    from shardctl.verbs.level import Level, Verified
-    from shardctl.verify.finding import Finding
+    from shardctl.verbs.level import LevelResult, VerifyResult
+    from shardctl.verify.finding import CheckFinding
 
 _NOT_XML: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Everything but the characters of XML 1.0, section 2.2."""
 
 
-def junit(verified: Verified) -> bytes:
+def build_junit_report(verified: VerifyResult) -> bytes:
     """The document, in UTF-8."""
     root = ET.Element("testsuites", name="shardctl verify")
     totals = {"tests": 0, "failures": 0, "skipped": 0, "errors": 0}
     for level in verified.levels:
-        suite = _suite(level, verified.path, required=level in verified.unmet)
+        suite = _build_suite(level, verified.path, required=level in verified.unmet)
         root.append(suite)
         for key in totals:
             totals[key] += int(suite.get(key, "0"))
@@ -33,10 +33,10 @@ def junit(verified: Verified) -> bytes:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'.encode()
 
 
-def _suite(level: Level, path: str, *, required: bool) -> ET.Element:
+def _build_suite(level: LevelResult, path: str, *, required: bool) -> ET.Element:
     suite = ET.Element("testsuite", name=level.name)
-    _tell(suite, level)
-    failed: dict[str, list[Finding]] = defaultdict(list)
+    _add_properties(suite, level)
+    failed: dict[str, list[CheckFinding]] = defaultdict(list)
     warnings = []
     for finding in level.findings:
         if finding.severity == "error":
@@ -44,18 +44,18 @@ def _suite(level: Level, path: str, *, required: bool) -> ET.Element:
         else:
             warnings.append(finding)
     for check, findings in failed.items():
-        case = _case(suite, check, level, path)
-        failure = ET.SubElement(case, "failure", type=check, message=_clean(findings[0].message))
-        failure.text = _clean("\n".join(_line(finding) for finding in findings))
+        case = _add_case(suite, check, level, path)
+        failure = ET.SubElement(case, "failure", type=check, message=_clean_text(findings[0].message))
+        failure.text = _clean_text("\n".join(_format_line(finding) for finding in findings))
     if not failed:
-        case = _case(suite, level.name, level, path)
+        case = _add_case(suite, level.name, level, path)
         if required:
             message = f"{level.name} is required and was skipped: {level.reason}"
-            ET.SubElement(case, "failure", type="required", message=_clean(message))
+            ET.SubElement(case, "failure", type="required", message=_clean_text(message))
         elif level.status == "skipped":
-            ET.SubElement(case, "skipped", message=_clean(level.reason))
+            ET.SubElement(case, "skipped", message=_clean_text(level.reason))
     if warnings:
-        ET.SubElement(suite, "system-out").text = _clean("\n".join(_line(finding) for finding in warnings))
+        ET.SubElement(suite, "system-out").text = _clean_text("\n".join(_format_line(finding) for finding in warnings))
     counts = {"tests": max(len(failed), 1), "failures": len(failed) + required, "errors": 0}
     for key, count in (counts | {"skipped": int(level.status == "skipped" and not required)}).items():
         suite.set(key, str(count))
@@ -63,26 +63,30 @@ def _suite(level: Level, path: str, *, required: bool) -> ET.Element:
     return suite
 
 
-def _tell(suite: ET.Element, level: Level) -> None:
+def _add_properties(suite: ET.Element, level: LevelResult) -> None:
     """Add what a level says besides its outcome, as properties."""
-    ranks = [(f"rank {r.rank}" if r.rank is not None else "whole", " ".join(loaded_row(r)[1:])) for r in level.ranks]
-    forward = forward_rows(level.forward) if level.forward is not None else []
+    ranks = [
+        (f"rank {r.rank}" if r.rank is not None else "whole", " ".join(build_loaded_row(r)[1:])) for r in level.ranks
+    ]
+    forward = build_forward_rows(level.forward) if level.forward is not None else []
     said = [*ranks, *forward, *(("note", note) for note in level.notes)]
     if said:
         properties = ET.SubElement(suite, "properties")
         for name, value in said:
-            ET.SubElement(properties, "property", name=name, value=_clean(value))
+            ET.SubElement(properties, "property", name=name, value=_clean_text(value))
 
 
-def _case(suite: ET.Element, name: str, level: Level, path: str) -> ET.Element:
-    return ET.SubElement(suite, "testcase", name=_clean(name), classname=f"shardctl.{level.name}", file=_clean(path))
+def _add_case(suite: ET.Element, name: str, level: LevelResult, path: str) -> ET.Element:
+    return ET.SubElement(
+        suite, "testcase", name=_clean_text(name), classname=f"shardctl.{level.name}", file=_clean_text(path)
+    )
 
 
-def _line(finding: Finding) -> str:
+def _format_line(finding: CheckFinding) -> str:
     place = {"file": finding.file, "tensor": finding.tensor, "box": finding.box}
     where = "".join(f"; {what} {value}" for what, value in place.items() if value)
     return f"{finding.severity}: {finding.message}{where}"
 
 
-def _clean(text: str) -> str:
+def _clean_text(text: str) -> str:
     return _NOT_XML.sub("\ufffd", text)

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from shardctl.amounts import memory_size
-from shardctl.memory.term import CATEGORIES, Category, total
+from shardctl.amounts import format_memory_size
+from shardctl.memory.term import CATEGORIES, Category, sum_terms
 from shardctl.mesh import HOLDING
-from shardctl.report.grid import line, table
+from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
 
-    from shardctl.memory.estimate import Estimate, RankEstimate
-    from shardctl.memory.holding import Part
-    from shardctl.memory.term import Sum
+    from shardctl.memory.estimate import MeshEstimate, RankEstimate
+    from shardctl.memory.holding import HeldPart
+    from shardctl.memory.term import MemorySum
     from shardctl.mesh import Mesh
 
 FILLS: Final[dict[Category, tuple[str, str]]] = {
@@ -41,33 +41,33 @@ _GAP: Final = 2
 """Columns between those of a table, and before it."""
 
 
-def amount(sum_: Sum) -> str:
+def format_amount(sum_: MemorySum) -> str:
     """A number of bytes, with the interval to be expected if it is modelled."""
     if sum_.exact:
-        return f"{memory_size(sum_.nbytes)} (exact)"
-    return f"{memory_size(sum_.nbytes)} ({memory_size(sum_.low)} to {memory_size(sum_.high)})"
+        return f"{format_memory_size(sum_.nbytes)} (exact)"
+    return f"{format_memory_size(sum_.nbytes)} ({format_memory_size(sum_.low)} to {format_memory_size(sum_.high)})"
 
 
-def bars(estimate: Estimate, columns: int | None = None) -> list[RenderableType]:
+def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:
     """A bar for the heaviest rank of each stage, and the legend; shorter if a terminal has few `columns`."""
     full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.distinct)], default=0)
     rows = []
-    for rank in heaviest(estimate):
+    for rank in list_heaviest_ranks(estimate):
         whole = rank.total()
         share = f"{100 * whole.nbytes / estimate.budget:.0f} %" if estimate.budget else ""
-        limit = f"/ {memory_size(estimate.budget)}" if estimate.budget else ""
+        limit = f"/ {format_memory_size(estimate.budget)}" if estimate.budget else ""
         name = f"rank {rank.holding.rank}" + (f" ({rank.holding.label})" if rank.holding.label != "only" else "")
-        rows.append((name, rank, memory_size(whole.nbytes), limit, share))
+        rows.append((name, rank, format_memory_size(whole.nbytes), limit, share))
     beside = sum(max(len(str(row[n])) for row in rows) + _GAP for n in (0, 2, 3, 4)) + _GAP
     long = _BAR if columns is None else max(_LEAST_BAR, min(_BAR, columns - beside))
-    drawn = [(name, _bar(rank, full, estimate.budget, long), *rest) for name, rank, *rest in rows]
+    drawn = [(name, _render_bar(rank, full, estimate.budget, long), *rest) for name, rank, *rest in rows]
     every = (term for rank in estimate.distinct for term in rank.terms)
     shown = {term.category for term in every if term.nbytes and term.tier == "device"}
     legend = "  ".join(f"{FILLS[c][0]} {c}" for c in CATEGORIES if c in shown)
-    return [table(drawn, right=frozenset({2}), indent=2), line(f"  {legend}", "dim")]
+    return [render_table(drawn, right=frozenset({2}), indent=2), render_line(f"  {legend}", "dim")]
 
 
-def heaviest(estimate: Estimate) -> list[RankEstimate]:
+def list_heaviest_ranks(estimate: MeshEstimate) -> list[RankEstimate]:
     """Of each stage the rank that needs most."""
     stages: dict[int, RankEstimate] = {}
     for rank in estimate.distinct:
@@ -77,12 +77,12 @@ def heaviest(estimate: Estimate) -> list[RankEstimate]:
     return [stages[stage] for stage in sorted(stages)]
 
 
-def _bar(rank: RankEstimate, full: int, budget: int | None, long: int) -> Text:
+def _render_bar(rank: RankEstimate, full: int, budget: int | None, long: int) -> Text:
     """`long` characters for `full` bytes; each category is rounded where it ends, so that the whole is right."""
     bar, ends = Text(), 0
     place = 0
     for category in CATEGORIES:
-        ends += total(rank.terms, category=category).nbytes
+        ends += sum_terms(rank.terms, category=category).nbytes
         until = round(long * ends / full) if full else 0
         fill, colour = FILLS[category]
         bar.append(fill * (until - place), style=colour)
@@ -94,7 +94,7 @@ def _bar(rank: RankEstimate, full: int, budget: int | None, long: int) -> Text:
     return bar
 
 
-def picture(mesh: Mesh, estimate: Estimate, columns: int | None = None) -> list[RenderableType]:
+def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:
     """The mesh, one line of ranks for each outer coordinate, with what each rank needs.
 
     On a terminal of so many `columns` a line goes on in the next where it has no room for all its ranks.
@@ -109,7 +109,7 @@ def picture(mesh: Mesh, estimate: Estimate, columns: int | None = None) -> list[
         cells = []
         for rank in range(first, first + width):
             at = mesh.coordinate(rank)
-            cells.append(f"[{rank:>3} {memory_size(needs[tuple(at[a] for a in HOLDING)]):>9}]")
+            cells.append(f"[{rank:>3} {format_memory_size(needs[tuple(at[a] for a in HOLDING)]):>9}]")
         at = mesh.coordinate(first)
         rows.append(
             (" ".join(f"{name}{at[name]}" for name, degree in mesh.axes if degree > 1 and name != inner), cells)
@@ -122,29 +122,36 @@ def picture(mesh: Mesh, estimate: Estimate, columns: int | None = None) -> list[
     folded = [
         ("" if start else name, *cells[start : start + most]) for name, cells in rows for start in range(0, width, most)
     ]
-    return [table(folded, indent=2)]
+    return [render_table(folded, indent=2)]
 
 
-def terms(rank: RankEstimate) -> RenderableType:
+def render_terms(rank: RankEstimate) -> RenderableType:
     """Every addend of one rank, with its formula, its inputs and its source."""
     rows: list[Sequence[object]] = [("term", "bytes", "", "formula, with inputs and source")]
     for term in rank.terms:
         if not term.high:
             continue
-        sure = "exact" if term.exact else f"{memory_size(term.low)} to {memory_size(term.high)}"
+        sure = "exact" if term.exact else f"{format_memory_size(term.low)} to {format_memory_size(term.high)}"
         where = f" on {term.tier}" if term.tier != "device" else ""
-        rows.append((term.name + where, memory_size(term.nbytes), sure, _explained(term.formula, term.inputs.items())))
+        rows.append(
+            (
+                term.name + where,
+                format_memory_size(term.nbytes),
+                sure,
+                _format_explanation(term.formula, term.inputs.items()),
+            )
+        )
         if term.source:
-            rows.append(("", "", "", line(term.source, "dim")))
-    return table(rows, right=frozenset({1}), indent=2)
+            rows.append(("", "", "", render_line(term.source, "dim")))
+    return render_table(rows, right=frozenset({1}), indent=2)
 
 
-def _explained(formula: str, inputs: Iterable[tuple[str, float | str]]) -> str:
-    given = ", ".join(f"{name} = {number(value)}" for name, value in inputs)
+def _format_explanation(formula: str, inputs: Iterable[tuple[str, float | str]]) -> str:
+    given = ", ".join(f"{name} = {format_number(value)}" for name, value in inputs)
     return f"{formula}; {given}" if formula and given else formula or given or "from headers"
 
 
-def number(value: float | str) -> str:
+def format_number(value: float | str) -> str:
     """The value of a symbol; counts that were reckoned with as floats are shown as counts.
 
     >>> number(2147483648.0), number(0.5), number(5.5), number("tp")
@@ -155,9 +162,9 @@ def number(value: float | str) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
 
 
-def kinds(rank: RankEstimate) -> RenderableType:
+def render_kinds(rank: RankEstimate) -> RenderableType:
     """Every kind of tensor that one rank holds a part of, layers taken together: exact, from headers."""
-    groups: dict[tuple[object, ...], list[Part]] = {}
+    groups: dict[tuple[object, ...], list[HeldPart]] = {}
     for part in rank.holding.parts:
         kind = part.kind
         groups.setdefault((kind.shape, kind.dtype, kind.spec.cuts, kind.spec.member, part.elements), []).append(part)
@@ -166,5 +173,7 @@ def kinds(rank: RankEstimate) -> RenderableType:
         kind, number = parts[0].kind, sum(part.count for part in parts)
         shape = " x ".join(map(str, kind.shape)) or "scalar"
         held = f"{parts[0].elements:,} elements"
-        rows.append((number, kind.example, kind.dtype.name, shape, held, memory_size(sum(p.nbytes for p in parts))))
-    return table(rows, right=frozenset({0, 4, 5}), indent=2)
+        rows.append(
+            (number, kind.example, kind.dtype.name, shape, held, format_memory_size(sum(p.nbytes for p in parts)))
+        )
+    return render_table(rows, right=frozenset({0, 4, 5}), indent=2)

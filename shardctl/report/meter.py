@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.progress import Progress
 
-from shardctl.amounts import duration, file_size, memory_size, percent
+from shardctl.amounts import format_duration, format_file_size, format_memory_size, format_percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,15 +117,17 @@ class TransferMeter:
 
     def format_line(self, verb: str, held: int) -> str:
         """All of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""
-        parts = [file_size(self.done_bytes)]
+        parts = [format_file_size(self.done_bytes)]
         if self.total_bytes:
-            parts[0] += f" of {file_size(self.total_bytes)} ({percent(self.done_bytes, self.total_bytes)})"
+            parts[0] += (
+                f" of {format_file_size(self.total_bytes)} ({format_percent(self.done_bytes, self.total_bytes)})"
+            )
         if self.rate:
-            parts.append(f"{file_size(self.rate)}/s")
+            parts.append(f"{format_file_size(self.rate)}/s")
         if self.seconds_left is not None:
-            parts.append(f"{duration(self.seconds_left)} left")
+            parts.append(f"{format_duration(self.seconds_left)} left")
         if self.files:
             parts.append(f"{self.files_done:,} of {self.files:,} files")
         if held:
-            parts.append(f"{memory_size(held)} held")
+            parts.append(f"{format_memory_size(held)} held")
         return f"{verb}: {', '.join(parts)}\n"

@@ -5,35 +5,39 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardctl.memory.term import total
-from shardctl.memory.workload import Serving
-from shardctl.report.documents import Document, head, mesh_fields
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import ServingWorkload
+from shardctl.report.documents import Document, build_document_head, build_mesh_fields
 from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
-    from shardctl.memory.calibrate import Calibration
-    from shardctl.memory.comparison import Strategy
-    from shardctl.memory.cost import Cost
-    from shardctl.memory.search import Candidate
-    from shardctl.memory.term import Term, Tier
-    from shardctl.verbs.forecasting import Forecast
-    from shardctl.verbs.plan import Planned
-    from shardctl.verbs.searching import Explored
+    from shardctl.memory.calibrate import FittedCalibration
+    from shardctl.memory.comparison import ShardingStrategy
+    from shardctl.memory.cost import MeshCost
+    from shardctl.memory.search import MeshCandidate
+    from shardctl.memory.term import MemoryTerm, Tier
+    from shardctl.verbs.forecasting import WorkloadEstimate
+    from shardctl.verbs.plan import PlanResult
+    from shardctl.verbs.searching import MeshExploration
 
 
-def planned(result: Planned) -> Document:
+def build_plan_document(result: PlanResult) -> Document:
     """What `plan` says."""
-    return head("plan", answer=result.fits) | plan_fields(result)
+    return build_document_head("plan", answer=result.fits) | build_plan_fields(result)
 
 
-def rehearsed(result: Planned, destination: str) -> Document:
+def build_rehearsal_document(result: PlanResult, destination: str) -> Document:
     """What `reshard --dry-run` says."""
-    return head("reshard") | {"dry_run": True, "destination": destination, "plan": plan_fields(result)}
+    return build_document_head("reshard") | {
+        "dry_run": True,
+        "destination": destination,
+        "plan": build_plan_fields(result),
+    }
 
 
-def plan_fields(result: Planned) -> Document:
+def build_plan_fields(result: PlanResult) -> Document:
     """The plan itself, for `plan` and for `reshard --dry-run`."""
-    groups: list[tuple[Term, ...]] = []
+    groups: list[tuple[MemoryTerm, ...]] = []
     places = []
     for need in result.forecast.estimate.ranks:
         if need.terms not in groups:
@@ -45,18 +49,18 @@ def plan_fields(result: Planned) -> Document:
         "architecture": result.architecture,
         "parameters": result.parameters,
         "weight_bytes": result.weight_bytes,
-        "mesh": mesh_fields(result.mesh),
+        "mesh": build_mesh_fields(result.mesh),
         "stages": [asdict(stage) for stage in result.stages],
         "ranks": [asdict(rank) | {"needs": place} for rank, place in zip(result.ranks, places, strict=True)],
-        "needs": [_needs(terms) for terms in groups],
+        "needs": [_build_needs(terms) for terms in groups],
         "replication": result.replication,
-        "purpose": _purpose(result.forecast),
-        "device": _device(result.forecast),
-        "verdict": _verdict(result.forecast),
-        "offload": _offload(result.forecast),
-        "strategies": [_strategy(one) for one in result.forecast.strategies],
-        "calibration": _calibration(result.forecast.calibration) if result.forecast.calibration else None,
-        "search": _search(result.explored) if result.explored else None,
+        "purpose": _build_purpose(result.forecast),
+        "device": _build_device(result.forecast),
+        "verdict": _build_verdict(result.forecast),
+        "offload": _build_offload(result.forecast),
+        "strategies": [_build_strategy(one) for one in result.forecast.strategies],
+        "calibration": _build_calibration(result.forecast.calibration) if result.forecast.calibration else None,
+        "search": _build_search(result.explored) if result.explored else None,
         "advice": [
             {
                 "change": one.change,
@@ -71,7 +75,7 @@ def plan_fields(result: Planned) -> Document:
             {
                 "dtype": one.dtype,
                 "devices": one.devices,
-                "mesh": mesh_fields(one.candidate.mesh) if one.candidate else None,
+                "mesh": build_mesh_fields(one.candidate.mesh) if one.candidate else None,
                 "weight_bytes": one.weights,
             }
             for one in result.counsel.types
@@ -81,19 +85,19 @@ def plan_fields(result: Planned) -> Document:
     }
 
 
-def _needs(terms: tuple[Term, ...]) -> Document:
+def _build_needs(terms: tuple[MemoryTerm, ...]) -> Document:
     """What each of some ranks needs, by tier and term by term; of what is on the device always."""
     tiers: tuple[Tier, ...] = ("device", "host", "nvme")
-    sums = {tier: total(terms, tier) for tier in tiers}
+    sums = {tier: sum_terms(terms, tier) for tier in tiers}
     totals = {
         tier: {"total_bytes": s.nbytes, "low_bytes": s.low, "high_bytes": s.high, "exact": s.exact}
         for tier, s in sums.items()
         if tier == "device" or s.nbytes
     }
-    return {"totals": totals, "terms": [_term(term) for term in terms]}
+    return {"totals": totals, "terms": [_build_term(term) for term in terms]}
 
 
-def _term(term: Term) -> Document:
+def _build_term(term: MemoryTerm) -> Document:
     return {
         "name": term.name,
         "category": term.category,
@@ -108,10 +112,10 @@ def _term(term: Term) -> Document:
     }
 
 
-def _purpose(seen: Forecast) -> Document:
+def _build_purpose(seen: WorkloadEstimate) -> Document:
     use = None
     if seen.work is not None:
-        use = "serve" if isinstance(seen.work, Serving) else "train"
+        use = "serve" if isinstance(seen.work, ServingWorkload) else "train"
     return {
         "use": use,
         "why_not": seen.unmodelled,
@@ -124,7 +128,7 @@ def _purpose(seen: Forecast) -> Document:
     }
 
 
-def _device(seen: Forecast) -> Document | None:
+def _build_device(seen: WorkloadEstimate) -> Document | None:
     if seen.device is None:
         return None
     return {
@@ -135,7 +139,7 @@ def _device(seen: Forecast) -> Document | None:
     }
 
 
-def _offload(seen: Forecast) -> Document | None:
+def _build_offload(seen: WorkloadEstimate) -> Document | None:
     if not seen.links and not seen.nodes:
         return None
     return {
@@ -156,7 +160,7 @@ def _offload(seen: Forecast) -> Document | None:
     }
 
 
-def _verdict(seen: Forecast) -> Document:
+def _build_verdict(seen: WorkloadEstimate) -> Document:
     estimate, whole = seen.estimate, seen.estimate.binding.total()
     return {
         "binding_rank": estimate.binding.holding.rank,
@@ -170,7 +174,7 @@ def _verdict(seen: Forecast) -> Document:
     }
 
 
-def _strategy(one: Strategy) -> Document:
+def _build_strategy(one: ShardingStrategy) -> Document:
     return {
         "name": one.name,
         "zero": one.zero,
@@ -184,7 +188,7 @@ def _strategy(one: Strategy) -> Document:
     }
 
 
-def _calibration(fitted: Calibration) -> Document:
+def _build_calibration(fitted: FittedCalibration) -> Document:
     return {
         "scale": fitted.scale,
         "overhead_bytes": fitted.overhead,
@@ -193,7 +197,7 @@ def _calibration(fitted: Calibration) -> Document:
         "lines": [
             {
                 "line": one.measurement.line,
-                "mesh": mesh_fields(one.measurement.mesh),
+                "mesh": build_mesh_fields(one.measurement.mesh),
                 "peak_bytes": one.measurement.peak,
                 "before_bytes": one.before,
                 "after_bytes": one.after,
@@ -203,30 +207,30 @@ def _calibration(fitted: Calibration) -> Document:
     }
 
 
-def _search(explored: Explored) -> Document:
+def _build_search(explored: MeshExploration) -> Document:
     found, fewest = explored.found, explored.fewest
     return {
         "devices": found.devices,
         "sequences": explored.sequences,
-        "ranked": [_candidate(one) for one in found.ranked],
+        "ranked": [_build_candidate(one) for one in found.ranked],
         "rejected": [
             {"what": one.what, "why": one.why, "reason": one.reason, "over_bytes": one.over} for one in found.rejected
         ],
-        "fewest": _candidate(fewest) if fewest else None,
+        "fewest": _build_candidate(fewest) if fewest else None,
     }
 
 
-def _candidate(one: Candidate) -> Document:
+def _build_candidate(one: MeshCandidate) -> Document:
     return {
-        "mesh": mesh_fields(one.mesh),
+        "mesh": build_mesh_fields(one.mesh),
         "stages": list(one.stages),
         "peak_bytes": one.peak,
         "spare_bytes": one.slack if one.estimate.budget is not None else None,
-        "cost": _cost(one.cost) if one.cost else None,
+        "cost": _build_cost(one.cost) if one.cost else None,
     }
 
 
-def _cost(cost: Cost) -> Document:
+def _build_cost(cost: MeshCost) -> Document:
     return {
         "device": cost.device,
         "seconds": cost.seconds,

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.console import Group
 
-from shardctl.amounts import count, file_size, memory_size, plural
+from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.memory.devices import GB, TERA
-from shardctl.memory.workload import Serving
-from shardctl.report.grid import line, table
-from shardctl.report.memory_bars import amount, bars, kinds, picture, terms
-from shardctl.report.search_table import ranking
-from shardctl.report.strategies import advice, calibration, comparison
+from shardctl.memory.workload import ServingWorkload
+from shardctl.report.grid import render_line, render_table
+from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
+from shardctl.report.search_table import render_ranking
+from shardctl.report.strategies import render_advice, render_calibration, render_comparison
 from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardctl.verbs.forecasting import Forecast
-    from shardctl.verbs.plan import Planned, RankPlan, StagePlan
+    from shardctl.verbs.forecasting import WorkloadEstimate
+    from shardctl.verbs.plan import PlanResult, RankPlan, StagePlan
 
 Detail = Literal["summary", "stage", "rank", "tensor"]
 
@@ -30,86 +30,90 @@ _BAR: Final = 24
 """Characters of a full bar."""
 
 
-def planning(planned: Planned, detail: Detail = "rank", columns: int | None = None) -> RenderableType:
+def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | None = None) -> RenderableType:
     """The checkpoint and its mesh in one line, then stages, ranks, what they need, and the cost of the conversion.
 
     `columns` are those of a terminal; without, bars and pictures are as wide as they are.
     """
-    parts: list[RenderableType] = [line(_header(planned), "bold")]
+    parts: list[RenderableType] = [render_line(_format_header(planned), "bold")]
     if detail != "summary" and len(planned.stages) > 1:
-        parts.append(table([_stage(stage, planned) for stage in planned.stages], right=frozenset({2}), indent=2))
+        parts.append(
+            render_table([_build_stage_row(stage, planned) for stage in planned.stages], right=frozenset({2}), indent=2)
+        )
     if detail in {"rank", "tensor"}:
-        parts.append(_ranks(planned))
-    parts += _needs(planned, detail, columns)
-    parts += advice(planned.counsel)
+        parts.append(_render_ranks(planned))
+    parts += _render_needs(planned, detail, columns)
+    parts += render_advice(planned.counsel)
     if planned.forecast.strategies and planned.forecast.strategies[0].inputs["N"] > 1:
-        parts += comparison(planned.forecast.strategies)
+        parts += render_comparison(planned.forecast.strategies)
     if planned.forecast.calibration is not None:
-        parts += calibration(planned.forecast.calibration)
+        parts += render_calibration(planned.forecast.calibration)
     if planned.explored is not None:
-        parts += ranking(planned.explored, everything=detail == "tensor")
-    parts += [line(text) for text in (_replication(planned), _conversion(planned)) if text]
+        parts += render_ranking(planned.explored, everything=detail == "tensor")
+    parts += [render_line(text) for text in (_format_replication(planned), _format_conversion(planned)) if text]
     return Group(*parts)
 
 
-def _needs(planned: Planned, detail: Detail, columns: int | None) -> list[RenderableType]:
+def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> list[RenderableType]:
     """What the ranks need for the purpose, and whether it fits."""
     seen = planned.forecast
     if seen.work is None:
         why = f"memory besides weights is not modelled: {seen.unmodelled}" if seen.unmodelled else ""
-        answer = verdict(planned) if seen.device is not None else ""
-        return [line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text]
-    parts: list[RenderableType] = [line(workload(planned) + beyond(seen))]
+        answer = format_plan_verdict(planned) if seen.device is not None else ""
+        return [
+            render_line(text, style) for text, style in ((answer, _STYLES[seen.estimate.fits]), (why, "dim")) if text
+        ]
+    parts: list[RenderableType] = [render_line(format_workload(planned) + format_beyond_positions(seen))]
     if detail != "summary":
-        parts += picture(planned.mesh, seen.estimate, columns)
-    parts += bars(seen.estimate, columns)
+        parts += render_mesh_picture(planned.mesh, seen.estimate, columns)
+    parts += render_bars(seen.estimate, columns)
     if detail == "tensor":
-        parts += [terms(seen.estimate.binding), kinds(seen.estimate.binding)]
-    if seen.device is not None and (text := room(seen)):
-        parts.append(line(text))
-    parts.append(line(verdict(planned), _STYLES[seen.estimate.fits]))
-    parts += [line(text) for text in moved(seen)]
+        parts += [render_terms(seen.estimate.binding), render_kinds(seen.estimate.binding)]
+    if seen.device is not None and (text := format_room(seen)):
+        parts.append(render_line(text))
+    parts.append(render_line(format_plan_verdict(planned), _STYLES[seen.estimate.fits]))
+    parts += [render_line(text) for text in list_offload_lines(seen)]
     if seen.estimate.partial:
-        parts.append(line(f"activations are not modelled: {seen.unmodelled}", "dim"))
+        parts.append(render_line(f"activations are not modelled: {seen.unmodelled}", "dim"))
     return parts
 
 
 _STYLES: Final = {True: "bold green", False: "bold red", None: ""}
 
 
-def beyond(seen: Forecast) -> str:
+def format_beyond_positions(seen: WorkloadEstimate) -> str:
     """A remark where sequences are longer than those that the model was made for; else empty."""
-    asked = seen.work.context if isinstance(seen.work, Serving) else seen.work.sequence if seen.work else 0
+    asked = seen.work.context if isinstance(seen.work, ServingWorkload) else seen.work.sequence if seen.work else 0
     return f" (the model was made for {seen.positions:,})" if seen.positions and asked > seen.positions else ""
 
 
-def room(seen: Forecast) -> str:
+def format_room(seen: WorkloadEstimate) -> str:
     """What would fit instead, in serving; empty where nothing would."""
     work, length, batch = seen.work, seen.longest_context, seen.largest_batch
-    if not isinstance(work, Serving) or (length is None and batch is None):
+    if not isinstance(work, ServingWorkload) or (length is None and batch is None):
         return ""
     found = []
     if batch != 0:
-        many = "any number of sequences" if batch is None else plural(batch, "sequence")
+        many = "any number of sequences" if batch is None else format_plural(batch, "sequence")
         found.append(f"{many} of {work.context:,} tokens")
     if length != 0:
-        long = "any length" if length is None else plural(length, "token")
+        long = "any length" if length is None else format_plural(length, "token")
         more = length is not None and seen.positions is not None and length > seen.positions >= work.context
         made = f" (the model was made for {seen.positions:,})" if more else ""
-        found.append(f"{plural(work.batch, 'sequence')} of {long}{made}")
+        found.append(f"{format_plural(work.batch, 'sequence')} of {long}{made}")
     return f"room for {', or '.join(found)}" if found else ""
 
 
-def verdict(planned: Planned) -> str:
+def format_plan_verdict(planned: PlanResult) -> str:
     """Which rank needs most, and whether it fits."""
     estimate, device = planned.forecast.estimate, planned.forecast.device
     rank = estimate.binding
     place = f" ({rank.holding.label})" if rank.holding.label != "only" else ""
     least = "at least " if estimate.partial else ""
-    needs = f"rank {rank.holding.rank}{place} needs {least}{amount(rank.total())}"
+    needs = f"rank {rank.holding.rank}{place} needs {least}{format_amount(rank.total())}"
     if estimate.budget is None or device is None:
         return f"binding: {needs}"
-    size = memory_size(estimate.budget)
+    size = format_memory_size(estimate.budget)
     what = f"{size} of {device.name}" if device.timed or device.measured else size
     if estimate.fits is None:
         return f"whether it fits is not known: {needs} of {what}"
@@ -117,9 +121,9 @@ def verdict(planned: Planned) -> str:
     return f"{'fits' if estimate.fits else 'DOES NOT FIT'}{sure}: {needs} of {what}"
 
 
-def moved(seen: Forecast) -> list[str]:
+def list_offload_lines(seen: WorkloadEstimate) -> list[str]:
     """What training has offloaded, and how fast that must move."""
-    found = [f"offloaded to {tier}: {amount(some)} in a node" for tier, some in seen.nodes.items()]
+    found = [f"offloaded to {tier}: {format_amount(some)} in a node" for tier, some in seen.nodes.items()]
     for need in seen.links:
         rate = f"{need.bandwidth / GB:,.1f} GB/s"
         each = f", {need.link / GB:,.1f} over its own link" if need.link < need.bandwidth else ""
@@ -130,12 +134,12 @@ def moved(seen: Forecast) -> list[str]:
     return found
 
 
-def _header(planned: Planned) -> str:
+def _format_header(planned: PlanResult) -> str:
     name = PurePath(planned.path).name or planned.path
     model = f"{name} ({planned.architecture})" if planned.architecture else name
     world = planned.mesh.world
-    mesh = f"{planned.mesh} = {plural(world, 'rank')}" if world > 1 else "one device"
-    amounts = f"{count(planned.parameters)} parameters  {memory_size(planned.weight_bytes)}"
+    mesh = f"{planned.mesh} = {format_plural(world, 'rank')}" if world > 1 else "one device"
+    amounts = f"{format_count(planned.parameters)} parameters  {format_memory_size(planned.weight_bytes)}"
     layout = f" | layout {planned.layout}" if planned.layout else " | a config without weights"
     if planned.forecast.quantised:
         layout = f" | if it were quantised to {planned.forecast.quantised}"
@@ -144,7 +148,7 @@ def _header(planned: Planned) -> str:
     return f"{model}  {amounts} | {mesh}{layout}"
 
 
-def _stage(stage: StagePlan, planned: Planned) -> tuple[str, str, str]:
+def _build_stage_row(stage: StagePlan, planned: PlanResult) -> tuple[str, str, str]:
     if stage.layers == 0:
         layers = "no layers"
     elif stage.layers == 1:
@@ -153,10 +157,14 @@ def _stage(stage: StagePlan, planned: Planned) -> tuple[str, str, str]:
         layers = f"layers {stage.first_layer}-{stage.first_layer + stage.layers - 1}"
     held = [rank for rank in planned.ranks if rank.coordinate.get("pp", 0) == stage.stage]
     copies = f" x {held[0].replicas} copies" if held and held[0].replicas > 1 else ""
-    return f"stage {stage.stage}", layers, f"{memory_size(stage.weight_bytes)} on {plural(len(held), 'rank')}{copies}"
+    return (
+        f"stage {stage.stage}",
+        layers,
+        f"{format_memory_size(stage.weight_bytes)} on {format_plural(len(held), 'rank')}{copies}",
+    )
 
 
-def _ranks(planned: Planned) -> RenderableType:
+def _render_ranks(planned: PlanResult) -> RenderableType:
     heaviest = max((rank.weight_bytes for rank in planned.ranks), default=0)
     copies = planned.ranks[0].replicas > 1 if planned.ranks else False
     written = any(rank.files for rank in planned.ranks)
@@ -164,66 +172,66 @@ def _ranks(planned: Planned) -> RenderableType:
     rows = [("rank", "place", *(("copies",) if copies else ()), "tensors", "weights", *files, "")]
     groups: dict[tuple[int, ...], list[RankPlan]] = {}
     for rank in planned.ranks:
-        groups.setdefault(_alike(rank) if len(planned.ranks) > GROUPED else (rank.rank,), []).append(rank)
+        groups.setdefault(_build_rank_key(rank) if len(planned.ranks) > GROUPED else (rank.rank,), []).append(rank)
     for ranks in groups.values():
         first = ranks[0]
         bar = "█" * round(_BAR * first.weight_bytes / heaviest) if heaviest else ""
         rows.append(
             (
-                str(first.rank) if len(ranks) == 1 else plural(len(ranks), "rank"),
+                str(first.rank) if len(ranks) == 1 else format_plural(len(ranks), "rank"),
                 first.label if len(ranks) == 1 else f"{first.label} .. {ranks[-1].label}",
                 *((f"x{first.replicas}",) if copies else ()),
                 f"{first.tensors:,}",
-                memory_size(first.weight_bytes),
-                *((file_size(first.file_bytes),) if written else ()),
+                format_memory_size(first.weight_bytes),
+                *((format_file_size(first.file_bytes),) if written else ()),
                 bar,
             )
         )
     shift = int(copies)
     right = {0, 2 + shift, 3 + shift} | ({4 + shift} if written else set()) | ({2} if copies else set())
-    return table(rows, right=frozenset(right), indent=2)
+    return render_table(rows, right=frozenset(right), indent=2)
 
 
-def _alike(rank: RankPlan) -> tuple[int, ...]:
+def _build_rank_key(rank: RankPlan) -> tuple[int, ...]:
     """What ranks of one line have in common."""
     return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, rank.file_bytes
 
 
-def _replication(planned: Planned) -> str:
+def _format_replication(planned: PlanResult) -> str:
     distinct = len(planned.ranks)
     if planned.mesh.world == 1:
         return ""
     copies = planned.ranks[0].replicas
     hold = "holds" if distinct == 1 else "hold"
-    text = f"replication: {plural(distinct, 'distinct rank')} {hold} {planned.replication:.3f} times the weights"
+    text = f"replication: {format_plural(distinct, 'distinct rank')} {hold} {planned.replication:.3f} times the weights"
     return text + (f", each {copies} times (dp x cp)" if copies > 1 else "")
 
 
-def _conversion(planned: Planned) -> str:
+def _format_conversion(planned: PlanResult) -> str:
     cost = planned.conversion
     if cost is None:
         return ""
     return (
-        f"conversion: read {file_size(cost.read_bytes)}, write {file_size(cost.write_bytes)} "
-        f"in {plural(cost.files, 'file')}, peak host memory {memory_size(cost.peak_memory_bytes)}"
-        + (f", free space {file_size(cost.free_bytes)}" if cost.free_bytes is not None else "")
+        f"conversion: read {format_file_size(cost.read_bytes)}, write {format_file_size(cost.write_bytes)} "
+        f"in {format_plural(cost.files, 'file')}, peak host memory {format_memory_size(cost.peak_memory_bytes)}"
+        + (f", free space {format_file_size(cost.free_bytes)}" if cost.free_bytes is not None else "")
     )
 
 
-def workload(planned: Planned) -> str:
+def format_workload(planned: PlanResult) -> str:
     """What the devices do, in one line; empty if only the weights are stated."""
     work = planned.forecast.work
     if work is None:
         return ""
-    if isinstance(work, Serving):
+    if isinstance(work, ServingWorkload):
         source = f" and {work.source:,} of the encoder" if work.source else ""
         kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
-        return f"serve: {plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}"
+        return f"serve: {format_plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}"
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
     many = "microbatch" if work.microbatches == 1 else "microbatches"
     steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""
     parts = [
-        f"train: {plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{steps}",
+        f"train: {format_plural(work.micro_batch, 'sequence')} of {work.sequence:,} tokens a rank{steps}",
         f"{work.optimizer}, ZeRO {work.zero}" if work.zero else work.optimizer,
         f"compute {work.dtype}, profile {work.profile}, recompute {work.recompute}",
     ]

@@ -4,51 +4,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import memory_size, plural
-from shardctl.report.grid import line, table
+from shardctl.amounts import format_memory_size, format_plural
+from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from shardctl.memory.cost import Cost
-    from shardctl.memory.search import Candidate, Rejection
-    from shardctl.verbs.searching import Explored
+    from shardctl.memory.cost import MeshCost
+    from shardctl.memory.search import MeshCandidate, MeshRejection
+    from shardctl.verbs.searching import MeshExploration
 
 _RANKED: Final = 8
 _REJECTED: Final = 6
 """Lines that a person reads; `--detail tensor` and `--json` have them all."""
 
 
-def ranking(explored: Explored, *, everything: bool = False) -> list[RenderableType]:
+def render_ranking(explored: MeshExploration, *, everything: bool = False) -> list[RenderableType]:
     """The meshes that fit, the cheapest first, with what their time is spent on; and why others do not."""
     found = explored.found
     most = None if everything else _RANKED
     parts: list[RenderableType] = []
     if found.ranked:
-        head = f"{plural(len(found.ranked), 'mesh')} of {plural(found.devices, 'device')}".replace("meshs", "meshes")
+        head = f"{format_plural(len(found.ranked), 'mesh')} of {format_plural(found.devices, 'device')}".replace(
+            "meshs", "meshes"
+        )
         cost = found.ranked[0].cost
         by = f", by device-seconds per token on {cost.device} (modelled)" if cost else ", by memory"
         step = f", {explored.sequences:,} sequences a step" if explored.sequences else ""
-        parts.append(line(head + by + step, "bold"))
-        parts.append(table([_HEAD, *map(row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2))
+        parts.append(render_line(head + by + step, "bold"))
+        parts.append(
+            render_table(
+                [_HEAD, *map(build_candidate_row, found.ranked[:most])], right=frozenset({1, 2, 3, 4}), indent=2
+            )
+        )
         if most is not None and len(found.ranked) > most:
-            parts.append(line(f"  and {len(found.ranked) - most} more", "dim"))
+            parts.append(render_line(f"  and {len(found.ranked) - most} more", "dim"))
     else:
-        parts.append(line(f"no mesh of {plural(found.devices, 'device')} fits", "bold red"))
+        parts.append(render_line(f"no mesh of {format_plural(found.devices, 'device')} fits", "bold red"))
     if explored.fewest is not None and explored.fewest.mesh.world != found.devices:
         few = explored.fewest
         one = few.mesh.world == 1
-        parts.append(line(f"the fewest that fit: {'one device' if one else f'{few.mesh.world:,}, as {few.mesh}'}"))
-    shown = found.rejected if everything else _both(found.rejected, _REJECTED)
+        parts.append(
+            render_line(f"the fewest that fit: {'one device' if one else f'{few.mesh.world:,}, as {few.mesh}'}")
+        )
+    shown = found.rejected if everything else _select_rejections(found.rejected, _REJECTED)
     if shown:
-        parts.append(line(f"not possible, or too large: {len(found.rejected):,}"))
-        parts.append(table([(one.what, one.reason) for one in shown], indent=2))
+        parts.append(render_line(f"not possible, or too large: {len(found.rejected):,}"))
+        parts.append(render_table([(one.what, one.reason) for one in shown], indent=2))
     return parts
 
 
-def _both(rejected: Sequence[Rejection], most: int) -> Sequence[Rejection]:
+def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence[MeshRejection]:
     """The first of those that are not possible, and of those that are too large, at least half of `most` of each."""
     large = [one for one in rejected if one.why == "memory"]
     others = [one for one in rejected if one.why != "memory"][: max(most // 2, most - len(large))]
@@ -58,22 +66,22 @@ def _both(rejected: Sequence[Rejection], most: int) -> Sequence[Rejection]:
 _HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
 
 
-def row(one: Candidate) -> Sequence[str]:
+def build_candidate_row(one: MeshCandidate) -> Sequence[str]:
     """A mesh: what its heaviest rank needs and has to spare, its time, and what that is spent on."""
-    spare = memory_size(one.slack) if one.estimate.budget is not None else ""
+    spare = format_memory_size(one.slack) if one.estimate.budget is not None else ""
     if one.cost is None:
-        return str(one.mesh), memory_size(one.peak), spare, "", "", ""
+        return str(one.mesh), format_memory_size(one.peak), spare, "", "", ""
     return (
         str(one.mesh),
-        memory_size(one.peak),
+        format_memory_size(one.peak),
         spare,
-        _time(one.cost.seconds),
-        _time(one.cost.score),
-        _shares(one.cost),
+        _format_time(one.cost.seconds),
+        _format_time(one.cost.score),
+        _format_shares(one.cost),
     )
 
 
-def _shares(cost: Cost) -> str:
+def _format_shares(cost: MeshCost) -> str:
     """What takes a percent of the time or more, the most first."""
     names = dict.fromkeys(share.name for share in cost.shares)
     whole = cost.seconds or 1.0
@@ -81,7 +89,7 @@ def _shares(cost: Cost) -> str:
     return ", ".join(f"{name} {part:.0f} %" for part, name in rows if part >= 1)
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """A span from microseconds to days.
 
     >>> _time(0.0000123), _time(0.0456), _time(3.2)

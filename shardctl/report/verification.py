@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Group
 
-from shardctl.amounts import duration, file_size, memory_size, plural, rate
-from shardctl.report.grid import line, table
+from shardctl.amounts import format_duration, format_file_size, format_memory_size, format_plural, format_rate
+from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardctl.verbs.level import Level, LoadedRank, Verified
-    from shardctl.verify.finding import Finding
+    from shardctl.verbs.level import LevelResult, LoadedRank, VerifyResult
+    from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
 
 RANKS: Final = 16
@@ -26,75 +26,79 @@ SHOWN: Final = 50
 """Findings in full; --json and --junit have them all."""
 
 
-def verification(verified: Verified) -> RenderableType:
+def render_verification(verified: VerifyResult) -> RenderableType:
     """The outcome of each level, each finding, the digest if it was computed, and the verdict."""
     findings = verified.findings
-    parts: list[RenderableType] = [table([_level(level) for level in verified.levels], right=frozenset({2, 3, 4}))]
-    parts += [part for level in verified.levels for part in _details(level)]
-    parts += [text for finding in findings[:SHOWN] for text in _finding(finding)]
+    parts: list[RenderableType] = [
+        render_table([_build_level_row(level) for level in verified.levels], right=frozenset({2, 3, 4}))
+    ]
+    parts += [part for level in verified.levels for part in _list_details(level)]
+    parts += [text for finding in findings[:SHOWN] for text in _list_finding_lines(finding)]
     if len(findings) > SHOWN:
-        parts.append(line(f"and {len(findings) - SHOWN:,} more findings; --json lists them all"))
+        parts.append(render_line(f"and {len(findings) - SHOWN:,} more findings; --json lists them all"))
     if verified.digest:
-        parts.append(line(f"digest {verified.digest}"))
-    parts.append(line(verdict(verified), "bold green" if verified.ok else "bold red"))
+        parts.append(render_line(f"digest {verified.digest}"))
+    parts.append(render_line(format_verify_verdict(verified), "bold green" if verified.ok else "bold red"))
     return Group(*parts)
 
 
-def verdict(verified: Verified) -> str:
+def format_verify_verdict(verified: VerifyResult) -> str:
     """``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
     errors = sum(finding.severity == "error" for finding in verified.findings)
     warnings = len(verified.findings) - errors
-    odd = f" ({plural(warnings, 'warning')})" if warnings else ""
+    odd = f" ({format_plural(warnings, 'warning')})" if warnings else ""
     if verified.ok:
         skipped = [level.name for level in verified.levels if level.status == "skipped"]
         return f"ok, but skipped: {', '.join(skipped)}{odd}" if skipped else f"ok{odd}"
     unmet = [f"{level.name} is required and was skipped" for level in verified.unmet]
-    wrong = [plural(errors, "finding")] if errors or not unmet else []
+    wrong = [format_plural(errors, "finding")] if errors or not unmet else []
     return f"FAILED: {', '.join([*wrong, *unmet])}{odd}"
 
 
-def _level(level: Level) -> tuple[str, ...]:
+def _build_level_row(level: LevelResult) -> tuple[str, ...]:
     if level.status == "skipped":
         return level.name, "skipped"
-    read = file_size(level.nbytes) if level.nbytes else ""
+    read = format_file_size(level.nbytes) if level.nbytes else ""
     return (
         level.name,
         level.status,
-        plural(level.tensors, "tensor"),
+        format_plural(level.tensors, "tensor"),
         read,
-        duration(level.seconds),
-        rate(level.nbytes, level.seconds),
+        format_duration(level.seconds),
+        format_rate(level.nbytes, level.seconds),
     )
 
 
-def _details(level: Level) -> Iterator[RenderableType]:
+def _list_details(level: LevelResult) -> Iterator[RenderableType]:
     """What a level says besides its outcome."""
     if level.reason:
-        yield line(f"skipped: {level.name}: {level.reason}")
+        yield render_line(f"skipped: {level.name}: {level.reason}")
     if level.ranks:
-        yield table([loaded_row(loaded) for loaded in level.ranks[:RANKS]], right=frozenset({2, 3, 4, 5}), indent=4)
+        yield render_table(
+            [build_loaded_row(loaded) for loaded in level.ranks[:RANKS]], right=frozenset({2, 3, 4, 5}), indent=4
+        )
         if len(level.ranks) > RANKS:
-            yield line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
+            yield render_line(f"    and {len(level.ranks) - RANKS:,} more ranks; --json lists them all")
     if level.forward is not None:
-        yield table(forward_rows(level.forward), indent=4)
+        yield render_table(build_forward_rows(level.forward), indent=4)
     for note in level.notes:
-        yield line(f"note: {level.name}: {note}")
+        yield render_line(f"note: {level.name}: {note}")
 
 
-def loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
+def build_loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
     """A rank, its device, bytes, speed, peak, and what was planned."""
     name = "whole" if loaded.rank is None else f"rank {loaded.rank}"
     return (
         f"{name} ({loaded.label})" if loaded.label else name,
         loaded.device,
-        file_size(loaded.nbytes),
-        rate(loaded.nbytes, loaded.seconds),
-        f"peak {memory_size(loaded.peak_bytes)}",
-        f"plan {memory_size(loaded.planned_bytes)}" if loaded.planned_bytes is not None else "",
+        format_file_size(loaded.nbytes),
+        format_rate(loaded.nbytes, loaded.seconds),
+        f"peak {format_memory_size(loaded.peak_bytes)}",
+        f"plan {format_memory_size(loaded.planned_bytes)}" if loaded.planned_bytes is not None else "",
     )
 
 
-def forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
+def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
     """What ran, how far it was off, and what the two said to a prompt; nothing if nothing ran."""
     if result.status == "skipped":
         return []
@@ -103,14 +107,14 @@ def forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
     bounds = result.tolerance
     if result.worst is not None:
         rounding = f", rounding {bounds.floor:.1e}" if bounds is not None and not bounds.exact else ""
-        allowed = _allowed(bounds.block) if bounds is not None else ""
-        rows.append(("worst block", f"{result.worst.name} {_apart(result.worst.error)}{allowed}{rounding}"))
+        allowed = _format_bound(bounds.block) if bounds is not None else ""
+        rows.append(("worst block", f"{result.worst.name} {_format_distance(result.worst.error)}{allowed}{rounding}"))
     if result.output:
         flips = f"; {result.flips:,} of {result.positions:,} positions choose another token" if result.positions else ""
-        allowed = _allowed(bounds.logits) if bounds is not None else ""
-        rows.append((result.output, f"{_apart(result.output_error)}{allowed}{flips}"))
+        allowed = _format_bound(bounds.logits) if bounds is not None else ""
+        rows.append((result.output, f"{_format_distance(result.output_error)}{allowed}{flips}"))
     if result.opinion is not None and result.opinion.status != "skipped":
-        said = f"transformers' tensor parallelism {result.opinion.status}, {_apart(result.opinion.error)}"
+        said = f"transformers' tensor parallelism {result.opinion.status}, {_format_distance(result.opinion.error)}"
         rows.append(("second opinion", said))
     if result.generated is not None:
         rows.append(("prompt", repr(result.generated.prompt)))
@@ -120,20 +124,20 @@ def forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
     return rows
 
 
-def _apart(distance: float) -> str:
+def _format_distance(distance: float) -> str:
     return "equal" if distance == 0 else f"{distance:.1e} off" if isfinite(distance) else "not comparable"
 
 
-def _allowed(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     if not bound:
         return ", must be equal"
     return f", allowed {bound:.0e}" if isfinite(bound) else ", not judged"
 
 
-def _finding(finding: Finding) -> Iterator[Text]:
+def _list_finding_lines(finding: CheckFinding) -> Iterator[Text]:
     style = "red" if finding.severity == "error" else "yellow"
-    yield line(f"{finding.severity}: [{finding.check}] {finding.message}", style)
+    yield render_line(f"{finding.severity}: [{finding.check}] {finding.message}", style)
     place = {"file": finding.file, "tensor": finding.tensor, "box": finding.box}
     unsaid = [f"{what} {value}" for what, value in place.items() if value and value not in finding.message]
     if unsaid:
-        yield line(f"    {', '.join(unsaid)}")
+        yield render_line(f"    {', '.join(unsaid)}")

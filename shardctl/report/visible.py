@@ -9,7 +9,7 @@ _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories that steer rather than show; `Cf` has the marks that reverse a line."""
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""The text with every character that steers a terminal, line ends included, written as an escape.
 
     >>> print(visible("weight\x1b[2J\nüçé"))

@@ -24,16 +24,18 @@ SCHEMAS: Final[tuple[Schema, ...]] = (
 """Every naming scheme but that of transformers, which `models` has."""
 
 
-def named(name: str) -> Schema:
+def get_schema(name: str) -> Schema:
     """The naming scheme of a name that a `Dialect` has."""
     return next(each for each in SCHEMAS if each.name == name)
 
 
-def bind(model: Model, stored: Manifest, read: Callable[[str, int, int], bytes], *, partial: bool = False) -> Manifest:
+def bind_checkpoint(
+    model: Model, stored: Manifest, read: Callable[[str, int, int], bytes], *, partial: bool = False
+) -> Manifest:
     """`stored` under canonical names, whatever library's arrays it holds; `read` gives a file's bytes from an offset.
 
     Raises as `Model.bind` and `binding.bind`.
     """
     if stored.dialect is not None:
-        stored = binding.bind(named(stored.dialect.schema), model, stored, read)
+        stored = binding.bind_arrays(get_schema(stored.dialect.schema), model, stored, read)
     return bind_manifest(model, stored, partial=partial)

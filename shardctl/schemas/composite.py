@@ -1,7 +1,7 @@
 """The piece algebra: arrays that other libraries make of a model's tensors, in both directions from one expression.
 
 An expression such as ``interleave of heads``, ``gate over up``, ``every second row`` or ``padded to 64 rows`` is worked
-out, once, into pieces: boxes of tensors, and for each the `View` through which it lies in the array. Whoever reads
+out, once, into pieces: boxes of tensors, and for each the `ArrayView` through which it lies in the array. Whoever reads
 pulls the tensors' chunks out of the stored array by them, whoever writes puts them there.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import CutError
-from shardctl.views import View
+from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Piece:
     """The canonical name."""
     box: Box
     """Which elements of it."""
-    view: View
+    view: ArrayView
     """Where they lie: the view of a tensor of the box's shape, whose first element is the box's origin."""
     affine: str = ""
     """A *named* element-wise change between the array and the tensor, as `Chunk.affine`."""
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Composite:
+class CompositeArray:
     """An array made of pieces; what none of them fills is padding, zeros, and stands at the end of its first dim.
 
     >>> q, k = Composite.whole("q", (4, 2)), Composite.whole("k", (2, 2))
@@ -56,9 +56,9 @@ class Composite:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, tensor: str, shape: tuple[int, ...], affine: str = "") -> Composite:
+    def whole(cls, tensor: str, shape: tuple[int, ...], affine: str = "") -> CompositeArray:
         """A tensor as it is."""
-        return cls(shape, (Piece(tensor, Box.whole(shape), View.whole(len(shape)), affine),))
+        return cls(shape, (Piece(tensor, Box.whole(shape), ArrayView.whole(len(shape)), affine),))
 
     @property
     def size(self) -> int:
@@ -88,16 +88,18 @@ class Composite:
             if found is not None:
                 yield piece.tensor, found
 
-    def part(self, dim: int, start: int, stop: int) -> Composite:
+    def part(self, dim: int, start: int, stop: int) -> CompositeArray:
         """Indices `start` to `stop` along a dim."""
         if (start, stop) == (0, self.shape[dim]):
             return self
         if not 0 <= start <= stop <= self.shape[dim]:
             raise CutError(f"an array of {list(self.shape)} has no part {start}:{stop} along dim {dim}")
-        cut = (_cut(piece, dim, start, stop) for piece in self.pieces)
-        return Composite(_changed(self.shape, dim, stop - start), tuple(piece for piece in cut if piece is not None))
+        cut = (_cut_piece(piece, dim, start, stop) for piece in self.pieces)
+        return CompositeArray(
+            _replace_at(self.shape, dim, stop - start), tuple(piece for piece in cut if piece is not None)
+        )
 
-    def share(self, dim: int, index: int, count: int) -> Composite:
+    def share(self, dim: int, index: int, count: int) -> CompositeArray:
         """The part of rank `index` of `count`; raises CutError, naming a tensor, if parts would not be equal."""
         extent = self.shape[dim]
         if extent % count:
@@ -107,17 +109,17 @@ class Composite:
             )
         return self.part(dim, index * extent // count, (index + 1) * extent // count)
 
-    def shares(self, dim: int, count: int) -> list[Composite]:
+    def shares(self, dim: int, count: int) -> list[CompositeArray]:
         """The parts of all ranks; raises as `share`."""
         return [self.share(dim, index, count) for index in range(count)]
 
-    def permuted(self, axes: Sequence[int]) -> Composite:
+    def permuted(self, axes: Sequence[int]) -> CompositeArray:
         """The array with its dims in another order: dim `d` of the result is dim ``axes[d]`` of this."""
         place = {old: new for new, old in enumerate(axes)}
         pieces = (
             replace(
                 piece,
-                view=View(
+                view=ArrayView(
                     tuple(piece.view.origin[old] for old in axes),
                     tuple(place[axis] for axis in piece.view.axes),
                     piece.view.steps,
@@ -125,26 +127,26 @@ class Composite:
             )
             for piece in self.pieces
         )
-        return Composite(tuple(self.shape[old] for old in axes), tuple(pieces))
+        return CompositeArray(tuple(self.shape[old] for old in axes), tuple(pieces))
 
     @property
-    def transposed(self) -> Composite:
+    def transposed(self) -> CompositeArray:
         """The array with its last two dims exchanged."""
         last = len(self.shape) - 1
         return self.permuted((*range(last - 1), last, last - 1))
 
-    def padded(self, extent: int) -> Composite:
+    def padded(self, extent: int) -> CompositeArray:
         """The array with zeros behind it along dim 0, up to `extent` rows."""
         if extent < self.shape[0]:
             raise CutError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")
-        return Composite(_changed(self.shape, 0, extent), self.pieces)
+        return CompositeArray(_replace_at(self.shape, 0, extent), self.pieces)
 
-    def padded_with_last(self, extent: int) -> Composite:
+    def padded_with_last(self, extent: int) -> CompositeArray:
         """The array with its last row behind it, again and again, up to `extent` rows."""
         rows = self.shape[0]
-        return join([self, *[self.part(0, rows - 1, rows)] * (extent - rows)])
+        return join_arrays([self, *[self.part(0, rows - 1, rows)] * (extent - rows)])
 
-    def at(self, dim: int, index: int) -> Composite:
+    def at(self, dim: int, index: int) -> CompositeArray:
         """The array of one index along a dim, without that dim."""
         kept = [d for d in range(len(self.shape)) if d != dim]
         place = {old: new for new, old in enumerate(kept)}
@@ -154,16 +156,18 @@ class Composite:
             if dim in view.axes:
                 raise ValueError(f"{piece.tensor} runs along dim {dim}, which only an index of a stack may be taken of")
             origin = tuple(view.origin[old] for old in kept)
-            pieces.append(replace(piece, box=box, view=View(origin, tuple(place[a] for a in view.axes), view.steps)))
-        return Composite(tuple(self.shape[old] for old in kept), tuple(pieces))
+            pieces.append(
+                replace(piece, box=box, view=ArrayView(origin, tuple(place[a] for a in view.axes), view.steps))
+            )
+        return CompositeArray(tuple(self.shape[old] for old in kept), tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SchemaEntry:
     """One array that a rank stores."""
 
     name: str
-    content: Composite
+    content: CompositeArray
     shape: tuple[int, ...] = ()
     """As its file declares it, where that is not the shape of the content: the same elements in another shape."""
     dtype: DType | None = None
@@ -179,35 +183,35 @@ class Entry:
         return self.shape or self.content.shape
 
 
-def constant(name: str, shape: tuple[int, ...], dtype: DType, data: bytes) -> Entry:
+def build_constant_entry(name: str, shape: tuple[int, ...], dtype: DType, data: bytes) -> SchemaEntry:
     """An array of `data`, which is made of no tensor."""
-    return Entry(name, Composite(shape, ()), dtype=dtype, constant=data)
+    return SchemaEntry(name, CompositeArray(shape, ()), dtype=dtype, constant=data)
 
 
-def join(parts: Sequence[Composite], dim: int = 0) -> Composite:
+def join_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
     """Arrays one behind another along a dim."""
     pieces: list[Piece] = []
     start = 0
     for part in parts:
-        pieces += _moved(part, dim, start) if start else part.pieces
+        pieces += _move_pieces(part, dim, start) if start else part.pieces
         start += part.shape[dim]
-    return Composite(_changed(parts[0].shape, dim, start), tuple(_fused(pieces, dim)))
+    return CompositeArray(_replace_at(parts[0].shape, dim, start), tuple(_fuse_pieces(pieces, dim)))
 
 
-def stack(parts: Sequence[Composite]) -> Composite:
+def stack_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
     """Arrays of one shape, one a index of a new dim 0."""
     pieces = [
         replace(
             piece,
-            view=View((index, *piece.view.origin), tuple(axis + 1 for axis in piece.view.axes), piece.view.steps),
+            view=ArrayView((index, *piece.view.origin), tuple(axis + 1 for axis in piece.view.axes), piece.view.steps),
         )
         for index, part in enumerate(parts)
         for piece in part.pieces
     ]
-    return Composite((len(parts), *parts[0].shape), tuple(pieces))
+    return CompositeArray((len(parts), *parts[0].shape), tuple(pieces))
 
 
-def interleave(parts: Sequence[Composite], dim: int = 0) -> Composite:
+def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
     """Arrays of one shape that take turns along a dim: the first of each, the second of each, and so on.
 
     >>> even, odd = Composite.whole("even", (2,)), Composite.whole("odd", (2,))
@@ -218,15 +222,15 @@ def interleave(parts: Sequence[Composite], dim: int = 0) -> Composite:
     for turn, part in enumerate(parts):
         for piece in part.pieces:
             view = piece.view
-            origin = _changed(view.origin, dim, view.origin[dim] * len(parts) + turn)
+            origin = _replace_at(view.origin, dim, view.origin[dim] * len(parts) + turn)
             steps = tuple(
                 step * len(parts) if axis == dim else step for axis, step in zip(view.axes, view.steps, strict=True)
             )
-            pieces.append(replace(piece, view=View(origin, view.axes, steps)))
-    return Composite(_changed(parts[0].shape, dim, parts[0].shape[dim] * len(parts)), tuple(pieces))
+            pieces.append(replace(piece, view=ArrayView(origin, view.axes, steps)))
+    return CompositeArray(_replace_at(parts[0].shape, dim, parts[0].shape[dim] * len(parts)), tuple(pieces))
 
 
-def multiple(rows: int, unit: int) -> int:
+def round_up_to_multiple(rows: int, unit: int) -> int:
     """The least multiple of `unit` that is no less, as vocabularies are padded to.
 
     >>> multiple(63, 2), multiple(64, 2)
@@ -235,36 +239,38 @@ def multiple(rows: int, unit: int) -> int:
     return -(-rows // unit) * unit
 
 
-def _cut(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
+def _cut_piece(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
     """What a piece has between two indices of a dim of the array, counted from the first of them."""
     view, box = piece.view, piece.box
     at = view.origin[dim]
     if dim not in view.axes:
         if not start <= at < stop:
             return None
-        return replace(piece, view=replace(view, origin=_changed(view.origin, dim, at - start)))
+        return replace(piece, view=replace(view, origin=_replace_at(view.origin, dim, at - start)))
     along = view.axes.index(dim)
     step, extent = view.steps[along], box.shape[along]
     first = max(-((at - start) // step), 0)
     last = min(-((at - stop) // step), extent)
     if first >= last:
         return None
-    inside = Box(_changed(box.origin, along, box.origin[along] + first), _changed(box.shape, along, last - first))
-    return replace(piece, box=inside, view=replace(view, origin=_changed(view.origin, dim, at + step * first - start)))
+    inside = Box(_replace_at(box.origin, along, box.origin[along] + first), _replace_at(box.shape, along, last - first))
+    return replace(
+        piece, box=inside, view=replace(view, origin=_replace_at(view.origin, dim, at + step * first - start))
+    )
 
 
-def _moved(part: Composite, dim: int, by: int) -> Iterator[Piece]:
+def _move_pieces(part: CompositeArray, dim: int, by: int) -> Iterator[Piece]:
     for piece in part.pieces:
         origin = piece.view.origin
-        yield replace(piece, view=replace(piece.view, origin=_changed(origin, dim, origin[dim] + by)))
+        yield replace(piece, view=replace(piece.view, origin=_replace_at(origin, dim, origin[dim] + by)))
 
 
-def _fused(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
+def _fuse_pieces(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
     """Pieces one behind another, those joined that go on where the one before ends, in the tensor and in the array."""
     before: Piece | None = None
     for piece in pieces:
         if before is not None:
-            both = _together(before, piece, dim)
+            both = _fuse_pair(before, piece, dim)
             if both is not None:
                 before = both
                 continue
@@ -274,20 +280,20 @@ def _fused(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
         yield before
 
 
-def _together(one: Piece, other: Piece, dim: int) -> Piece | None:
+def _fuse_pair(one: Piece, other: Piece, dim: int) -> Piece | None:
     """Two pieces as one, if they are one stretch along a dim of the array, in steps of one."""
     same = one.tensor == other.tensor and one.affine == other.affine and one.view.axes == other.view.axes
     if not same or one.view.steps != other.view.steps or dim not in one.view.axes:
         return None
     along = one.view.axes.index(dim)
     extent = one.box.shape[along]
-    if one.view.steps[along] != 1 or _changed(one.box.shape, along, 0) != _changed(other.box.shape, along, 0):
+    if one.view.steps[along] != 1 or _replace_at(one.box.shape, along, 0) != _replace_at(other.box.shape, along, 0):
         return None
-    goes_on = _changed(one.box.origin, along, one.box.origin[along] + extent) == other.box.origin
-    if not goes_on or _changed(one.view.origin, dim, one.view.origin[dim] + extent) != other.view.origin:
+    goes_on = _replace_at(one.box.origin, along, one.box.origin[along] + extent) == other.box.origin
+    if not goes_on or _replace_at(one.view.origin, dim, one.view.origin[dim] + extent) != other.view.origin:
         return None
-    return replace(one, box=Box(one.box.origin, _changed(one.box.shape, along, extent + other.box.shape[along])))
+    return replace(one, box=Box(one.box.origin, _replace_at(one.box.shape, along, extent + other.box.shape[along])))
 
 
-def _changed(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+def _replace_at(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at + 1 :])

@@ -11,13 +11,13 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.schemas.composite import Composite, Entry
+from shardctl.schemas.composite import CompositeArray, SchemaEntry
 from shardctl.schemas.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
     from shardctl.models.model import ModelTensor
 
@@ -57,9 +57,9 @@ _LAYER: Final = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.([0-9]+)\.([a-z_]+)")
 
 
-def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
     ranks = dialect.mesh.degree("tp")
-    experts = _expert_count(model)
+    experts = _count_experts(model)
     if experts % ranks:
         raise CutError(
             f"{TITLE} divides whole experts over its ranks: {experts} experts cannot be divided over tp={ranks}"
@@ -69,15 +69,15 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
         if member is not None and member.index * ranks // experts != rank:
             continue
         for name in (tensor.name, *tensor.ties):
-            to, dim = _place(name, model)
-            whole = Composite.whole(tensor.name, tensor.shape)
+            to, dim = _place_tensor(name, model)
+            whole = CompositeArray.whole(tensor.name, tensor.shape)
             if dim is not None:
                 _check_cut(tensor, dim, model, ranks)
                 whole = whole.share(dim, rank, ranks)
-            yield Entry(to, whole)
+            yield SchemaEntry(to, whole)
 
 
-def _place(name: str, model: Model) -> tuple[str, int | None]:
+def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
     """What a tensor is called here, and the dim along which ranks cut it, None for one that is whole where it is.
 
     Raises UnsupportedError for a tensor that DeepSeek's code has not.
@@ -112,13 +112,13 @@ def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
         )
 
 
-def _expert_count(model: Model) -> int:
+def _count_experts(model: Model) -> int:
     """Routed experts of a layer; 0 for a model without."""
     member = next((t.spec.member for t in model.tensors.values() if t.spec.member is not None), None)
     return member.count if member is not None else 0
 
 
-def _check(model: Model) -> None:
+def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that DeepSeek's code is not for."""
     if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
         raise UnsupportedError(f"{TITLE} is for DeepSeek-V2 and V3, not for {model.architecture or 'this model'}")
@@ -131,4 +131,4 @@ def _check(model: Model) -> None:
             )
 
 
-SCHEMA: Final = Schema(NAME, TITLE, _check, _entries)
+SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.schemas.composite import Composite, Entry
+from shardctl.schemas.composite import CompositeArray, SchemaEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
 
 _KINDS: Final = ("weight", "bias")
@@ -28,14 +28,14 @@ class Schema:
     """As messages say it."""
     check: Callable[[Model], None]
     """Raises UnsupportedError for a model whose arrays are not known, whatever the mesh."""
-    entries: Callable[[Model, Dialect, int], Iterator[Entry]]
+    entries: Callable[[Model, LibraryDialect, int], Iterator[SchemaEntry]]
     """The arrays of one rank of `Dialect.ranks`, of a model that passes the check.
 
     Raises UnsupportedError, by name, for a variant or a tensor that it has no place for, and CutError for a mesh that
     does not fit.
     """
 
-    def arrays(self, model: Model, dialect: Dialect) -> Iterator[tuple[int, Entry]]:
+    def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
         """The arrays of all ranks, each with its rank.
 
         Raises as `check` and `entries`, and at last UnsupportedError, by name, if a tensor of the model is in none.
@@ -54,7 +54,7 @@ class Schema:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ModelParts:
     """A model's tensors as composites, by name."""
 
     model: Model
@@ -66,13 +66,13 @@ class Parts:
     def __contains__(self, name: str) -> bool:
         return self.model.aliases.get(name, name) in self.model.tensors
 
-    def __getitem__(self, name: str) -> Composite:
+    def __getitem__(self, name: str) -> CompositeArray:
         """A tensor, whole; raises UnsupportedError if the model has none of that name."""
         known = self.model.tensors.get(self.model.aliases.get(name, name))
         if known is None:
             raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
         affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
-        return Composite.whole(known.name, known.shape, affine)
+        return CompositeArray.whole(known.name, known.shape, affine)
 
     def unit(self, name: str, dim: int = 0) -> int:
         """Elements along a dim of a tensor that stay together when it is cut: those of a head."""
@@ -81,10 +81,10 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class SchemaRank:
     """One tensor-parallel rank, while its arrays are named."""
 
-    parts: Parts
+    parts: ModelParts
     tp: int
     """How many ranks share a layer."""
     index: int
@@ -93,26 +93,26 @@ class Rank:
     def __contains__(self, name: str) -> bool:
         return name in self.parts
 
-    def __getitem__(self, name: str) -> Composite:
+    def __getitem__(self, name: str) -> CompositeArray:
         """A tensor, whole."""
         return self.parts[name]
 
-    def rows(self, name: str) -> Composite:
+    def rows(self, name: str) -> CompositeArray:
         """This rank's rows of a projection whose outputs are cut."""
         return self[name].share(0, self.index, self.tp)
 
-    def columns(self, name: str) -> Composite:
+    def columns(self, name: str) -> CompositeArray:
         """This rank's columns of a projection whose inputs are cut."""
         return self[name].share(1, self.index, self.tp)
 
-    def column_layer(self, name: str, new: str = "") -> Iterator[Entry]:
+    def column_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
         """A layer whose outputs are cut, its bias with them."""
         for kind in _KINDS:
             if f"{name}.{kind}" in self:
-                yield Entry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
+                yield SchemaEntry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
 
-    def row_layer(self, name: str, new: str = "") -> Iterator[Entry]:
+    def row_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
         """A layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
-        yield Entry(f"{new or name}.weight", self.columns(f"{name}.weight"))
+        yield SchemaEntry(f"{new or name}.weight", self.columns(f"{name}.weight"))
         if f"{name}.bias" in self:
-            yield Entry(f"{new or name}.bias", self[f"{name}.bias"])
+            yield SchemaEntry(f"{new or name}.bias", self[f"{name}.bias"])

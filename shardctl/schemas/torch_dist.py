@@ -13,21 +13,21 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.schemas.composite import Composite, Entry, join
+from shardctl.schemas.composite import CompositeArray, SchemaEntry, join_arrays
 from shardctl.schemas.megatron import layers
-from shardctl.schemas.megatron.layers import TITLE, Variant
-from shardctl.schemas.megatron.names import engine_name
+from shardctl.schemas.megatron.layers import TITLE, LayerVariant
+from shardctl.schemas.megatron.names import find_engine_name
 from shardctl.schemas.schema import Schema
-from shardctl.views import View
+from shardctl.views import ArrayView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.models import Model
-    from shardctl.schemas.megatron.layers import Whole
-    from shardctl.schemas.schema import Parts
+    from shardctl.schemas.megatron.layers import WholeArray
+    from shardctl.schemas.schema import ModelParts
 
 NAME: Final = "torch_dist"
 LAYERS: Final = "layers_by_number"
@@ -50,12 +50,12 @@ _NORMS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class StackCell:
     """What a layer, or an expert of one, has of an array: all of it, or an index of its stack."""
 
     name: str
     """Of the array."""
-    pieces: tuple[Composite, ...]
+    pieces: tuple[CompositeArray, ...]
     """Joined along dim 0; what is divided by tp is divided in each by itself."""
     dim: int | None = None
     """Along which tp divides it."""
@@ -78,41 +78,41 @@ class Cell:
         return (*self.counts, sum(piece.shape[0] for piece in self.pieces), *first[1:])
 
     @property
-    def content(self) -> Composite:
+    def content(self) -> CompositeArray:
         """All of it, without the dims of the stack."""
-        return join(self.pieces)
+        return join_arrays(self.pieces)
 
 
-def cells(model: Model, dialect: Dialect) -> Iterator[Cell]:
+def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
     """Everything that the arrays are made of, in the model's order.
 
     Raises SourceError for a padded vocabulary that is smaller than the model's.
     """
-    parts = layers.parts_of(model, dialect)
+    parts = layers.build_model_parts(model, dialect)
     padded = dialect.number(VOCABULARY)
-    (name, tokens), *others = layers.embeddings(parts)
-    yield _vocabulary(name, tokens, padded)
+    (name, tokens), *others = layers.list_embeddings(parts)
+    yield _build_vocabulary_cell(name, tokens, padded)
     for name, content in others:
-        yield Cell(name, (content,))
+        yield StackCell(name, (content,))
     for number in range(model.layers):
-        yield from _layer(parts, number, dialect)
-    for whole in layers.last_norm(parts):
-        yield Cell(whole.name, whole.pieces)
+        yield from _list_layer_cells(parts, number, dialect)
+    for whole in layers.list_last_norm(parts):
+        yield StackCell(whole.name, whole.pieces)
     if not layers.is_tied(model):
-        yield _vocabulary("output_layer.weight", layers.head(parts), padded)
+        yield _build_vocabulary_cell("output_layer.weight", layers.get_output_layer(parts), padded)
 
 
-def _vocabulary(name: str, tokens: Composite, padded: int) -> Cell:
+def _build_vocabulary_cell(name: str, tokens: CompositeArray, padded: int) -> StackCell:
     if 0 < padded < tokens.shape[0]:
         raise SourceError(
             f"{name} has {padded:,} rows, but the model has {tokens.shape[0]:,} tokens",
             hint="the config, or --true-vocab, may belong to another model",
         )
-    return Cell(name, (tokens.padded(padded) if padded else tokens,), 0)
+    return StackCell(name, (tokens.padded(padded) if padded else tokens,), 0)
 
 
-def _layer(parts: Parts, number: int, dialect: Dialect) -> Iterator[Cell]:
-    wholes = list(layers.layer(parts, number, Variant()))
+def _list_layer_cells(parts: ModelParts, number: int, dialect: LibraryDialect) -> Iterator[StackCell]:
+    wholes = list(layers.list_layer_arrays(parts, number, LayerVariant()))
     experts = 1 + max((whole.expert for whole in wholes if whole.expert is not None), default=-1)
     latent = any("linear_kv_up_proj" in whole.name for whole in wholes)
     by_number = dialect.switch(LAYERS)
@@ -120,36 +120,36 @@ def _layer(parts: Parts, number: int, dialect: Dialect) -> Iterator[Cell]:
     stacked = () if by_number else ((number, parts.model.layers),)
     for whole in wholes:
         if whole.expert is None:
-            names = _names(whole.name, experts=bool(experts), latent=latent, spelt=dialect.switch(SPELT))
+            names = _list_array_names(whole.name, experts=bool(experts), latent=latent, spelt=dialect.switch(SPELT))
             for name in names:
                 optional = len(names) > 1 and not dialect.switch(SPELT)
-                yield from _cell(prefix + name, whole, number, stacked, dialect, optional=optional)
+                yield from _list_array_cells(prefix + name, whole, number, stacked, dialect, optional=optional)
             continue
         expert = f"experts.experts.{whole.expert}." if dialect.switch(EXPERTS) else "experts.experts."
         within = stacked if dialect.switch(EXPERTS) else (*stacked, (whole.expert, experts))
-        yield from _cell(prefix + whole.name.replace("experts.", expert, 1), whole, number, within, dialect)
+        yield from _list_array_cells(prefix + whole.name.replace("experts.", expert, 1), whole, number, within, dialect)
 
 
-def _cell(
+def _list_array_cells(
     name: str,
-    whole: Whole,
+    whole: WholeArray,
     layer: int,
     stacked: tuple[tuple[int, int], ...],
-    dialect: Dialect,
+    dialect: LibraryDialect,
     *,
     optional: bool = False,
-) -> Iterator[Cell]:
+) -> Iterator[StackCell]:
     """An array's cell, at an index of some extent in each dim of the stack; those of gate and up, if they are two."""
     place, counts = tuple(index for index, _ in stacked), tuple(count for _, count in stacked)
     pieces = whole.pieces if _FIRST in name else (whole.content,)
     halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(pieces) == len(_HALVES) else ()
     if not halves:
-        yield Cell(name, pieces, whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
+        yield StackCell(name, pieces, whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
     for half, piece in zip(halves, pieces, strict=False):
-        yield Cell(name + half, (piece,), whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
+        yield StackCell(name + half, (piece,), whole.dim, place, counts, layer, whole.expert, optional, whole.dtype)
 
 
-def _names(local: str, *, experts: bool, latent: bool, spelt: bool) -> tuple[str, ...]:
+def _list_array_names(local: str, *, experts: bool, latent: bool, spelt: bool) -> tuple[str, ...]:
     """The names that versions of the layers have for an array: one, but for norms.
 
     If `spelt`, those that local layers and Transformer Engine's ask for; else local layers' own name, too.
@@ -157,21 +157,21 @@ def _names(local: str, *, experts: bool, latent: bool, spelt: bool) -> tuple[str
     asked = local
     for alone, fused in _NORMS if not latent else ():
         asked = asked.replace(alone, fused) if local.startswith(alone) else asked
-    engine = engine_name(f".{local}", experts=experts, latent=latent).removeprefix(".")
+    engine = find_engine_name(f".{local}", experts=experts, latent=latent).removeprefix(".")
     return tuple(dict.fromkeys((asked, engine) if spelt else (asked, engine, local)))
 
 
-def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
     del rank  # arrays are global
-    arrays: dict[str, list[Cell]] = {}
-    for cell in cells(model, dialect):
+    arrays: dict[str, list[StackCell]] = {}
+    for cell in list_cells(model, dialect):
         arrays.setdefault(cell.name, []).append(cell)
     for name, same in arrays.items():
         check_stack(same)
-        yield Entry(name, stacked(same), optional=same[0].optional, dtype=same[0].dtype)
+        yield SchemaEntry(name, stack_cells(same), optional=same[0].optional, dtype=same[0].dtype)
 
 
-def check_stack(same: list[Cell]) -> None:
+def check_stack(same: list[StackCell]) -> None:
     """Raise UnsupportedError if the cells of an array do not fill its stack: then layers are unlike each other."""
     if len(same) != prod(same[0].counts) or len({cell.shape for cell in same}) > 1:
         raise UnsupportedError(
@@ -180,7 +180,7 @@ def check_stack(same: list[Cell]) -> None:
         )
 
 
-def stacked(same: list[Cell]) -> Composite:
+def stack_cells(same: list[StackCell]) -> CompositeArray:
     """The array that cells make up."""
     first = same[0]
     if not first.counts:
@@ -189,14 +189,14 @@ def stacked(same: list[Cell]) -> Composite:
     pieces = tuple(
         replace(
             piece,
-            view=View(
+            view=ArrayView(
                 (*cell.place, *piece.view.origin), tuple(axis + before for axis in piece.view.axes), piece.view.steps
             ),
         )
         for cell in same
         for piece in cell.content.pieces
     )
-    return Composite((*first.counts, *first.content.shape), pieces)
+    return CompositeArray((*first.counts, *first.content.shape), pieces)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _entries)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries)

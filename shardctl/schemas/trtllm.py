@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.pieces import even_stages
-from shardctl.schemas.composite import Entry, join, multiple, stack
-from shardctl.schemas.schema import Parts, Rank, Schema
+from shardctl.pieces import split_layers_evenly
+from shardctl.schemas.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
+from shardctl.schemas.schema import ModelParts, Schema, SchemaRank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
-    from shardctl.schemas.composite import Composite
+    from shardctl.schemas.composite import CompositeArray
 
 NAME: Final = "trtllm"
 TITLE: Final = "TensorRT-LLM"
@@ -43,7 +43,7 @@ _ROUTER: Final = BY_NAME["F32"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank(Rank):
+class _TrtllmRank(SchemaRank):
     """One rank, while its arrays are named."""
 
     experts_ranks: tuple[int, int]
@@ -51,7 +51,7 @@ class _Rank(Rank):
     inner_ranks: tuple[int, int]
     """The same inside each expert."""
 
-    def heads(self, name: str, like: str) -> Composite:
+    def heads(self, name: str, like: str) -> CompositeArray:
         """This rank's heads, or the one that it shares with its neighbours where there are fewer heads than ranks.
 
         `like` is the weight that says how many rows a head has.
@@ -65,13 +65,13 @@ class _Rank(Rank):
         first = self.index * count // self.tp
         return whole.part(0, first * unit, (first + 1) * unit)
 
-    def vocabulary(self, name: str) -> Composite:
+    def vocabulary(self, name: str) -> CompositeArray:
         """This rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self[name]
-        return whole.padded(multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
+        return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 
 
-def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     tp, index = mesh.degree("tp"), at["tp"]
     ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
@@ -80,47 +80,47 @@ def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
             f"{TITLE} divides experts over the ranks of tp: ep={ep} x etp={etp} is not tp={tp}",
             hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
         )
-    here = _Rank(Parts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
-    stages = dialect.stages or even_stages(model.layers, mesh.degree("pp"))
+    here = _TrtllmRank(ModelParts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
+    stages = dialect.stages or split_layers_evenly(model.layers, mesh.degree("pp"))
     stage = at["pp"]
     first = sum(stages[:stage])
     if stage == 0:
-        yield Entry("transformer.vocab_embedding.weight", _embedding(here, dialect))
+        yield SchemaEntry("transformer.vocab_embedding.weight", _cut_embedding(here, dialect))
     for layer in range(first, first + stages[stage]):
-        yield from _layer(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
+        yield from _list_layer_entries(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
     if stage == len(stages) - 1:
-        yield Entry("transformer.ln_f.weight", here[_NORM])
+        yield SchemaEntry("transformer.ln_f.weight", here[_NORM])
         # NVIDIA's exporter leaves the head out where it is tied; TensorRT-LLM's own converters do not.
-        yield Entry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
+        yield SchemaEntry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
 
 
-def _embedding(here: _Rank, dialect: Dialect) -> Composite:
+def _cut_embedding(here: _TrtllmRank, dialect: LibraryDialect) -> CompositeArray:
     if not dialect.switch(PARALLEL_EMBEDDING):
         return here[_EMBEDDING]
     return here.columns(_EMBEDDING) if dialect.number(EMBEDDING_DIM) else here.vocabulary(_EMBEDDING)
 
 
-def _layer(here: _Rank, have: str, new: str) -> Iterator[Entry]:
+def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
     attention = f"{have}.self_attn"
-    yield Entry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
+    yield SchemaEntry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
     for kind in _KINDS:
         if f"{attention}.q_proj.{kind}" in here:
             qkv = [here.heads(f"{attention}.{part}_proj.{kind}", f"{attention}.{part}_proj.weight") for part in "qkv"]
-            yield Entry(f"{new}.attention.qkv.{kind}", join(qkv))
+            yield SchemaEntry(f"{new}.attention.qkv.{kind}", join_arrays(qkv))
     yield from here.row_layer(f"{attention}.o_proj", f"{new}.attention.dense")
     for part in "qk":
         if f"{attention}.{part}_norm.weight" in here:
-            yield Entry(f"{new}.attention.{part}_layernorm.weight", here[f"{attention}.{part}_norm.weight"])
-    yield Entry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
+            yield SchemaEntry(f"{new}.attention.{part}_layernorm.weight", here[f"{attention}.{part}_norm.weight"])
+    yield SchemaEntry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
     if f"{have}.mlp.gate_proj.weight" in here:
         yield from here.column_layer(f"{have}.mlp.gate_proj", f"{new}.mlp.fc")
         yield from here.column_layer(f"{have}.mlp.up_proj", f"{new}.mlp.gate")
         yield from here.row_layer(f"{have}.mlp.down_proj", f"{new}.mlp.proj")
     else:
-        yield from _experts(here, have, f"{new}.mlp")
+        yield from _list_expert_entries(here, have, f"{new}.mlp")
 
 
-def _experts(here: _Rank, have: str, new: str) -> Iterator[Entry]:
+def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
     module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here else _QWEN
     router = here[f"{have}.{module}.gate.weight"]
     count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
@@ -128,16 +128,18 @@ def _experts(here: _Rank, have: str, new: str) -> Iterator[Entry]:
         raise CutError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
     held = range(mine * count // ranks, (mine + 1) * count // ranks)
     names = [f"{have}.{module}.experts.{expert}" for expert in held]
-    over = [join([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]
-    yield Entry(f"{new}.router.weight", router, dtype=_ROUTER)
-    yield Entry(f"{new}.fc.weight", stack(over))
-    yield Entry(f"{new}.proj.weight", stack([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names]))
+    over = [join_arrays([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]
+    yield SchemaEntry(f"{new}.router.weight", router, dtype=_ROUTER)
+    yield SchemaEntry(f"{new}.fc.weight", stack_arrays(over))
+    yield SchemaEntry(
+        f"{new}.proj.weight", stack_arrays([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names])
+    )
     shared = f"{have}.mlp.shared_expert"
     if f"{shared}.gate_proj.weight" in here:
         halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
-        yield Entry(f"{new}.shared_expert.fc.weight", join(halves))
-        yield Entry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
-        yield Entry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
+        yield SchemaEntry(f"{new}.shared_expert.fc.weight", join_arrays(halves))
+        yield SchemaEntry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
+        yield SchemaEntry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
 
 
 def _has_experts(model: Model) -> bool:
@@ -148,7 +150,7 @@ def _has_experts(model: Model) -> bool:
     )
 
 
-def _check(model: Model) -> None:
+def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
     if model.unquantised:
         raise UnsupportedError(
@@ -168,4 +170,4 @@ def _check(model: Model) -> None:
             raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense} has none")
 
 
-SCHEMA: Final = Schema(NAME, TITLE, _check, _entries)
+SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)

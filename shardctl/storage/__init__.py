@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 HIDDEN: Final = frozenset({".git", ".cache", ".shardctl"})
 """Folders that programs keep for themselves: what is in them is no part of a checkpoint."""
@@ -20,7 +20,7 @@ Span = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stat:
+class FileStat:
     """What identifies a version of a file without reading it."""
 
     size: int
@@ -58,7 +58,7 @@ class Source(Protocol):
     def held_bytes(self) -> int:
         """Anonymous memory that reading may take at once, beside the caller's own buffers; for `Budget`."""
 
-    def files(self) -> Mapping[str, Stat]:
+    def files(self) -> Mapping[str, FileStat]:
         """Every regular file below the root, by path with forward slashes, in sorted order."""
 
     def notes(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Source(Protocol):
     def cautions(self) -> tuple[str, ...]:
         """What may go wrong with reading these files, to be said before it is begun."""
 
-    def restat(self, path: str) -> Stat | None:
+    def restat(self, path: str) -> FileStat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
 
     def beside(self, name: str) -> bytes | None:
@@ -93,7 +93,7 @@ class Source(Protocol):
     def expect(self, spans: Iterable[Span]) -> None:
         """Be told what will be read next: what is far away may fetch it at once and together; may do nothing."""
 
-    def heed(self, stop: Stop) -> None:
+    def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted instead of waiting once `stop` is set; nothing to do where reads never wait."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
@@ -122,7 +122,7 @@ class UnpromisedSource:
         """Nothing to compare with."""
 
 
-class Target(Protocol):
+class WriteTarget(Protocol):
     """Where the files of a checkpoint are written before they are published."""
 
     def create(self, path: str, size: int) -> None:
@@ -141,7 +141,7 @@ class Target(Protocol):
         """Release descriptors or connections."""
 
 
-def read(source: Source, path: str, offset: int = 0, size: int | None = None) -> bytes:
+def read_bytes(source: Source, path: str, offset: int = 0, size: int | None = None) -> bytes:
     """`size` bytes (default: to the end) of a file, as one object; for headers and side files only."""
     if size is None:
         size = source.files()[path].size - offset

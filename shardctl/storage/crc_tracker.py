@@ -103,7 +103,7 @@ class CrcDamage:
 
 
 @dataclass(slots=True)
-class _Container:
+class _TrackedContainer:
     """The ranges of a container, and what is known of each."""
 
     ranges: Sequence[CrcRange]
@@ -118,18 +118,18 @@ class _Container:
 class _TrackedFile:
     spans: Sequence[tuple[int, int]]
     starts: list[int]
-    containers: dict[int, _Container | None] = field(default_factory=dict)
+    containers: dict[int, _TrackedContainer | None] = field(default_factory=dict)
     """By position among the spans, of those that something was read of; None once all of its ranges are over."""
 
 
-_Place = tuple[_Container, int, CrcRange]
+_Place = tuple[_TrackedContainer, int, CrcRange]
 """A range, and where what is known of it is kept."""
 
 
 class CrcTracker:
     """What was read of the containers of a checkpoint; shared by threads.
 
-    No byte is kept: the CRC-32 of two neighbours follows from theirs (`crc_of_both`), so the order does not matter.
+    No byte is kept: the CRC-32 of two neighbours follows from theirs (`combine_crcs`), so the order does not matter.
     """
 
     def __init__(self, lists: CrcLists, on_damage: Callable[[CrcDamage], None] | None = None) -> None:
@@ -207,13 +207,13 @@ class CrcTracker:
                 self._load(path, file, number)
             container = file.containers[number]
             if container is not None:
-                yield from _touched_ranges(container, start, stop)
+                yield from _list_touched_ranges(container, start, stop)
                 if len(container.over) == len(container.ranges):
                     file.containers[number] = None
 
     def _load(self, path: str, file: _TrackedFile, number: int) -> None:
         ranges = [each for each in self._lists.ranges(path, *file.spans[number]) if each.size]
-        container = _Container(ranges, [each.offset for each in ranges])
+        container = _TrackedContainer(ranges, [each.offset for each in ranges])
         container.over.update(position for position, each in enumerate(ranges) if not each.crc)
         with self._lock:
             if number not in file.containers:
@@ -251,9 +251,9 @@ class CrcTracker:
                 return False
             left, right = [e for e in before if e[1] == new[0]], [e for e in after if e[0] == new[1]]
             for other in left:
-                new = _joined(other, new)
+                new = _join_stretches(other, new)
             for other in right:
-                new = _joined(new, other)
+                new = _join_stretches(new, other)
             known[at - len(left) : at + len(right)] = [new]
             whole = new[:2] == (span.offset, span.offset + span.size)
             if whole or len(known) > _MOST_STRETCHES:
@@ -273,14 +273,14 @@ def find_damages(shares: Iterable[CrcShare]) -> list[CrcDamage]:
     pieces: dict[str, dict[CrcRange, list[CrcPiece]]] = {}
     for share in shares:
         pieces.setdefault(share.file, {}).setdefault(share.stated, []).extend(share.pieces)
-    tracker = CrcTracker(StatedRanges({file: sorted(ranges, key=_offset) for file, ranges in pieces.items()}))
+    tracker = CrcTracker(StatedRanges({file: sorted(ranges, key=_get_offset) for file, ranges in pieces.items()}))
     for ranges in pieces.values():
         for read in ranges.values():
             tracker.add_pieces(read)
     return tracker.damages
 
 
-def _offset(stated: CrcRange) -> int:
+def _get_offset(stated: CrcRange) -> int:
     return stated.offset
 
 
@@ -310,7 +310,7 @@ class CrcReader:
         return taken
 
 
-def _touched_ranges(container: _Container, start: int, stop: int) -> Iterator[_Place]:
+def _list_touched_ranges(container: _TrackedContainer, start: int, stop: int) -> Iterator[_Place]:
     for position in range(max(bisect_right(container.starts, start) - 1, 0), len(container.ranges)):
         span = container.ranges[position]
         if span.offset >= stop:
@@ -319,11 +319,11 @@ def _touched_ranges(container: _Container, start: int, stop: int) -> Iterator[_P
             yield container, position, span
 
 
-def _joined(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
-    return left[0], right[1], crc_of_both(left[2], right[2], right[1] - right[0])
+def _join_stretches(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
+    return left[0], right[1], combine_crcs(left[2], right[2], right[1] - right[0])
 
 
-def crc_of_both(first: int, second: int, size: int) -> int:
+def combine_crcs(first: int, second: int, size: int) -> int:
     """The CRC-32 of two stretches one after the other, the second of `size` bytes, from their own.
 
     As `crc32_combine` of zlib (crc32.c), which Python's module lacks.
@@ -331,28 +331,28 @@ def crc_of_both(first: int, second: int, size: int) -> int:
     >>> crc_of_both(zlib.crc32(b"bands "), zlib.crc32(b"in order"), 8) == zlib.crc32(b"bands in order")
     True
     """
-    return _product(_power(size), first) ^ second
+    return _multiply_polynomials(_compute_power(size), first) ^ second
 
 
 @lru_cache(maxsize=1 << 12)  # bands and records have few sizes
-def _power(size: int) -> int:
+def _compute_power(size: int) -> int:
     """The power of x with the exponent 8 * `size`, modulo the polynomial."""
     power, bit = _ONE, 3
     while size:
         if size & 1:
-            power = _product(_square(bit), power)
+            power = _multiply_polynomials(_square_repeatedly(bit), power)
         size >>= 1
         bit += 1
     return power
 
 
 @lru_cache(maxsize=64)
-def _square(times: int) -> int:
+def _square_repeatedly(times: int) -> int:
     """The polynomial x, squared so many times."""
-    return _product(_square(times - 1), _square(times - 1)) if times else _ONE >> 1
+    return _multiply_polynomials(_square_repeatedly(times - 1), _square_repeatedly(times - 1)) if times else _ONE >> 1
 
 
-def _product(one: int, other: int) -> int:
+def _multiply_polynomials(one: int, other: int) -> int:
     """The product of two polynomials, modulo that of CRC-32."""
     product, bit = 0, _ONE
     while one:

@@ -19,14 +19,14 @@ _FEWEST: Final = 32
 _MOST: Final = 4096
 
 
-class Descriptors:
+class DescriptorPool:
     """Open descriptors by path, the least recently used closed first; a descriptor in use is never closed."""
 
     def __init__(self, flags: int, *, before_closing: Callable[[Path, int], None] | None = None) -> None:
         """`before_closing` is called with each descriptor that is closed to make room; what it raises is raised."""
         self._flags = flags
         self._before_closing = before_closing
-        self._most = usual_number()
+        self._most = choose_descriptor_count()
         self._lock = threading.Lock()
         self._open: OrderedDict[Path, list[int]] = OrderedDict()
 
@@ -67,7 +67,7 @@ class Descriptors:
             self._open.clear()
 
 
-def usual_number() -> int:
+def choose_descriptor_count() -> int:
     """How many files each of the four sets may hold open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else min(max(soft // _SHARE, _FEWEST), _MOST)

@@ -20,7 +20,7 @@ _BOUNCE: Final = 4 << 20
 """Larger transfers were not faster."""
 
 
-class _Bounce(threading.local):
+class _BounceBuffer(threading.local):
     """A page-aligned buffer per thread: a memory copy is far cheaper than aligning every caller's memory."""
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class _Bounce(threading.local):
         self.memory = np.frombuffer(pages, np.uint8)
 
 
-_bounce = _Bounce()
+_bounce = _BounceBuffer()
 
 
-def write(direct: int, buffered: int, data: memoryview, offset: int) -> None:
+def write_direct(direct: int, buffered: int, data: memoryview, offset: int) -> None:
     """Write all of `data` at `offset`: whole blocks through `direct`, ragged ends through `buffered`.
 
     Raises OSError(EINVAL) before anything is written directly if the file system cannot.
@@ -44,19 +44,19 @@ def write(direct: int, buffered: int, data: memoryview, offset: int) -> None:
         size = min(_BOUNCE, head + middle - done)
         memory[:size] = flat[done : done + size]
         written = os.pwrite(direct, memory[:size].data, offset + done)
-        done += written // _BLOCK * _BLOCK or _all_buffered(buffered, data[done : done + size], offset + done)
-    _all_buffered(buffered, data[:head], offset)
-    _all_buffered(buffered, data[done:], offset + done)
+        done += written // _BLOCK * _BLOCK or _write_all_buffered(buffered, data[done : done + size], offset + done)
+    _write_all_buffered(buffered, data[:head], offset)
+    _write_all_buffered(buffered, data[done:], offset + done)
 
 
-def _all_buffered(descriptor: int, data: memoryview, offset: int) -> int:
+def _write_all_buffered(descriptor: int, data: memoryview, offset: int) -> int:
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
     return done
 
 
-def read_some(direct: int, buffered: int, into: memoryview, offset: int) -> int:
+def read_direct(direct: int, buffered: int, into: memoryview, offset: int) -> int:
     """Fill a part of `into` from `offset`: what is cached from the cache, the rest from the disk; 0 at the end.
 
     Raises OSError(EINVAL or EOPNOTSUPP) if the file system can do neither without ordinary reads.

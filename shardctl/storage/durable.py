@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def flush(descriptor: int) -> None:
+def sync_descriptor(descriptor: int) -> None:
     """Return once a file's bytes are on stable storage; a failure is final, because a second call would report success.
 
     On macOS `fsync` stops at the drive's cache (`fsync(2)`); F_FULLFSYNC goes through.
@@ -62,13 +62,13 @@ def write_file(path: Path, content: bytes) -> None:
         rest = memoryview(content)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-        flush(descriptor)
+        sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def told(path: object, doing: str) -> Iterator[None]:
+def translate_os_errors(path: object, doing: str) -> Iterator[None]:
     """Turn the operating system's refusals into an error that a user can act on."""
     try:
         yield

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ChangedError
-from shardctl.workers import Stop, spread
+from shardctl.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -73,7 +73,7 @@ class PromisedHash:
 
 
 @dataclass(slots=True, eq=False)
-class _Note:
+class _StretchNote:
     """A stretch that was given out and is to be seen again."""
 
     start: int
@@ -91,7 +91,7 @@ class _Note:
         if high < self.stop:
             return False
         if self.again.digest() != self.digest:
-            raise _changed(path, self.start, self.stop)
+            raise _build_change_error(path, self.start, self.stop)
         return True
 
 
@@ -115,9 +115,9 @@ class _HashedFile:
     compared: bool = False
     flights: list[tuple[int, int]] = field(default_factory=list)
     """Stretches that are being fetched, or wait to be hashed."""
-    ahead: list[_Note] = field(default_factory=list)
+    ahead: list[_StretchNote] = field(default_factory=list)
     """Stretches that the hash will come to, in their order."""
-    behind: list[_Note] = field(default_factory=list)
+    behind: list[_StretchNote] = field(default_factory=list)
     """Stretches of which it has passed at least the beginning."""
     marks: list[tuple[int, _Hash]] = field(default_factory=list)
     """The hash after so many bytes, in rising order."""
@@ -196,7 +196,7 @@ class FileHashes:
             while file.position < start:
                 if seen != file.position:
                     seen, since = file.position, time.monotonic()
-                if not file.due and time.monotonic() - since >= _grace(start - seen, stop - start):
+                if not file.due and time.monotonic() - since >= _compute_grace(start - seen, stop - start):
                     return
                 file.turn.wait(_LOOK)
 
@@ -242,7 +242,7 @@ class FileHashes:
     def _take(self, path: str, file: _HashedFile, start: int, data: memoryview, *, given: bool) -> None:
         """Hash what is new of a stretch, if the hash has come so far; note what is not, if it was `given` out."""
         stop = start + len(data)
-        with _hashing(file, start, stop) as (position, seen):
+        with _claim_hash(file, start, stop) as (position, seen):
             if position is None:
                 known = stop
             else:
@@ -258,14 +258,14 @@ class FileHashes:
                     self._notes -= len(done)
                 complete = known < stop == file.promise.size
                 if complete:
-                    _compare(path, file)
+                    _compare_hash(path, file)
         if given and known > start:
             self._note(file, start, data[: known - start])
-        if complete and sum(high - low for low, high in _spans(file)) <= _CATCH_UP:
+        if complete and sum(high - low for low, high in _list_spans(file)) <= _CATCH_UP:
             self._recheck(path, file)
 
     def _note(self, file: _HashedFile, start: int, data: memoryview) -> None:
-        note = _Note(start, start + len(data), hashlib.sha256(data).digest())
+        note = _StretchNote(start, start + len(data), hashlib.sha256(data).digest())
         with file.turn:
             if self._notes >= _MOST_NOTES:
                 file.forgotten = True
@@ -280,7 +280,7 @@ class FileHashes:
         """See again the stretches that the hash had passed: hashed from a state before them to one behind them."""
         with file.turn:
             notes, file.behind = sorted(file.behind, key=_BY_START), []
-            spans, marks = _spans(file, notes), dict(file.marks)
+            spans, marks = _list_spans(file, notes), dict(file.marks)
             marks[file.position] = file.state.copy()
         for low, high in spans:
             state = marks[low].copy()
@@ -289,11 +289,11 @@ class FileHashes:
                 state.update(data)
                 open_notes = [n for n in open_notes if n.start >= offset + len(data) or not n.see(path, offset, data)]
             if state.digest() != marks[high].digest():
-                raise _changed(path, low, high)
+                raise _build_change_error(path, low, high)
         with file.turn:
             self._notes -= len(notes)
 
-    def prove(self, whole: Collection[str], stop: Stop) -> tuple[str, ...]:
+    def prove(self, whole: Collection[str], stop: StopRequest) -> tuple[str, ...]:
         """Hash files of which all, or almost all, was read, and those of `whole`; what is missing is read (again).
 
         Returns those that could not be hashed. Raises ChangedError for a file that is not as promised.
@@ -304,7 +304,7 @@ class FileHashes:
             if file.begun and (path in whole or is_almost_all(file.read_bytes(), file.promise.size))
         ]
         open_files = [path for path in wanted if not self._files[path].proved]
-        spread(iter(open_files), lambda: self._prove_file, min(_THREADS, len(open_files)), stop)
+        run_in_threads(iter(open_files), lambda: self._prove_file, min(_THREADS, len(open_files)), stop)
         return tuple(path for path in wanted if not self._files[path].proved)
 
     def _prove_file(self, path: str) -> None:
@@ -333,7 +333,7 @@ class FileHashes:
         return "it was not read in order, and not again"
 
 
-def _grace(distance: int, size: int) -> float:
+def _compute_grace(distance: int, size: int) -> float:
     """Seconds to wait for a thread that would fetch so many bytes before a stretch of this size."""
     if distance <= _GAP:
         return _LOOK if distance >= _TENSOR else 0.0
@@ -341,7 +341,7 @@ def _grace(distance: int, size: int) -> float:
 
 
 @contextmanager
-def _hashing(file: _HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[_Note]]]:
+def _claim_hash(file: _HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[_StretchNote]]]:
     """For one thread at a time: where the hash is, None if it is not at `start` yet, and the notes up to `stop`."""
     with file.turn:
         while file.busy:
@@ -360,11 +360,11 @@ def _hashing(file: _HashedFile, start: int, stop: int) -> Iterator[tuple[int | N
                 file.turn.notify_all()
 
 
-def _changed(path: str, start: int, stop: int) -> ChangedError:
+def _build_change_error(path: str, start: int, stop: int) -> ChangedError:
     return ChangedError(f"{path}: bytes {start} to {stop - 1} were read twice, and are not the same", hint=_ON_THE_WAY)
 
 
-def _compare(path: str, file: _HashedFile) -> None:
+def _compare_hash(path: str, file: _HashedFile) -> None:
     found, promised = file.state.hexdigest(), file.promise.digest
     if found != promised:
         raise ChangedError(
@@ -374,7 +374,7 @@ def _compare(path: str, file: _HashedFile) -> None:
     file.compared = True
 
 
-def _spans(file: _HashedFile, notes: list[_Note] | None = None) -> list[tuple[int, int]]:
+def _list_spans(file: _HashedFile, notes: list[_StretchNote] | None = None) -> list[tuple[int, int]]:
     """The stretches, from one known state of the hash to another, in which noted ones lie."""
     places = [*(position for position, _ in file.marks), file.position]
     spans: list[tuple[int, int]] = []

@@ -19,48 +19,50 @@ NOT_SUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, 
 """How a file system says that it cannot do something, rather than that it failed."""
 
 
-def reserve(descriptor: int, size: int) -> bool:
+def reserve_space(descriptor: int, size: int) -> bool:
     """Give a file `size` bytes of reserved space (`fallocate(2)`).
 
     Not `posix_fallocate`: where a file system cannot reserve, glibc's writes a byte to every block instead, which on
     NFS takes as long as the conversion. Raises OSError, such as ENOSPC, if the space is not there.
     """
-    call = _function("fallocate64") or _function("fallocate")
+    call = _find_libc_function("fallocate64") or _find_libc_function("fallocate")
     if call is None:
         return False
     while True:
-        code = _code(call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
+        code = _get_error_code(call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)))
         if code != errno.EINTR:  # Python repeats its own calls, but not this one
-            return _done(code)
+            return _check_error_code(code)
 
 
-def exchange(first: Path, second: Path) -> bool:
+def exchange_names(first: Path, second: Path) -> bool:
     """Swap two names in one step (`renameat2(2)`, RENAME_EXCHANGE); raises OSError if that fails."""
-    return _rename(first, second, _RENAME_EXCHANGE)
+    return _call_renameat2(first, second, _RENAME_EXCHANGE)
 
 
-def rename_new(old: Path, new: Path) -> bool:
+def rename_without_replacing(old: Path, new: Path) -> bool:
     """Rename in one step unless `new` exists (RENAME_NOREPLACE); raises FileExistsError if it does."""
-    return _rename(old, new, _RENAME_NOREPLACE)
+    return _call_renameat2(old, new, _RENAME_NOREPLACE)
 
 
-def _rename(first: Path, second: Path, flag: int) -> bool:
-    call = _function("renameat2")
+def _call_renameat2(first: Path, second: Path, flag: int) -> bool:
+    call = _find_libc_function("renameat2")
     if call is None:
         return False
-    return _done(_code(call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flag)), second)
+    return _check_error_code(
+        _get_error_code(call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), flag)), second
+    )
 
 
 @cache
-def _function(name: str) -> Any:  # noqa: ANN401 - ctypes makes its types as it goes
+def _find_libc_function(name: str) -> Any:  # noqa: ANN401 - ctypes makes its types as it goes
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
 
 
-def _code(result: int) -> int:
+def _get_error_code(result: int) -> int:
     return ctypes.get_errno() if result else 0
 
 
-def _done(code: int, path: Path | None = None) -> bool:
+def _check_error_code(code: int, path: Path | None = None) -> bool:
     if code in NOT_SUPPORTED:
         return False
     if code:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
-from shardctl.storage import HIDDEN, Stat, UnpromisedSource, linux
-from shardctl.storage.descriptors import Descriptors
-from shardctl.storage.durable import flush, told
+from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, linux
+from shardctl.storage.descriptors import DescriptorPool
+from shardctl.storage.durable import sync_descriptor, translate_os_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from shardctl.storage import Span
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 _LARGE: Final = 256 << 10
 """From here on direct I/O is worth its alignment; below, the page cache is faster."""
@@ -28,14 +28,14 @@ _WHOLE_CALL: Final = 1 << 30
 """Linux moves at most 2 GiB in one call; a smaller call also answers signals sooner."""
 
 
-class _File:
+class _LocalFile:
     """Files that are read or written at offsets, large transfers by direct I/O where the file system can."""
 
     def __init__(self, root: Path, flags: int) -> None:
         self._root = root
         writes = flags & os.O_ACCMODE != os.O_RDONLY
-        self._ordinary = Descriptors(flags, before_closing=self._flush if writes else None)
-        self._direct = Descriptors(flags | getattr(os, "O_DIRECT", 0))
+        self._ordinary = DescriptorPool(flags, before_closing=self._flush if writes else None)
+        self._direct = DescriptorPool(flags | getattr(os, "O_DIRECT", 0))
         self._can_direct = sys.platform == "linux"
         self._failed: set[Path] = set()
 
@@ -46,7 +46,7 @@ class _File:
                 rest = into[done : done + _WHOLE_CALL]
                 got = self._read_direct(path, descriptor, rest, offset + done)
                 if got is None:
-                    got = _read_some(descriptor, rest, offset + done)
+                    got = _read_part(descriptor, rest, offset + done)
                 if not got:
                     raise SourceError(
                         f"{path} ends at byte {offset + done}, but bytes up to {offset + len(into)} are needed",
@@ -60,7 +60,7 @@ class _File:
         from shardctl.storage import direct
 
         with self._refused(), self._direct.use(self._root / path) as descriptor:
-            return direct.read_some(descriptor, ordinary, into, offset)
+            return direct.read_direct(descriptor, ordinary, into, offset)
         return None
 
     def write(self, path: str, offset: int, data: memoryview) -> None:
@@ -69,7 +69,7 @@ class _File:
                 from shardctl.storage import direct
 
                 with self._refused(), self._direct.use(self._root / path) as descriptor:
-                    direct.write(descriptor, ordinary, data, offset)
+                    direct.write_direct(descriptor, ordinary, data, offset)
                     return
             done = 0
             while done < len(data):
@@ -95,7 +95,7 @@ class _File:
         if path in self._failed:
             raise DestinationError(f"syncing {path} failed before, so its bytes cannot be trusted")
         try:
-            flush(descriptor)
+            sync_descriptor(descriptor)
         except OSError:
             self._failed.add(path)
             raise
@@ -105,7 +105,7 @@ class _File:
         self._direct.close()
 
 
-def _read_some(descriptor: int, into: memoryview, offset: int) -> int:
+def _read_part(descriptor: int, into: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [into], offset)
     data = os.pread(descriptor, len(into), offset)  # macOS before 11
@@ -122,7 +122,7 @@ class LocalSource(UnpromisedSource):
     def __init__(self, path: Path) -> None:
         self.path = path
         """As it was given."""
-        self._files: dict[str, Stat] | None = None
+        self._files: dict[str, FileStat] | None = None
         try:
             mode = path.stat().st_mode
         except FileNotFoundError as error:
@@ -135,7 +135,7 @@ class LocalSource(UnpromisedSource):
         if self._single and not stat.S_ISREG(mode):
             raise SourceError(f"{path} is neither a regular file nor a directory")
         self.root = path.parent if self._single else path
-        self._file = _File(self.root, os.O_RDONLY)
+        self._file = _LocalFile(self.root, os.O_RDONLY)
 
     @property
     def name(self) -> str:
@@ -152,30 +152,30 @@ class LocalSource(UnpromisedSource):
         """The directory that holds the files."""
         return self.root
 
-    def files(self) -> Mapping[str, Stat]:
+    def files(self) -> Mapping[str, FileStat]:
         """Every regular file, by path relative to the root, but for those in folders that programs keep."""
         if self._files is None:
-            self._files = {self.path.name: _stat(self.path)} if self._single else dict(self._walk())
+            self._files = {self.path.name: _stat_file(self.path)} if self._single else dict(self._walk())
         return self._files
 
-    def _walk(self) -> Iterator[tuple[str, Stat]]:
+    def _walk(self) -> Iterator[tuple[str, FileStat]]:
         found = []
-        for folder, folders, names in os.walk(self.root, onerror=_unreadable):
+        for folder, folders, names in os.walk(self.root, onerror=_raise_unlistable):
             folders[:] = sorted(f for f in folders if f not in HIDDEN)
             found += [Path(folder, name) for name in names]
         for path in sorted(found):
             with contextlib.suppress(FileNotFoundError):  # a link to nothing
                 if path.is_file():
-                    yield path.relative_to(self.root).as_posix(), _stat(path)
+                    yield path.relative_to(self.root).as_posix(), _stat_file(path)
 
     def notes(self) -> tuple[str, ...]:
         """Nothing: the files are what they are."""
         return ()
 
-    def restat(self, path: str) -> Stat | None:
+    def restat(self, path: str) -> FileStat | None:
         """The file's state now, to see whether it changed under the reader; None if it is gone."""
         try:
-            return _stat(self.root / path)
+            return _stat_file(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -187,7 +187,7 @@ class LocalSource(UnpromisedSource):
     def expect(self, spans: Iterable[Span]) -> None:
         """Do nothing: the kernel reads ahead."""
 
-    def heed(self, stop: Stop) -> None:
+    def heed(self, stop: StopRequest) -> None:
         """Do nothing: reads do not wait for longer than the disk does."""
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
@@ -211,7 +211,7 @@ class LocalTarget:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._file = _File(root, os.O_RDWR | os.O_NOFOLLOW)
+        self._file = _LocalFile(root, os.O_RDWR | os.O_NOFOLLOW)
         self._turns: dict[str, threading.Lock] = {}
         self._syncs: dict[str, threading.Lock] = {}
 
@@ -223,14 +223,14 @@ class LocalTarget:
         if not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise HostileError(f"{path!r} would be written outside of {self.root}")
         full = self.root / path
-        with told(path, "creating"):
+        with translate_os_errors(path, "creating"):
             full.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | getattr(os, "O_CLOEXEC", 0)
             descriptor = os.open(full, flags, 0o666)
             try:
                 if os.fstat(descriptor).st_size != size:
                     os.ftruncate(descriptor, 0)
-                    _reserve(descriptor, size)
+                    _reserve_file_space(descriptor, size)
             finally:
                 os.close(descriptor)
 
@@ -240,12 +240,12 @@ class LocalTarget:
         One thread at a time writes to a file: the kernel would make the others spin on the inode's lock instead.
         """
         turn = self._turns.setdefault(path, threading.Lock())
-        with told(path, "writing"), turn:
+        with translate_os_errors(path, "writing"), turn:
             self._file.write(path, offset, memoryview(data).cast("B"))
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Read back what was written."""
-        with told(path, "reading back"):
+        with translate_os_errors(path, "reading back"):
             self._file.read(path, offset, into)
 
     def sync(self, path: str) -> None:
@@ -254,7 +254,7 @@ class LocalTarget:
         The kernel tells each descriptor of a failed writeback once: without one call at a time and a memory of what
         failed, a second thread would be told that the bytes the first one lost are on disk.
         """
-        with told(path, "syncing"), self._syncs.setdefault(path, threading.Lock()):
+        with translate_os_errors(path, "syncing"), self._syncs.setdefault(path, threading.Lock()):
             self._file.sync(path)
 
     def close(self) -> None:
@@ -262,16 +262,16 @@ class LocalTarget:
         self._file.close()
 
 
-def _reserve(descriptor: int, size: int) -> None:
+def _reserve_file_space(descriptor: int, size: int) -> None:
     """Reserve the space now, so that a full disk is found early; where that is unsupported, only set the size."""
-    if not (size and linux.reserve(descriptor, size)):
+    if not (size and linux.reserve_space(descriptor, size)):
         os.ftruncate(descriptor, size)
 
 
-def _unreadable(error: OSError) -> None:
+def _raise_unlistable(error: OSError) -> None:
     raise AccessError(f"{error.filename} cannot be listed: {error.strerror}")
 
 
-def _stat(path: Path) -> Stat:
+def _stat_file(path: Path) -> FileStat:
     found = path.stat()
-    return Stat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")
+    return FileStat(found.st_size, f"{found.st_ino}:{found.st_mtime_ns}")

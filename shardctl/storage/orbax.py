@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.dtype import BY_TORCH, DType
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.storage import Stat
+from shardctl.storage import FileStat
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class OrbaxSource(LocalSource):
                 hint="pip install 'shardctl[orbax]'",
             ) from error
         self._arrays: dict[str, StoredArray] | None = None
-        self._all: dict[str, Stat] | None = None
+        self._all: dict[str, FileStat] | None = None
 
     @property
     def arrays(self) -> Mapping[str, StoredArray]:
@@ -73,22 +73,22 @@ class OrbaxSource(LocalSource):
             self.held_bytes = _LIBRARY + _CACHE + 2 * max(chunks, default=0)  # one as it is stored, one decompressed
         return self._arrays
 
-    def files(self) -> Mapping[str, Stat]:
+    def files(self) -> Mapping[str, FileStat]:
         """The files of the directory, and those of the arrays."""
         if self._all is None:
             real = super().files()
             version = real[METADATA].version
-            mine = {path: Stat(a.dtype.nbytes(a.shape), version) for path, a in self.arrays.items()}
+            mine = {path: FileStat(a.dtype.nbytes(a.shape), version) for path, a in self.arrays.items()}
             self._all = {**real, **mine}
         return self._all
 
-    def restat(self, path: str) -> Stat | None:
+    def restat(self, path: str) -> FileStat | None:
         """As of any file; an array has changed if the metadata has."""
         array = self.arrays.get(path)
         if array is None:
             return super().restat(path)
         now = super().restat(METADATA)
-        return Stat(array.dtype.nbytes(array.shape), now.version) if now is not None else None
+        return FileStat(array.dtype.nbytes(array.shape), now.version) if now is not None else None
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
         """Fill `into` from byte `offset` of an array's elements in row-major order, or of a file."""
@@ -101,7 +101,7 @@ class OrbaxSource(LocalSource):
         if high > prod(array.shape):
             raise SourceError(f"{path} ends at byte {prod(array.shape) * size}")
         skip = offset - low * size
-        for index in runs(array.shape, low, high):
+        for index in list_run_slices(array.shape, low, high):
             data = self._read(array, index)
             taken = data[skip : skip + len(into) - done]
             into[done : done + len(taken)] = taken
@@ -173,7 +173,7 @@ def is_orbax(folder: Path) -> bool:
     return (folder / "manifest.ocdbt").is_file() or any(folder.glob("*/.zarray")) or any(folder.glob("*/zarr.json"))
 
 
-def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+def list_run_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """The boxes, in order, that elements `start` to `stop` of a row-major array fill: at most two a dim, less one.
 
     >>> list(runs((4, 3), 2, 9))
@@ -188,7 +188,7 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, .
     first, within = divmod(start, row)
     if within:
         end = min(stop, (first + 1) * row)
-        for rest in runs(shape[1:], within, end - first * row):
+        for rest in list_run_slices(shape[1:], within, end - first * row):
             yield (slice(first, first + 1), *rest)
         start = end
     last, over = divmod(stop, row)
@@ -196,5 +196,5 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, .
         yield (slice(start // row, last),)
         start = last * row
     if start < stop:
-        for rest in runs(shape[1:], 0, over):
+        for rest in list_run_slices(shape[1:], 0, over):
             yield (slice(last, last + 1), *rest)

@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import TransientError
-from shardctl.workers import heed
+from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from shardctl.errors import ShardctlError
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 FIRST_WAIT: Final = 0.5
 """Seconds before the first repetition; each wait is twice as long as the one before."""
@@ -33,10 +33,10 @@ class TroubleError(Exception):
         self.after = after
 
 
-class Patience:
+class RetryBackoff:
     """Waits between the tries of one transfer, ever longer, until it succeeds or the tries are used up."""
 
-    def __init__(self, doing: str, stop: Stop, tries: int = USUAL_TRIES) -> None:
+    def __init__(self, doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> None:
         self._doing = doing
         self._stop = stop
         self._tries = tries
@@ -66,6 +66,6 @@ class Patience:
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            heed(self._stop)
+            raise_if_stopped(self._stop)
             time.sleep(min(left, _LOOK))
-        heed(self._stop)
+        raise_if_stopped(self._stop)

@@ -33,7 +33,7 @@ def open_source(text: str | Path) -> Source:
     """
     _check_name(text)
     if isinstance(text, Path) or os.path.lexists(text):
-        return _local(Path(text))
+        return _open_local(Path(text))
     match = _SCHEME.match(text)
     if match is None and _HUB_NAME.fullmatch(text) is None:
         return LocalSource(Path(text))
@@ -56,14 +56,14 @@ def check_destination(place: str | Path) -> None:
     A Path is always a directory's, as is text that begins with ``./``.
     """
     _check_name(place)
-    scheme = _scheme(place)
+    scheme = _parse_scheme(place)
     if scheme not in (None, *SCHEMES):
-        raise UsageError(f"{scheme}:// is not a place that shardctl writes to", hint=_where_instead(scheme, str(place)))
+        raise UsageError(f"{scheme}:// is not a place that shardctl writes to", hint=_suggest_place(scheme, str(place)))
 
 
 def check_written_file(place: str | Path) -> None:
     """Raise UsageError for an address of any kind: plans and reports are files of this machine."""
-    scheme = _scheme(place)
+    scheme = _parse_scheme(place)
     if scheme is not None:
         raise UsageError(
             f"{place} is an address, and only checkpoints are written to such places",
@@ -76,12 +76,12 @@ def _check_name(place: str | Path) -> None:
         raise UsageError(f"{str(place)!r} is not a path: it holds characters that no name can have")
 
 
-def _scheme(place: str | Path) -> str | None:
+def _parse_scheme(place: str | Path) -> str | None:
     match = _SCHEME.match(place) if isinstance(place, str) else None
     return match[1] if match else None
 
 
-def _where_instead(scheme: str | None, place: str) -> str:
+def _suggest_place(scheme: str | None, place: str) -> str:
     rest = place.partition("://")[2]
     if scheme == "hf":
         name = "/".join(rest.partition("@")[0].split("/")[:2])
@@ -92,7 +92,7 @@ def _where_instead(scheme: str | None, place: str) -> str:
     return f"DST is s3://, gs://, az:// or a directory, such as {instead}"
 
 
-def _local(path: Path) -> LocalSource:
+def _open_local(path: Path) -> LocalSource:
     """A directory or file that is here; what Orbax wrote is read through tensorstore."""
     if os.path.isfile(path / "_METADATA"):  # noqa: PTH113 - which is False where it cannot be known
         from shardctl.storage.orbax import OrbaxSource, is_orbax

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def existing(path: Path) -> Path:
+def find_existing_parent(path: Path) -> Path:
     """The path itself, or the nearest directory above it that exists."""
     place = path.absolute()
     while not place.exists():
@@ -17,7 +17,7 @@ def existing(path: Path) -> Path:
     return place
 
 
-def free_space(place: Path) -> int | None:
+def measure_free_space(place: Path) -> int | None:
     """Free bytes of the file system of an existing path; None if it does not know its own size."""
     disk = shutil.disk_usage(place)
     return disk.free if disk.total else None

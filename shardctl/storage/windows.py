@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardctl.workers import Stop, spread
+from shardctl.workers import StopRequest, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ AT_ONCE: Final = 8
 """Spans fetched together by `expect`."""
 
 
-class Fetch(Protocol):
+class RangeFetch(Protocol):
     """Reads a stretch of a file from where it is."""
 
     def __call__(self, path: str, offset: int, into: memoryview, /) -> None:
@@ -37,7 +37,7 @@ class Fetch(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Window:
+class _FetchedWindow:
     start: int
     data: bytearray
     ready: threading.Event = field(default_factory=threading.Event)
@@ -48,16 +48,16 @@ class _Window:
         return self.start + len(self.data)
 
 
-class Windows:
+class ReadAheadCache:
     """What was fetched of some files and may be asked for again; shared by threads."""
 
-    def __init__(self, fetch: Fetch, sizes: Callable[[str], int]) -> None:
+    def __init__(self, fetch: RangeFetch, sizes: Callable[[str], int]) -> None:
         self._fetch = fetch
         self._size = sizes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[_Window, str] = OrderedDict()
+        self._kept: OrderedDict[_FetchedWindow, str] = OrderedDict()
         """Each with its path, the one that was used last at the end; two may begin at the same byte."""
-        self._by_path: dict[str, list[_Window]] = {}
+        self._by_path: dict[str, list[_FetchedWindow]] = {}
         self._held = 0
         self._ends: dict[str, int] = {}
 
@@ -104,7 +104,7 @@ class Windows:
         wanted = []
         with self._lock:
             room = KEPT
-            for path, offset, size in _merged(spans):
+            for path, offset, size in _merge_spans(spans):
                 length = min(size, self._size(path) - offset)
                 room -= length
                 if room < 0:
@@ -113,13 +113,15 @@ class Windows:
                 if length > 0 and self._covering(path, offset) is None:
                     wanted.append((path, self._add(path, offset, length)))
         try:
-            spread(iter(wanted), lambda: lambda each: self._fill(*each), min(AT_ONCE, len(wanted)), Stop())
+            run_in_threads(
+                iter(wanted), lambda: lambda each: self._fill(*each), min(AT_ONCE, len(wanted)), StopRequest()
+            )
         finally:
             for path, window in wanted:  # after an error others were never begun
                 if not window.ready.is_set():
                     self._drop(path, window)
 
-    def _fill(self, path: str, window: _Window) -> None:
+    def _fill(self, path: str, window: _FetchedWindow) -> None:
         try:
             self._fetch(path, window.start, memoryview(window.data))
         except BaseException:
@@ -127,7 +129,7 @@ class Windows:
             raise
         window.ready.set()
 
-    def _drop(self, path: str, window: _Window) -> None:
+    def _drop(self, path: str, window: _FetchedWindow) -> None:
         with self._lock:
             if self._kept.pop(window, None) is not None:
                 self._by_path[path].remove(window)
@@ -135,15 +137,15 @@ class Windows:
         window.failed = True
         window.ready.set()
 
-    def _covering(self, path: str, at: int) -> _Window | None:
+    def _covering(self, path: str, at: int) -> _FetchedWindow | None:
         for window in self._by_path.get(path, ()):
             if window.start <= at < window.stop:
                 self._kept.move_to_end(window)
                 return window
         return None
 
-    def _add(self, path: str, start: int, length: int) -> _Window:
-        window = _Window(start, bytearray(min(length, self._size(path) - start)))
+    def _add(self, path: str, start: int, length: int) -> _FetchedWindow:
+        window = _FetchedWindow(start, bytearray(min(length, self._size(path) - start)))
         self._kept[window] = path
         self._by_path.setdefault(path, []).append(window)
         self._held += len(window.data)
@@ -154,7 +156,7 @@ class Windows:
         return window
 
 
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+def _merge_spans(spans: Iterable[Span]) -> Iterator[Span]:
     held: Span | None = None
     for path, offset, size in spans:
         if held is not None and held[0] == path and 0 <= offset - held[1] <= held[2] + GLANCE:

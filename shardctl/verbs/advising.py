@@ -6,71 +6,71 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.memory.advice import Advice, Ask, Needed, advise, by_type
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.legal import Law
-from shardctl.memory.search import SERVING, Bulk, Space
-from shardctl.memory.workload import Serving, Training
-from shardctl.verbs.forecasting import calibrated, needs
+from shardctl.memory.advice import EstimateRequest, FewestDevices, TriedChange, advise_changes, find_fewest_by_type
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.legal import AllowedDegrees
+from shardctl.memory.search import SERVING, SearchSpace, WeightTotals
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
+from shardctl.verbs.forecasting import apply_calibration, estimate_needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.memory.estimate import Estimate
-    from shardctl.memory.inventory import Inventory
+    from shardctl.memory.estimate import MeshEstimate
+    from shardctl.memory.inventory import TensorInventory
     from shardctl.mesh import Mesh
-    from shardctl.verbs.forecasting import Forecast
+    from shardctl.verbs.forecasting import WorkloadEstimate
     from shardctl.verbs.subject import EstimatedModel
 
 _TYPES: Final = ("bf16", "fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Counsel:
+class PlanAdvice:
     """Changes that were tried, those that are enough first; and how few devices serving needs in each type."""
 
-    advice: tuple[Advice, ...] = ()
-    types: tuple[Needed, ...] = ()
+    advice: tuple[TriedChange, ...] = ()
+    types: tuple[FewestDevices, ...] = ()
 
 
-def counsel(about: EstimatedModel, mesh: Mesh, seen: Forecast) -> Counsel:
+def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> PlanAdvice:
     """What to change; nothing where it fits, or where nobody knows whether it does.
 
     Of a partial estimate, changes are estimated as partially: what they reach is the least that is needed.
     """
     if seen.estimate.fits is not False or seen.device is None or seen.work is None:
-        return Counsel()
+        return PlanAdvice()
     budget, work = seen.device.usable_bytes, seen.work
-    subjects: dict[str | None, tuple[EstimatedModel, Heaviest, Bulk]] = {}
+    subjects: dict[str | None, tuple[EstimatedModel, HeaviestRanks, WeightTotals]] = {}
 
-    def attempt(ask: Ask) -> Estimate:
+    def attempt(ask: EstimateRequest) -> MeshEstimate:
         if ask.dtype not in subjects:
             other = about.if_quantised(ask.dtype)
-            subjects[ask.dtype] = other, Heaviest(other.inventory), Bulk(other.inventory)
+            subjects[ask.dtype] = other, HeaviestRanks(other.inventory), WeightTotals(other.inventory)
         other, heaviest, bulk = subjects[ask.dtype]
         stages = bulk.stages(ask.mesh)
         try:
             held = heaviest.hold(ask.mesh, stages)
-            found = needs(other, held, ask.mesh, stages, ask.work, passes=not seen.estimate.partial)
+            found = estimate_needs(other, held, ask.mesh, stages, ask.work, passes=not seen.estimate.partial)
         except UnsupportedError as error:
             raise UsageError(error.message) from error
-        return calibrated(found, seen.calibration)
+        return apply_calibration(found, seen.calibration)
 
-    law = Law(about.inventory, work.sequence if isinstance(work, Training) else None)
-    advice = advise(Ask(mesh, work), attempt, budget, law=law, per_node=seen.device.per_node)
-    return Counsel(advice, _by_type(about, seen, budget) if isinstance(work, Serving) else ())
+    law = AllowedDegrees(about.inventory, work.sequence if isinstance(work, TrainingWorkload) else None)
+    advice = advise_changes(EstimateRequest(mesh, work), attempt, budget, law=law, per_node=seen.device.per_node)
+    return PlanAdvice(advice, _find_fewest_by_type(about, seen, budget) if isinstance(work, ServingWorkload) else ())
 
 
-def _by_type(about: EstimatedModel, seen: Forecast, budget: int) -> tuple[Needed, ...]:
+def _find_fewest_by_type(about: EstimatedModel, seen: WorkloadEstimate, budget: int) -> tuple[FewestDevices, ...]:
     """How few devices each type needs; nothing for a model that is quantised already."""
     assert seen.device is not None  # noqa: S101 - somebody asked whether it fits
 
-    def estimator(inventory: Inventory) -> Callable[[Mesh, tuple[int, ...]], Estimate]:
-        heaviest = Heaviest(inventory)
-        return lambda mesh, stages: needs(about, heaviest.hold(mesh, stages), mesh, stages, seen.work)
+    def estimator(inventory: TensorInventory) -> Callable[[Mesh, tuple[int, ...]], MeshEstimate]:
+        heaviest = HeaviestRanks(inventory)
+        return lambda mesh, stages: estimate_needs(about, heaviest.hold(mesh, stages), mesh, stages, seen.work)
 
     try:
-        space = Space(SERVING, seen.device.per_node, stored=True)
-        return by_type(about.inventory, estimator, _TYPES, space=space, budget=budget)
+        space = SearchSpace(SERVING, seen.device.per_node, stored=True)
+        return find_fewest_by_type(about.inventory, estimator, _TYPES, space=space, budget=budget)
     except UsageError:
         return ()

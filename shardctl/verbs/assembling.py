@@ -6,32 +6,32 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from shardctl.record import RECORD, SUMS, Record, dump
-from shardctl.verbs.frame import PendingRecord, completed, sums_file, with_sums
-from shardctl.workers import Stop, heed
+from shardctl.record import RECORD, SUMS, CheckpointRecord, encode_record
+from shardctl.verbs.frame import PendingRecord, add_sums_file, build_sums_file, complete_record
+from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.execute.part import Part
-    from shardctl.execute.staging import Staging
+    from shardctl.execute.part import WorkerPart
+    from shardctl.execute.staging import StagingArea
 
 
-def result_name(*result: object) -> str:
+def hash_result_name(*result: object) -> str:
     """A name that two results share only if their bytes are the same."""
     return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
 
 
-def assembled(
-    frame: PendingRecord, parts: Sequence[Part], staging: Staging, stop: Stop, *, sha256: bool
-) -> tuple[Record, tuple[str, ...]]:
+def assemble_result(
+    frame: PendingRecord, parts: Sequence[WorkerPart], staging: StagingArea, stop: StopRequest, *, sha256: bool
+) -> tuple[CheckpointRecord, tuple[str, ...]]:
     """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings."""
-    record = completed(frame, parts)
+    record = complete_record(frame, parts)
     if sha256:
-        content = sums_file(parts)
+        content = build_sums_file(parts)
         staging.write(SUMS, content)
-        record = with_sums(record, content)
-    content = dump(record)
+        record = add_sums_file(record, content)
+    content = encode_record(record)
     staging.write(RECORD, content)
-    heed(stop)
+    raise_if_stopped(stop)
     return record, staging.publish({**record.files, RECORD: len(content)})

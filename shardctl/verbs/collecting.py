@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Collect no cycles meanwhile, because none are made: as a `with` block, or as the decorator of a function.
 
     Manifests and plans of 100,000 tensors are millions of objects that only refer to older ones. The collector, which

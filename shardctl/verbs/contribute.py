@@ -6,30 +6,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.execute.crew import Crew
-from shardctl.execute.interrupt import stopping
-from shardctl.execute.journal import Journal
-from shardctl.execute.part import Part, dump
-from shardctl.execute.progress import Progress, Silent
-from shardctl.execute.staging import Staging
-from shardctl.execute.worker import Worker
-from shardctl.shares import divide, share
+from shardctl.execute.crew import WorkerCrew
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.journal import BandJournal
+from shardctl.execute.part import WorkerPart, encode_part
+from shardctl.execute.progress import CopyProgress, SilentProgress
+from shardctl.execute.staging import StagingArea
+from shardctl.execute.worker import WorkerId
+from shardctl.shares import build_share, divide_files
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
-from shardctl.verbs.assembling import result_name
-from shardctl.verbs.frame import framed, overflow_warnings, to_json
-from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.preparing import worked_out
+from shardctl.verbs.assembling import hash_result_name
+from shardctl.verbs.frame import draft_record, encode_record_draft, list_overflow_warnings
+from shardctl.verbs.moving import list_source_versions, move_share
+from shardctl.verbs.preparing import open_conversion
 from shardctl.verbs.sampling import sample_source
 from shardctl.version import __version__
-from shardctl.workers import Effort, Stop, heed
+from shardctl.workers import ExecutionOptions, StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.options import ReshardOptions, SourceOptions
-    from shardctl.shares import Share
-    from shardctl.verbs.drafting import Draft
+    from shardctl.shares import WorkerShare
+    from shardctl.verbs.drafting import PlannedConversion
     from shardctl.verbs.moving import Versions
     from shardctl.verbs.plan_file import PlanFile
 
@@ -38,16 +38,16 @@ PATIENCE: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Contributed:
+class ContributeResult:
     """What one worker did."""
 
     destination: Path | str
     """A directory, or the address of a place in a bucket."""
-    worker: Worker
-    part: Part
+    worker: WorkerId
+    part: WorkerPart
     done_before: bool
     """Whether an earlier run of this worker had done all of it."""
-    missing: tuple[Worker, ...]
+    missing: tuple[WorkerId, ...]
     """The workers that had not finished yet."""
     warnings: tuple[str, ...]
     proofs: FileProofs = field(default_factory=FileProofs)
@@ -61,15 +61,15 @@ def contribute(
     destination: str | Path,
     wish: ReshardOptions | None = None,
     *,
-    worker: Worker,
+    worker: WorkerId,
     reading: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
     run: str = "",
-) -> Contributed:
+) -> ContributeResult:
     """Write the files of one worker of a conversion into the staging area of `destination`, which all workers see.
 
     Into a bucket they go under their own names, but what makes a checkpoint of them.
@@ -78,12 +78,12 @@ def contribute(
     return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
     what starts workers anew after it has seen them die.
     """
-    with worked_out(path, destination, wish, reading, plan) as work:
-        identity, versions = work.identity(), versions_of(work)
+    with open_conversion(path, destination, wish, reading, plan) as work:
+        identity, versions = work.identity(), list_source_versions(work)
         header = {
             "plan": identity,
-            "source": {name: [size, _anywhere(str(version))] for name, (size, version) in versions.items()},
-            "sample": sample_source(work.checkpoint.source, versions, Effort(work.budget.threads)),
+            "source": {name: [size, _normalise_version(str(version))] for name, (size, version) in versions.items()},
+            "sample": sample_source(work.checkpoint.source, versions, ExecutionOptions(work.budget.threads)),
             "sha256": sha256,
             "workers": worker.count,
             "overwrite": overwrite,
@@ -92,31 +92,37 @@ def contribute(
         if is_bucket(destination):
             from shardctl.verbs.crew_in_bucket import send_share
 
-            progress = progress or Silent()
+            progress = progress or SilentProgress()
             part, before, done = send_share(
                 work, destination, worker, header, versions, resume=resume, progress=progress
             )
-            return _contributed(work, destination, worker, part, done, before=before)
-        tree = result_name(identity, header["source"], header["sample"], sha256)
-        with Staging(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
-            crew = Crew(staging)
+            return _build_contribution(work, destination, worker, part, done, before=before)
+        tree = hash_result_name(identity, header["source"], header["sample"], sha256)
+        with StagingArea(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
+            crew = WorkerCrew(staging)
             crew.join(tree, header)
             lock = crew.lock(worker, run)
             lock.acquire(PATIENCE if run else 0)
         try:
-            desk = _Desk(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
-            return desk.run(versions, resume=resume, progress=progress or Silent())
+            desk = _WorkerRun(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
+            return desk.run(versions, resume=resume, progress=progress or SilentProgress())
         finally:
             lock.release()
 
 
-def _contributed(
-    work: Draft, destination: Path | str, worker: Worker, part: Part, done: Collection[Worker], *, before: bool
-) -> Contributed:
+def _build_contribution(
+    work: PlannedConversion,
+    destination: Path | str,
+    worker: WorkerId,
+    part: WorkerPart,
+    done: Collection[WorkerId],
+    *,
+    before: bool,
+) -> ContributeResult:
     """What a worker did, `done` being those who say that they have finished."""
-    workers = (Worker(number, worker.count) for number in range(worker.count))
-    overflow = tuple(overflow_warnings(framed(work, ""), [part])) if part.overflowed else ()
-    return Contributed(
+    workers = (WorkerId(number, worker.count) for number in range(worker.count))
+    overflow = tuple(list_overflow_warnings(draft_record(work, ""), [part])) if part.overflowed else ()
+    return ContributeResult(
         destination=destination,
         worker=worker,
         part=part,
@@ -128,42 +134,44 @@ def _contributed(
     )
 
 
-def _anywhere(version: str) -> str:
+def _normalise_version(version: str) -> str:
     """A file's version as other machines see it: they may number its inode differently, but not its last change."""
     inode, colon, modified = version.partition(":")
     return modified if colon and inode.isdigit() and modified.isdigit() else version
 
 
 @dataclass(frozen=True, slots=True)
-class _Desk:
+class _WorkerRun:
     """Where one worker works."""
 
-    work: Draft
-    staging: Staging
-    crew: Crew
-    worker: Worker
+    work: PlannedConversion
+    staging: StagingArea
+    crew: WorkerCrew
+    worker: WorkerId
     header: dict[str, Any]
 
-    def run(self, versions: Versions, *, resume: bool, progress: Progress) -> Contributed:
+    def run(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> ContributeResult:
         found = self.crew.part(self.worker, self.header) if resume else None
         part = found[0] if found else self._made(versions, resume=resume, progress=progress)
-        workers = (Worker(number, self.worker.count) for number in range(self.worker.count))
+        workers = (WorkerId(number, self.worker.count) for number in range(self.worker.count))
         done = {worker for worker in workers if self.crew.part_exists(worker)}
-        return _contributed(self.work, self.staging.destination, self.worker, part, done, before=found is not None)
+        return _build_contribution(
+            self.work, self.staging.destination, self.worker, part, done, before=found is not None
+        )
 
-    def _made(self, versions: Versions, *, resume: bool, progress: Progress) -> Part:
+    def _made(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> WorkerPart:
         work, mine = self.work, self._share()
         path = self.crew.journal(self.worker)
         header: dict[str, Any] = {**self.header, "source": versions}
-        block = Journal.block(path, header) if resume else None
+        block = BandJournal.block(path, header) if resume else None
         if block is not None:
             work = replace(work, budget=work.budget.with_block(block))
         else:
             self.crew.forget_part(self.worker)
         self.staging.require_space(work.write_bytes)
-        stop = Stop(kept=True)
-        with stopping(stop):
-            part = move(
+        stop = StopRequest(kept=True)
+        with stop_on_signals(stop):
+            part = move_share(
                 work,
                 mine,
                 work.carried if self.worker.number == 0 else (),
@@ -175,10 +183,10 @@ class _Desk:
                 progress=progress,
                 stop=stop,
             )
-            frame = to_json(framed(work, self.header["plan"])) if self.worker.number == 0 else None
-            heed(stop)
-            self.crew.note_part(self.worker, dump(part, self.header, frame))
+            frame = encode_record_draft(draft_record(work, self.header["plan"])) if self.worker.number == 0 else None
+            raise_if_stopped(stop)
+            self.crew.note_part(self.worker, encode_part(part, self.header, frame))
         return part
 
-    def _share(self) -> Share:
-        return share(self.work.plan, divide(self.work.plan, self.worker.count), self.worker.number)
+    def _share(self) -> WorkerShare:
+        return build_share(self.work.plan, divide_files(self.work.plan, self.worker.count), self.worker.number)

@@ -4,56 +4,56 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardctl.errors import Mismatch, SourceError, some
-from shardctl.execute.interrupt import stopping
-from shardctl.execute.part import Part, merge, require_one_source
-from shardctl.execute.uploads import Uploads, noted_plan, published_record
-from shardctl.execute.worker import Worker
-from shardctl.record import RECORD, Record, load
-from shardctl.storage.cloud.bucket import Bucket
-from shardctl.verbs.frame import PendingRecord, framed, from_json, to_json
+from shardctl.errors import Mismatch, SourceError, format_first_few
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.part import WorkerPart, merge_parts, require_one_source
+from shardctl.execute.uploads import BucketUploads, noted_plan, published_record
+from shardctl.execute.worker import WorkerId
+from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.storage.cloud.bucket import CloudBucket
+from shardctl.verbs.frame import PendingRecord, draft_record, encode_record_draft, parse_record_draft
 from shardctl.verbs.into_bucket import (
     ShareGroups,
     ShareSender,
-    concluded,
+    publish_parts,
     replacement_warnings,
     require_object_names,
     result_files,
     scratch_directory,
 )
-from shardctl.workers import Stop, heed
+from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.execute.progress import Progress
-    from shardctl.verbs.drafting import Draft
+    from shardctl.execute.progress import CopyProgress
+    from shardctl.verbs.drafting import PlannedConversion
     from shardctl.verbs.moving import Versions
 
 
 def send_share(
-    work: Draft,
+    work: PlannedConversion,
     destination: str,
-    worker: Worker,
+    worker: WorkerId,
     header: Mapping[str, Any],
     versions: Versions,
     *,
     resume: bool,
-    progress: Progress,
-) -> tuple[Part, bool, set[Worker]]:
+    progress: CopyProgress,
+) -> tuple[WorkerPart, bool, set[WorkerId]]:
     """Write the objects of one worker; returns its part, whether an earlier run had made it, and who is done.
 
     `header` is the same for all workers.
     """
     require_object_names(work)
-    bucket, stop, sha256 = Bucket(destination, writing=True), Stop(kept=True), bool(header["sha256"])
-    frame = framed(work, str(header["plan"]))
+    bucket, stop, sha256 = CloudBucket(destination, writing=True), StopRequest(kept=True), bool(header["sha256"])
+    frame = draft_record(work, str(header["plan"]))
     held = [file.path for file in work.plan.want.files.values() if file.path in _without_tensors(work)]
     held += [side.name for side in work.carried]
-    with scratch_directory() as scratch, stopping(stop):
+    with scratch_directory() as scratch, stop_on_signals(stop):
         bucket.stop = stop
         groups = ShareGroups.of(work, scratch, worker)
-        uploads = Uploads.begin(
+        uploads = BucketUploads.begin(
             bucket,
             header,
             result_files(frame, sha256=sha256),
@@ -68,29 +68,31 @@ def send_share(
         else:
             uploads.forget_done(worker)
             sender = ShareSender(work, versions, scratch, uploads, progress, stop, sha256)
-            part = merge(sender.send(groups, work.carried if worker.number == 0 else ()))
-            heed(stop)
-            uploads.note_worker(worker, part, to_json(frame) if worker.number == 0 else None)
-        workers = [Worker(number, worker.count) for number in range(worker.count)]
+            part = merge_parts(sender.send(groups, work.carried if worker.number == 0 else ()))
+            raise_if_stopped(stop)
+            uploads.note_worker(worker, part, encode_record_draft(frame) if worker.number == 0 else None)
+        workers = [WorkerId(number, worker.count) for number in range(worker.count)]
         return part, found is not None, uploads.workers_noted(workers)
 
 
-def _without_tensors(work: Draft) -> set[str]:
+def _without_tensors(work: PlannedConversion) -> set[str]:
     return work.plan.want.files.keys() - {path for copy in work.plan.copies for path in copy.target.files}
 
 
 def workers_begun(destination: str) -> int:
     """Of how many workers an interrupted run into a bucket had been; 0 if there is none."""
-    plan = noted_plan(Bucket(destination, writing=True)) or {}
+    plan = noted_plan(CloudBucket(destination, writing=True)) or {}
     return int(plan.get("workers", 0))
 
 
-def publish_shares(destination: str) -> tuple[Record, PendingRecord | None, list[Part], tuple[str, ...]]:
+def publish_shares(
+    destination: str,
+) -> tuple[CheckpointRecord, PendingRecord | None, list[WorkerPart], tuple[str, ...]]:
     """Write the record of what workers wrote; returns it with its frame, if it was not there before, and warnings.
 
     Raises Mismatch if workers are missing, SourceError if none has begun or if they read different things.
     """
-    bucket, stop = Bucket(destination, writing=True), Stop(kept=True)
+    bucket, stop = CloudBucket(destination, writing=True), StopRequest(kept=True)
     plan = noted_plan(bucket)
     published = published_record(bucket, plan)
     if plan is None or "workers" not in plan or published is not None:
@@ -101,22 +103,23 @@ def publish_shares(destination: str) -> tuple[Record, PendingRecord | None, list
                 hint="shardctl reshard SRC DST --worker 0/3 is the first of three",
             )
         if published is not None:
-            Uploads(bucket, plan or {}).forget()
-        return load(content), None, [], ()
-    uploads = Uploads(bucket, plan)
+            BucketUploads(bucket, plan or {}).forget()
+        return parse_record(content), None, [], ()
+    uploads = BucketUploads(bucket, plan)
     objects = bucket.objects()
-    workers = [Worker(number, plan["workers"]) for number in range(plan["workers"])]
+    workers = [WorkerId(number, plan["workers"]) for number in range(plan["workers"])]
     found = {worker: uploads.worker_done(worker, objects) for worker in workers}
     absent = [worker for worker, part in found.items() if part is None]
     if absent:
         raise Mismatch(
-            f"{len(absent)} of {len(workers)} workers have not finished their part of {bucket.name}: {some(absent, 8)}",
+            f"{len(absent)} of {len(workers)} workers have not finished their part of {bucket.name}: "
+            f"{format_first_few(absent, 8)}",
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
     parts = {f"worker {worker}": part[0] for worker, part in found.items() if part is not None}
     require_one_source(parts)
-    frame = from_json(next(frame for _, frame in filter(None, found.values()) if frame is not None))
-    with stopping(stop):
+    frame = parse_record_draft(next(frame for _, frame in filter(None, found.values()) if frame is not None))
+    with stop_on_signals(stop):
         bucket.stop = stop
-        record = concluded(frame, list(parts.values()), uploads, stop, sha256=bool(plan["sha256"]))
+        record = publish_parts(frame, list(parts.values()), uploads, stop, sha256=bool(plan["sha256"]))
     return record, frame, list(parts.values()), replacement_warnings(bucket, uploads)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from shardctl import models
 from shardctl.errors import UnsupportedError
 from shardctl.formats import FORMATS
-from shardctl.formats.format import given_file
-from shardctl.formats.impostors import FOREIGN, unfinished_downloads
+from shardctl.formats.format import find_given_file
+from shardctl.formats.impostors import FOREIGN, list_unfinished_downloads
 from shardctl.manifest import Manifest, Tensor
 from shardctl.record import RECORD
 
@@ -32,13 +32,13 @@ _LARGEST: Final = 10_000_000
 """Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
 
 
-def config_file(source: Source) -> str | None:
+def find_config_file(source: Source) -> str | None:
     """The file that could be the config of a model without weights: the source itself, or that of a bare directory.
 
     Whether it *is* a config is for the reader to say. None where weights are, were, or are being fetched: a directory
     that shardctl wrote and that lost its files is damaged, and no description of a model.
     """
-    given = given_file(source)
+    given = find_given_file(source)
     files = source.files()
     if given is not None:
         fits = given.endswith(".json") and not given.endswith(_INDEX) and given != RECORD
@@ -49,15 +49,15 @@ def config_file(source: Source) -> str | None:
     own = any("/" not in path for path in weights)
     if own or (weights and any(format_.detect(source) for format_ in FORMATS)):  # trainers keep them in folders
         return None
-    return None if any(unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
+    return None if any(list_unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
 
 
-def names_a_model(config: Mapping[str, object]) -> bool:
+def is_model_config(config: Mapping[str, object]) -> bool:
     """Whether a JSON object is a model's config, as far as its keys tell."""
     return bool(config.get("architectures") or config.get("model_type"))
 
 
-def described(
+def build_model_from_config(
     source: Source, config: Mapping[str, object], rules: RuleFile | None = None, *, kv_heads: KvHeads = "error"
 ) -> tuple[Model, Manifest]:
     """The model of a config, and a manifest of its tensors that are stored nowhere.
@@ -68,7 +68,7 @@ def described(
     Raises UnsupportedError for an architecture that is not known.
     """
     try:
-        model = models.describe(config, kv_heads=kv_heads)
+        model = models.describe_model(config, kv_heads=kv_heads)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error.message}, and {source.name} has no weights to learn its tensors from",
@@ -78,24 +78,31 @@ def described(
     if rules is not None:
         model = rules.over(model, manifest)
     return model, replace(
-        manifest, warnings=(*model.warnings, *_absent(source), *_untyped(config), *_stacks(model), *_uncounted(model))
+        manifest,
+        warnings=(
+            *model.warnings,
+            *_note_absent_files(source),
+            *_note_untyped(config),
+            *_note_stacks(model),
+            *_note_uncounted(model),
+        ),
     )
 
 
-def _absent(source: Source) -> list[str]:
+def _note_absent_files(source: Source) -> list[str]:
     indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(_INDEX))
     return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
 
 
-def _untyped(config: Mapping[str, object]) -> list[str]:
+def _note_untyped(config: Mapping[str, object]) -> list[str]:
     """A warning where nothing says how many bytes an element has."""
-    read = models.Config(config)
+    read = models.ModelConfig(config)
     if read.declared() is not None:
         return []
     return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
 
 
-def _stacks(model: Model) -> list[str]:
+def _note_stacks(model: Model) -> list[str]:
     """A warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
     if not model.unquantised:
         return []
@@ -103,7 +110,7 @@ def _stacks(model: Model) -> list[str]:
     return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantised"] if size else []
 
 
-def _uncounted(model: Model) -> list[str]:
+def _note_uncounted(model: Model) -> list[str]:
     """A warning about layers that predict further tokens, which no state dict of transformers has."""
     extra = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.tensors.values() if t.row.optional]
     if not extra:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardctl.execute.interrupt import stopping
-from shardctl.verbs.opening import in_file_order, opened
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.verbs.opening import in_file_order, open_checkpoint
 from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
-from shardctl.verify.content import compare
-from shardctl.workers import Effort
+from shardctl.verify.content import compare_tensors
+from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.opening import OpenedCheckpoint
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorChange:
     """One tensor that is not the same."""
 
     tensor: str
@@ -40,12 +40,12 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Diffed:
+class DiffResult:
     """How two checkpoints differ."""
 
     a: str
     b: str
-    changes: tuple[Change, ...]
+    changes: tuple[TensorChange, ...]
     equal: int
     """Tensors whose bits are the same."""
     nbytes: int
@@ -60,15 +60,15 @@ def diff(
     *,
     reading_a: SourceOptions | None = None,
     reading_b: SourceOptions | None = None,
-    effort: Effort | None = None,
-) -> Diffed:
+    effort: ExecutionOptions | None = None,
+) -> DiffResult:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.
 
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
     damaged records of archives.
     """
-    effort = effort or Effort()
-    with opened(a, reading_a) as first, opened(b, reading_b) as second, stopping(effort.stop):
+    effort = effort or ExecutionOptions()
+    with open_checkpoint(a, reading_a) as first, open_checkpoint(b, reading_b) as second, stop_on_signals(effort.stop):
         first.source.heed(effort.stop)
         second.source.heed(effort.stop)
         ours, theirs = first.manifest.tensors, second.manifest.tensors
@@ -76,34 +76,36 @@ def diff(
         require_agreement(list(theirs.values()), second.source, effort)
         changes, pairs = [], []
         for name in sorted({*ours, *theirs}):
-            kind = _kind(ours.get(name), theirs.get(name))
+            kind = _classify_change(ours.get(name), theirs.get(name))
             if kind is None:
                 pairs.append((ours[name], theirs[name]))
             else:
-                changes.append(Change(name, kind, _text(ours.get(name)), _text(theirs.get(name))))
+                changes.append(
+                    TensorChange(name, kind, _format_tensor(ours.get(name)), _format_tensor(theirs.get(name)))
+                )
         in_file_order(pairs, first, second)
-        differences = compare(pairs, checked_reader(first), checked_reader(second), effort)
+        differences = compare_tensors(pairs, checked_reader(first), checked_reader(second), effort)
         first.prove()
         second.prove()
         for d in differences:
             tensor = ours[d.tensor]
-            text = _text(tensor)
-            changes.append(Change(d.tensor, "values", text, text, d.count, tensor.size, str(d.first)))
-        return Diffed(
+            text = _format_tensor(tensor)
+            changes.append(TensorChange(d.tensor, "values", text, text, d.count, tensor.size, str(d.first)))
+        return DiffResult(
             str(a),
             str(b),
             tuple(sorted(changes, key=lambda c: c.tensor)),
             len(pairs) - len(differences),
             sum(t.nbytes for t, _ in pairs),
-            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _warnings(each)),
+            tuple(f"in {name}: {said}" for name, each in ((a, first), (b, second)) for said in _list_warnings(each)),
         )
 
 
-def _warnings(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _list_warnings(checkpoint: OpenedCheckpoint) -> tuple[str, ...]:
     return *checkpoint.manifest.warnings, *checkpoint.unverified()
 
 
-def _kind(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
+def _classify_change(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
     if ours is None:
         return "only_in_b"
     if theirs is None:
@@ -113,5 +115,5 @@ def _kind(ours: Tensor | None, theirs: Tensor | None) -> Kind | None:
     return "dtype" if ours.dtype != theirs.dtype else None
 
 
-def _text(tensor: Tensor | None) -> str:
+def _format_tensor(tensor: Tensor | None) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}" if tensor else ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardctl.digest import checkpoint_digest, tensor_digest
-from shardctl.execute.interrupt import stopping
+from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
+from shardctl.execute.interrupt import stop_on_signals
 from shardctl.manifest import first_byte
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
-from shardctl.verify.content import measure
-from shardctl.workers import Effort
+from shardctl.verify.content import measure_content
+from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ class TensorDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Digested:
+class DigestResult:
     """The digest of a checkpoint."""
 
     path: str
@@ -48,27 +48,29 @@ class Digested:
     """Which do not, as warnings."""
 
 
-def digest(path: str | Path, *, reading: SourceOptions | None = None, effort: Effort | None = None) -> Digested:
+def digest(
+    path: str | Path, *, reading: SourceOptions | None = None, effort: ExecutionOptions | None = None
+) -> DigestResult:
     """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
 
     Raises CoverageError for elements that are missing, SourceError for copies of an element that differ, and for
     damaged records of archives.
     """
-    effort = effort or Effort()
-    with opened(path, reading) as checkpoint, stopping(effort.stop):
+    effort = effort or ExecutionOptions()
+    with open_checkpoint(path, reading) as checkpoint, stop_on_signals(effort.stop):
         checkpoint.source.heed(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
         require_agreement(tensors, checkpoint.source, effort)
-        found = measure(tensors, checked_reader(checkpoint), effort)
+        found = measure_content(tensors, checked_reader(checkpoint), effort)
         checkpoint.prove()
         tensors.sort(key=lambda t: t.name)
         rows = {
-            t.name: TensorDigest(tensor_digest(found[t.name].sums, t.dtype, t.shape), t.dtype.name, t.shape)
+            t.name: TensorDigest(compute_tensor_digest(found[t.name].sums, t.dtype, t.shape), t.dtype.name, t.shape)
             for t in tensors
         }
-        return Digested(
+        return DigestResult(
             path=str(path),
-            digest=checkpoint_digest((t.name, t.dtype, t.shape, rows[t.name].digest) for t in tensors),
+            digest=compute_checkpoint_digest((t.name, t.dtype, t.shape, rows[t.name].digest) for t in tensors),
             tensors=rows,
             nbytes=sum(t.nbytes for t in tensors),
             warnings=checkpoint.manifest.warnings,

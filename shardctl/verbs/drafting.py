@@ -9,51 +9,55 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, parse_json, read_text
-from shardctl.copyplan import CopyPlan, join
+from shardctl.copyplan import CopyPlan, join_manifests
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
-from shardctl.execute.budget import Budget, budget, require_bookkeeping
+from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
 from shardctl.layouts import COMPOSED, LAYOUTS, dcp, dcp_files, hf, meta, ranks, universal
-from shardctl.layouts.composed import Order
-from shardctl.layouts.form import EXPERTS, form
-from shardctl.manifest import Opaque
+from shardctl.layouts.composed import PackRequest
+from shardctl.layouts.form import EXPERTS, choose_form
+from shardctl.manifest import OpaqueObject
 from shardctl.mesh import Mesh
-from shardctl.models import quantisation_config
+from shardctl.models import find_quantisation_config
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.pieces import Placed, balance, layer_costs, parse_stages
+from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
-from shardctl.verbs.collecting import uncollected
+from shardctl.verbs.collecting import pause_garbage_collection
 from shardctl.verbs.described import CONFIG
 from shardctl.verbs.expansion import check_expansion
 from shardctl.verbs.optimizer import (
-    filtered_states,
-    settings_file,
-    settled,
-    specs,
-    state_fusions,
-    states_of,
-    steps_done,
-    with_optimizer,
+    add_optimizer_states,
+    build_settings_file,
+    build_specs,
+    build_state_fusions,
+    filter_states,
+    find_step_state,
+    get_states,
+    name_state_arrays,
 )
-from shardctl.workers import usual_threads
+from shardctl.workers import choose_thread_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.layouts.form import Form
+    from shardctl.layouts.form import ArrayForm
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
-    from shardctl.models.fusion import Fusion
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.models.fusion import TensorFusion
+    from shardctl.verbs.opening import OpenedCheckpoint
 
 
 _COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
-_PREFIXES: Final = {ranks.NAME: ranks.prefix, dcp.NAME: dcp_files.prefix, meta.NAME: meta.prefix}
+_PREFIXES: Final = {
+    ranks.NAME: ranks.format_file_prefix,
+    dcp.NAME: dcp_files.format_file_prefix,
+    meta.NAME: meta.format_file_prefix,
+}
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
-def understood(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOptions:
+def prepare_source_options(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOptions:
     """How a source is to be understood to say what `wish` means for devices.
 
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
@@ -63,20 +67,20 @@ def understood(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOpt
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlannedConversion:
     """A conversion, worked out and not yet begun."""
 
-    checkpoint: Checkpoint
+    checkpoint: OpenedCheckpoint
     wish: ReshardOptions
     layout: str
     mesh: Mesh
     have: Manifest
     """What is converted: the checkpoint, filtered; optimizer states are among its tensors if they travel along."""
     plan: CopyPlan
-    placed: Placed | None
+    placed: PlacedCheckpoint | None
     """Who holds what, for a mesh layout."""
-    budget: Budget
-    carried: tuple[Opaque, ...]
+    budget: HostMemoryBudget
+    carried: tuple[OpaqueObject, ...]
     """Side files that travel along, in their new form."""
     options: Mapping[str, str]
     """The options that shape the bytes, for the record."""
@@ -115,38 +119,38 @@ class Draft:
         return state.hexdigest()[:32]
 
 
-@uncollected()
-def draft(checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
+@pause_garbage_collection()
+def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
     """Work out what `wish` means for a checkpoint.
 
     Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
-    mesh, layout = wish.mesh or Mesh.of(), layout_of(wish)
+    mesh, layout = wish.mesh or Mesh.of(), choose_layout(wish)
     tensors = checkpoint.manifest.tensors.values() if wish.include is None and wish.exclude is None else ()
     require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), wish.host_memory)
     _check_castable(checkpoint, wish)
-    have = with_optimizer(filtered(checkpoint.manifest, wish), wish.optimizer_states, layout)
-    dtypes = chosen_dtypes(have, wish)
-    fusions = _fusions(checkpoint, wish)
-    arrays = form(
+    have = add_optimizer_states(filter_tensors(checkpoint.manifest, wish), wish.optimizer_states, layout)
+    dtypes = choose_dtypes(have, wish)
+    fusions = _select_fusions(checkpoint, wish)
+    arrays = choose_form(
         have,
-        {**fusions, **state_fusions(have, fusions)},
+        {**fusions, **build_state_fusions(have, fusions)},
         dtypes,
         experts=wish.experts,
         spelled=layout == "hf" or wish.names == "keep",
     )
-    have, arrays = settled(have, arrays, fusions)
-    dtypes = chosen_dtypes(have, wish)
+    have, arrays = name_state_arrays(have, arrays, fusions)
+    dtypes = choose_dtypes(have, wish)
     placed = None
     if layout == ranks.NAME or (mesh.world > 1 and layout not in _COMPOSED):
-        placed = place(checkpoint, have, mesh, wish.stages, arrays.names)
-    want = _packed(checkpoint, wish, layout, have, placed, arrays, dtypes)
+        placed = place_checkpoint(checkpoint, have, mesh, wish.stages, arrays.names)
+    want = _pack_layout(checkpoint, wish, layout, have, placed, arrays, dtypes)
     have = replace(have, warnings=(*have.warnings, *want.warnings))
-    plan = join(have, want)
+    plan = join_manifests(have, want)
     if not wish.allow_expansion:
         check_expansion(plan)
-    return Draft(
+    return PlannedConversion(
         checkpoint=checkpoint,
         wish=wish,
         layout=layout,
@@ -154,18 +158,20 @@ def draft(checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
         have=have,
         plan=plan,
         placed=placed,
-        budget=budget(
+        budget=divide_host_memory(
             plan,
             wish.host_memory,
-            wish.threads or usual_threads(far=checkpoint.source.folder is None),
+            wish.threads or choose_thread_count(far=checkpoint.source.folder is None),
             beside=checkpoint.source.held_bytes,
         ),
-        carried=tuple(side for side in _carried(checkpoint, have, dtypes, layout) if side.name not in want.files),
-        options=_inherited(checkpoint) | _options(wish) | _of_the_layout(have, want, dtypes),
+        carried=tuple(
+            side for side in _list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
+        ),
+        options=_inherit_options(checkpoint) | _record_options(wish) | _record_layout_changes(have, want, dtypes),
     )
 
 
-def layout_of(wish: ReshardOptions) -> str:
+def choose_layout(wish: ReshardOptions) -> str:
     """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
     mesh = wish.mesh or Mesh.of()
     layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
@@ -186,42 +192,42 @@ def layout_of(wish: ReshardOptions) -> str:
     return layout
 
 
-def _packed(
-    checkpoint: Checkpoint,
+def _pack_layout(
+    checkpoint: OpenedCheckpoint,
     wish: ReshardOptions,
     layout: str,
     have: Manifest,
-    placed: Placed | None,
-    arrays: Form,
+    placed: PlacedCheckpoint | None,
+    arrays: ArrayForm,
     dtypes: dict[str, DType],
 ) -> Manifest:
     """The files of a layout, yet to be written."""
     usual = wish.max_shard_size or hf.USUAL_SHARD
     if layout in _COMPOSED:
-        return _COMPOSED[layout].pack(_order(checkpoint, wish, layout, have, dtypes))
+        return _COMPOSED[layout].pack(_build_pack_request(checkpoint, wish, layout, have, dtypes))
     if layout == hf.NAME:
-        return hf.pack(have, arrays, dtypes, max_shard_size=usual)
+        return hf.pack_hf(have, arrays, dtypes, max_shard_size=usual)
     if layout == universal.NAME:
-        return universal.pack(have, arrays, dtypes, step=steps_done(have, checkpoint.source))
+        return universal.pack_universal(have, arrays, dtypes, step=find_step_state(have, checkpoint.source))
     if layout == meta.NAME:
-        return meta.pack(have, placed, dtypes, checkpoint.require_model("--to meta"), checkpoint.config or {})
+        return meta.pack_meta(have, placed, dtypes, checkpoint.require_model("--to meta"), checkpoint.config or {})
     if layout == dcp.NAME:
-        return dcp.pack(have, placed, arrays, dtypes, max_shard_size=usual)
+        return dcp.pack_dcp(have, placed, arrays, dtypes, max_shard_size=usual)
     assert placed is not None  # noqa: S101 - ranks are always placed
-    return ranks.pack(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
+    return ranks.pack_ranks(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
 
 
-def _order(
-    checkpoint: Checkpoint, wish: ReshardOptions, layout: str, have: Manifest, dtypes: Mapping[str, DType]
-) -> Order:
+def _build_pack_request(
+    checkpoint: OpenedCheckpoint, wish: ReshardOptions, layout: str, have: Manifest, dtypes: Mapping[str, DType]
+) -> PackRequest:
     """What is asked of a layout whose arrays another library defines."""
     model, mesh = checkpoint.require_model(f"--to {layout}"), wish.mesh or Mesh.of()
     stages = parse_stages(wish.stages, model.layers, mesh.degree("pp")) if wish.stages is not None else None
-    options = {name: value for name, value in _special(wish).items() if value is not None}
-    return Order(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
+    options = {name: value for name, value in _collect_layout_options(wish).items() if value is not None}
+    return PackRequest(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
 
 
-def _special(wish: ReshardOptions) -> dict[str, str | None]:
+def _collect_layout_options(wish: ReshardOptions) -> dict[str, str | None]:
     """The options that only some layouts have."""
     return {
         "vllm_profile": wish.vllm_profile,
@@ -237,7 +243,7 @@ def _check_meaningful(wish: ReshardOptions, layout: str, mesh: Mesh) -> None:
     if wish.keep_fp32 is not None and wish.dtype == "keep":
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
     composed = _COMPOSED.get(layout)
-    for name, value in _special(wish).items():
+    for name, value in _collect_layout_options(wish).items():
         if value is not None and (composed is None or name not in composed.options):
             raise UsageError(f"--{name.replace('_', '-')} means nothing to --to {layout}", hint="leave it out")
     if composed is not None and wish.max_shard_size is not None and not composed.max_shard_size:
@@ -248,16 +254,20 @@ def _check_meaningful(wish: ReshardOptions, layout: str, mesh: Mesh) -> None:
         raise UsageError(f"layout {layout} has a form of its own for experts", hint="leave --experts out")
 
 
-def _check_castable(checkpoint: Checkpoint, wish: ReshardOptions) -> None:
+def _check_castable(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> None:
     """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
-    if wish.dtype != "keep" and checkpoint.config is not None and quantisation_config(checkpoint.config) is not None:
+    if (
+        wish.dtype != "keep"
+        and checkpoint.config is not None
+        and find_quantisation_config(checkpoint.config) is not None
+    ):
         raise UsageError(
             f"--dtype {wish.dtype} would change the scales of quantised weights, but not the weights",
             hint="leave --dtype out; what is quantised travels as it is",
         )
 
 
-def _fusions(checkpoint: Checkpoint, wish: ReshardOptions) -> Mapping[str, Fusion]:
+def _select_fusions(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Mapping[str, TensorFusion]:
     """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
     if wish.experts == "keep":
         return checkpoint.model.fusions if checkpoint.model else {}
@@ -270,45 +280,50 @@ def _fusions(checkpoint: Checkpoint, wish: ReshardOptions) -> Mapping[str, Fusio
     return model.fusions
 
 
-def place(
-    checkpoint: Checkpoint, have: Manifest, mesh: Mesh, stages: str | None, names: Mapping[str, tuple[str, ...]]
-) -> Placed:
+def place_checkpoint(
+    checkpoint: OpenedCheckpoint, have: Manifest, mesh: Mesh, stages: str | None, names: Mapping[str, tuple[str, ...]]
+) -> PlacedCheckpoint:
     """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
     model = checkpoint.require_model(f"a mesh of {mesh}")
-    return Placed(tuple(have.tensors.values()), specs(model, have), mesh, divide(model, have, mesh, stages), names)
+    return PlacedCheckpoint(
+        tuple(have.tensors.values()), build_specs(model, have), mesh, choose_stages(model, have, mesh, stages), names
+    )
 
 
-def divide(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
+def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
     """The layers of each pipeline stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
     pp = mesh.degree("pp")
     if stages is not None:
         return parse_stages(stages, model.layers, pp)
     if pp == 1:
         return (model.layers,)
-    states = states_of(have)
+    states = get_states(have)
     weights = [tensor for name, tensor in have.tensors.items() if name not in states]
-    return balance(*layer_costs(weights, specs(model, have), model.layers), pp)
+    return balance_stages(*compute_layer_costs(weights, build_specs(model, have), model.layers), pp)
 
 
-def filtered(manifest: Manifest, wish: ReshardOptions) -> Manifest:
+def filter_tensors(manifest: Manifest, wish: ReshardOptions) -> Manifest:
     """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
     if wish.include is None and wish.exclude is None:
         return manifest
-    include, exclude = _pattern("--include", wish.include or ""), _pattern("--exclude", wish.exclude or r"(?!)")
+    include, exclude = (
+        _compile_pattern("--include", wish.include or ""),
+        _compile_pattern("--exclude", wish.exclude or r"(?!)"),
+    )
     kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
     if not kept:
         raise UsageError("--include and --exclude leave no tensor", hint="shardctl inspect SRC lists the names")
-    return filtered_states(replace(manifest, tensors=kept), kept)
+    return filter_states(replace(manifest, tensors=kept), kept)
 
 
-def chosen_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
+def choose_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
     """By name the type that each tensor will have."""
     if wish.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
     if wish.dtype not in FLOATS:
         raise UsageError(f"unknown --dtype {wish.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
-    want, keep = FLOATS[wish.dtype], _pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
-    states = states_of(have)
+    want, keep = FLOATS[wish.dtype], _compile_pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
+    states = get_states(have)
 
     def chosen(tensor: Tensor) -> DType:
         kept = tensor.name in states or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
@@ -317,14 +332,16 @@ def chosen_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
     return {name: chosen(tensor) for name, tensor in have.tensors.items()}
 
 
-def _pattern(option: str, text: str) -> re.Pattern[str]:
+def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
         raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
 
 
-def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType], layout: str) -> list[Opaque]:
+def _list_carried_files(
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: str
+) -> list[OpaqueObject]:
     """The side files that travel along; after a cast, `config.json` says the new dtype."""
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
     carried = []
@@ -332,29 +349,29 @@ def _carried(checkpoint: Checkpoint, have: Manifest, dtypes: Mapping[str, DType]
         if side.policy == "drop":
             continue
         if side.name == CONFIG and cast:
-            content = _mended(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
+            content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
         elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
             carried.append(side)
-    carried += settings_file(have, layout)
+    carried += build_settings_file(have, layout)
     if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
-        dtype = "" if quantisation_config(checkpoint.config) is not None else _common(have, dtypes)
-        content = _mended(json.dumps(dict(checkpoint.config)).encode(), dtype)
-        carried.append(Opaque(CONFIG, "synthesise", size=len(content), content=content))
+        dtype = "" if find_quantisation_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
+        content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
+        carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
     return carried
 
 
-def _common(have: Manifest, dtypes: Mapping[str, DType]) -> str:
+def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
     """The type of most elements of weights that are floats, as transformers would write it into a config."""
     sizes: dict[str, int] = {}
-    states = states_of(have)
+    states = get_states(have)
     for name, tensor in have.tensors.items():
         if dtypes[name].name in CASTABLE and name not in states:
             sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
     return max(sizes, key=lambda dtype: sizes[dtype], default="")
 
 
-def _mended(config: bytes, dtype: str) -> bytes:
+def _set_config_dtype(config: bytes, dtype: str) -> bytes:
     """A config that says `dtype`, unless that is empty."""
     parsed = parse_json(config, CONFIG, CONFIG_TEXT)
     keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
@@ -363,20 +380,20 @@ def _mended(config: bytes, dtype: str) -> bytes:
     ).encode()
 
 
-def _inherited(checkpoint: Checkpoint) -> dict[str, str]:
+def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """What an earlier conversion left out or cast is so in this one's result, too."""
     earlier = checkpoint.record.options if checkpoint.record else {}
     return {key: earlier[key] for key in _INHERITED if key in earlier}
 
 
-def _of_the_layout(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
+def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
     """What the layout itself changes: tensors that it does without, which its warnings name, and types of its own."""
     left_out = len(want.tensors) < len(have.tensors)
     retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 
-def _options(wish: ReshardOptions) -> dict[str, str]:
+def _record_options(wish: ReshardOptions) -> dict[str, str]:
     shaping = {
         "dtype": wish.dtype if wish.dtype != "keep" else None,
         "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,
@@ -385,6 +402,6 @@ def _options(wish: ReshardOptions) -> dict[str, str]:
         "include": wish.include,
         "exclude": wish.exclude,
         "optimizer_states": wish.optimizer_states,
-        **_special(wish),
+        **_collect_layout_options(wish),
     }
     return {key: value for key, value in shaping.items() if value is not None}

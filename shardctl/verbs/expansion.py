@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import file_size
+from shardctl.amounts import format_file_size
 from shardctl.errors import HostileError
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def check_expansion(plan: CopyPlan) -> None:
         wanted += sum(copy.source.dtype.nbytes(box.shape) for _, box in boxes)
     if wanted > limit:
         raise HostileError(
-            f"the source stores {file_size(stored)}, but its tensors would take {file_size(wanted)} when each name is "
+            f"the source stores {format_file_size(stored)}, but its tensors would take "
+            f"{format_file_size(wanted)} when each name is "
             f"written out: more than {_FACTOR} times as much",
             hint="many names share one storage, or strides repeat elements; if that is meant, add --allow-expansion",
         )

@@ -6,40 +6,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardctl.errors import Mismatch, SourceError, some
-from shardctl.execute.crew import Crew
-from shardctl.execute.interrupt import stopping
+from shardctl.errors import Mismatch, SourceError, format_first_few
+from shardctl.execute.crew import WorkerCrew
+from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.part import require_one_source
-from shardctl.execute.staging import Staging
-from shardctl.execute.worker import Worker
-from shardctl.record import RECORD, Record, load
+from shardctl.execute.staging import StagingArea
+from shardctl.execute.worker import WorkerId
+from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage.cloud import is_bucket
 from shardctl.storage.places import check_destination
-from shardctl.verbs.assembling import assembled
+from shardctl.verbs.assembling import assemble_result
 from shardctl.verbs.contribute import PATIENCE
-from shardctl.verbs.frame import from_json, overflow_warnings
-from shardctl.workers import Stop
+from shardctl.verbs.frame import list_overflow_warnings, parse_record_draft
+from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
-    from shardctl.execute.part import Part
+    from shardctl.execute.part import WorkerPart
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishResult:
     """What `finish` made, or found made."""
 
     destination: Path | str
     """A directory, or the address of a place in a bucket."""
-    record: Record
+    record: CheckpointRecord
     workers: int
     """How many wrote it; 0 if it had been finished before."""
-    parts: tuple[Part, ...]
+    parts: tuple[WorkerPart, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood."""
 
 
-def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
+def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResult:
     """Publish what workers wrote to `destination`; a result that is finished already is left as it is.
 
     On return the result is complete and has its name, as if one machine had made it.
@@ -55,71 +55,71 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> Finished:
     if is_bucket(destination):
         return _in_bucket(destination)
     destination = Path(destination)
-    looked = Staging(destination, overwrite=True)  # whether it may be replaced is for the workers' plan to say
+    looked = StagingArea(destination, overwrite=True)  # whether it may be replaced is for the workers' plan to say
     if not looked.root.exists():
-        return _finished_before(destination)
-    overwrite = bool((Crew(looked).plan or {}).get("overwrite", True))
-    with Staging(destination, overwrite=overwrite, patience=patience) as staging:
+        return _read_finished_result(destination)
+    overwrite = bool((WorkerCrew(looked).plan or {}).get("overwrite", True))
+    with StagingArea(destination, overwrite=overwrite, patience=patience) as staging:
         if staging.published:
-            return _finished_before(destination, staging.forget())
-        header = Crew(staging).plan
+            return _read_finished_result(destination, staging.forget())
+        header = WorkerCrew(staging).plan
         if header is None:
-            return _finished_before(destination)
-        return _published(staging, header)
+            return _read_finished_result(destination)
+        return _publish_parts(staging, header)
 
 
-def _in_bucket(destination: str) -> Finished:
+def _in_bucket(destination: str) -> FinishResult:
     from shardctl.verbs.crew_in_bucket import publish_shares
 
     record, frame, parts, warnings = publish_shares(destination)
     if frame is None:
-        return Finished(destination, record, 0, (), warnings)
-    return Finished(
+        return FinishResult(destination, record, 0, (), warnings)
+    return FinishResult(
         destination=destination,
         record=record,
         workers=len(parts),
         parts=tuple(parts),
-        warnings=(*frame.warnings, *overflow_warnings(frame, parts), *warnings),
+        warnings=(*frame.warnings, *list_overflow_warnings(frame, parts), *warnings),
         notes=frame.notes,
     )
 
 
-def _finished_before(destination: Path, warnings: tuple[str, ...] = ()) -> Finished:
+def _read_finished_result(destination: Path, warnings: tuple[str, ...] = ()) -> FinishResult:
     try:
-        record = load((destination / RECORD).read_bytes())
+        record = parse_record((destination / RECORD).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(
             f"no worker has begun to write {destination}",
             hint="shardctl reshard SRC DST --worker 0/3 is the first of three",
         ) from None
-    return Finished(destination, record, 0, (), warnings)
+    return FinishResult(destination, record, 0, (), warnings)
 
 
-def _published(staging: Staging, header: dict[str, Any]) -> Finished:
-    crew, count = Crew(staging), header["workers"]
+def _publish_parts(staging: StagingArea, header: dict[str, Any]) -> FinishResult:
+    crew, count = WorkerCrew(staging), header["workers"]
     header = {key: value for key, value in header.items() if key != "schema"}
-    workers = [Worker(number, count) for number in range(count)]
+    workers = [WorkerId(number, count) for number in range(count)]
     crew.require_rest(count)
     found = {worker: crew.part(worker, {**header, "worker": worker.number}) for worker in workers}
     absent = [worker for worker, part in found.items() if part is None]
     if absent:
         raise Mismatch(
             f"{len(absent)} of {count} workers have not finished their part of {staging.destination}: "
-            f"{some(absent, 8)}",
+            f"{format_first_few(absent, 8)}",
             hint=f"run them, in any order: the same reshard with --worker {absent[0]}",
         )
     require_one_source({f"worker {worker}": part[0] for worker, part in found.items() if part is not None})
     staging.proceed(header["tree"])
     parts = [part for part, _ in filter(None, found.values())]
-    frame = from_json(next(frame for _, frame in filter(None, found.values()) if frame is not None))
-    stop = Stop(kept=True)
-    with stopping(stop):
-        record, warnings = assembled(frame, parts, staging, stop, sha256=bool(header["sha256"]))
-    return Finished(
+    frame = parse_record_draft(next(frame for _, frame in filter(None, found.values()) if frame is not None))
+    stop = StopRequest(kept=True)
+    with stop_on_signals(stop):
+        record, warnings = assemble_result(frame, parts, staging, stop, sha256=bool(header["sha256"]))
+    return FinishResult(
         destination=staging.destination,
         record=record,
         workers=count,
         parts=tuple(parts),
-        warnings=(*frame.warnings, *overflow_warnings(frame, parts), *warnings),
+        warnings=(*frame.warnings, *list_overflow_warnings(frame, parts), *warnings),
         notes=frame.notes,
     )

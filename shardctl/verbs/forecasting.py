@@ -8,46 +8,46 @@ from typing import TYPE_CHECKING, Final
 from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UnsupportedError, UsageError
-from shardctl.memory.calibrate import Calibration, Measurement, calibrate, read
-from shardctl.memory.comparison import USUAL_GRADIENT, Strategy, strategies
+from shardctl.memory.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
+from shardctl.memory.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
 from shardctl.memory.cost import REFERENCE
-from shardctl.memory.devices import device
-from shardctl.memory.estimate import gather
-from shardctl.memory.forecast import forecast
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.holding import hold
-from shardctl.memory.offload import Need, node
-from shardctl.memory.offload import needs as links
-from shardctl.memory.operations import used
-from shardctl.memory.optimizers import optimizer
-from shardctl.memory.search import Bulk
-from shardctl.memory.serving import largest_batch, longest_context
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.devices import get_device
+from shardctl.memory.estimate import build_estimate
+from shardctl.memory.forecast import estimate_ranks
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.offload import LinkNeed, sum_heaviest_node
+from shardctl.memory.offload import list_link_needs as links
+from shardctl.memory.operations import compute_used_share
+from shardctl.memory.optimizers import get_optimizer
+from shardctl.memory.search import WeightTotals
+from shardctl.memory.serving import find_largest_batch, find_longest_context
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.verbs.purpose import plan_workload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.memory.devices import Device
-    from shardctl.memory.estimate import Estimate
-    from shardctl.memory.holding import Holding
-    from shardctl.memory.term import Sum, Term, Tier
+    from shardctl.memory.devices import DeviceSpec
+    from shardctl.memory.estimate import MeshEstimate
+    from shardctl.memory.holding import RankHolding
+    from shardctl.memory.term import MemorySum, MemoryTerm, Tier
     from shardctl.mesh import Mesh
     from shardctl.options import PlanOptions
     from shardctl.verbs.subject import EstimatedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class WorkloadEstimate:
     """What every device needs for a purpose."""
 
-    estimate: Estimate
-    work: Serving | Training | None
+    estimate: MeshEstimate
+    work: ServingWorkload | TrainingWorkload | None
     """None if only the weights are stated."""
     dtype: str
     """Of activations; safetensors' name."""
-    device: Device | None = None
+    device: DeviceSpec | None = None
     unmodelled: str = ""
     """Why only the weights are stated, or in training all but activations, if so."""
     longest_context: int | None = None
@@ -56,19 +56,19 @@ class Forecast:
     """The most sequences that fit at this context; None likewise."""
     positions: int | None = None
     """The most tokens per sequence that the model was made for, where its config says so."""
-    strategies: tuple[Strategy, ...] = ()
+    strategies: tuple[ShardingStrategy, ...] = ()
     """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
     quantised: str = ""
     """The type that the weights are taken to have, though nobody has quantised them yet."""
     dequantised: bool = False
     """Whether the weights are those that stored codes stand for, because codes cannot be trained."""
-    calibration: Calibration | None = None
+    calibration: FittedCalibration | None = None
     """What measured peaks made of the estimate."""
-    links: tuple[Need, ...] = ()
+    links: tuple[LinkNeed, ...] = ()
     """Where training offloads states, what must be moved how fast for a device to compute `BUSY` of the time."""
     peak: float = 0.0
-    """The operations per second of the device that `links` keep busy."""
-    nodes: Mapping[Tier, Sum] = field(default_factory=dict)
+    """The operations per second of the device that `list_link_needs` keep busy."""
+    nodes: Mapping[Tier, MemorySum] = field(default_factory=dict)
     """By tier what the ranks of that node offload which offloads most."""
 
 
@@ -76,112 +76,122 @@ BUSY: Final = 0.9
 """The part of the time that a device computes while states are moved, for which links are to suffice."""
 
 
-def foresee(about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None) -> Forecast:
+def estimate_workload(
+    about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None
+) -> WorkloadEstimate:
     """What every rank of `mesh` needs; without a purpose, the weights alone.
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
     SourceError for measurements that cannot be read.
     """
-    holdings = hold(about.inventory, mesh, stages)
+    holdings = list_holdings(about.inventory, mesh, stages)
     if purpose is None:
-        return Forecast(forecast(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype)
+        return WorkloadEstimate(
+            estimate_ranks(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype
+        )
     work, unmodelled = plan_workload(purpose, about, mesh), about.unmodelled
     try:
-        estimate = needs(about, holdings, mesh, stages, work)
+        estimate = estimate_needs(about, holdings, mesh, stages, work)
     except UnsupportedError as error:
         unmodelled = error.message
-        estimate = needs(about, holdings, mesh, stages, work, passes=False)
-    seen = Forecast(estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.quantised_type or "")
+        estimate = estimate_needs(about, holdings, mesh, stages, work, passes=False)
+    seen = WorkloadEstimate(
+        estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.quantised_type or ""
+    )
     seen = replace(seen, dequantised=about.dequantised)
     if about.anatomy is not None:
         seen = replace(seen, positions=about.anatomy.positions)
-    if isinstance(work, Training):
+    if isinstance(work, TrainingWorkload):
         if purpose.calibration is not None:
-            fit = fitted(about, work, mesh, purpose.calibration)
-            seen = replace(seen, estimate=calibrated(estimate, fit), calibration=fit)
-        states, devices = optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
+            fit = calibrate_from_log(about, work, mesh, purpose.calibration)
+            seen = replace(seen, estimate=apply_calibration(estimate, fit), calibration=fit)
+        states, devices = get_optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
         gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else USUAL_GRADIENT
-        compared = strategies(about.parameters, devices, gradient=gradient, optimizer=states)
+        compared = list_strategies(about.parameters, devices, gradient=gradient, optimizer=states)
         seen = replace(seen, strategies=compared)
-        seen = _offloaded(seen, about, work, mesh)
+        seen = _add_offload(seen, about, work, mesh)
     if purpose.device is None:
         return seen
     budget = purpose.device.usable_bytes
     # Of a model whose layers nobody knows, only the weights are counted.
     partial = seen.estimate.partial or work is None
     seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))
-    if not isinstance(work, Serving) or about.anatomy is None:
+    if not isinstance(work, ServingWorkload) or about.anatomy is None:
         return seen
     context, batch = (
         most(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
-        for most in (longest_context, largest_batch)
+        for most in (find_longest_context, find_largest_batch)
     )
     return replace(seen, longest_context=context, largest_batch=batch)
 
 
-def _offloaded(seen: Forecast, about: EstimatedModel, work: Training, mesh: Mesh) -> Forecast:
+def _add_offload(seen: WorkloadEstimate, about: EstimatedModel, work: TrainingWorkload, mesh: Mesh) -> WorkloadEstimate:
     """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
     if work.offload == "none":
         return seen
-    on = seen.device if seen.device is not None and seen.device.timed else device(REFERENCE)
+    on = seen.device if seen.device is not None and seen.device.timed else get_device(REFERENCE)
     tiers: tuple[Tier, ...] = ("host", "nvme")
-    nodes = {tier: node(seen.estimate, mesh, tier, per_node=on.per_node) for tier in tiers}
+    nodes = {tier: sum_heaviest_node(seen.estimate, mesh, tier, per_node=on.per_node) for tier in tiers}
     held = {tier: some for tier, some in nodes.items() if some.high}
-    share = used(about.anatomy, seen.estimate.binding.holding, mesh) if about.anatomy is not None else 1.0
+    share = compute_used_share(about.anatomy, seen.estimate.binding.holding, mesh) if about.anatomy is not None else 1.0
     moved = links(mesh, work, peak=on.flops_bf16, target=BUSY, used=share)
     return replace(seen, links=moved, peak=on.flops_bf16, nodes=held)
 
 
-def needs(
+def estimate_needs(
     about: EstimatedModel,
-    holdings: tuple[Holding, ...],
+    holdings: tuple[RankHolding, ...],
     mesh: Mesh,
     stages: tuple[int, ...],
-    work: Serving | Training | None,
+    work: ServingWorkload | TrainingWorkload | None,
     *,
     passes: bool = True,
-) -> Estimate:
+) -> MeshEstimate:
     """What the ranks of `holdings` need, without `passes` but for activations.
 
     The weights of a model that nobody has quantised yet are modelled.
     """
-    estimate = forecast(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
+    estimate = estimate_ranks(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
     layout = about.quantised
     if layout is None:
         return estimate
 
-    def modelled(term: Term) -> Term:
+    def modelled(term: MemoryTerm) -> MemoryTerm:
         if term.category != "weights" or not term.exact:
             return term
         return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
 
-    return replace(gather(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial)
+    return replace(
+        build_estimate(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial
+    )
 
 
-def fitted(about: EstimatedModel, work: Training, mesh: Mesh, log: Path | Calibration) -> Calibration:
+def calibrate_from_log(
+    about: EstimatedModel, work: TrainingWorkload, mesh: Mesh, log: Path | FittedCalibration
+) -> FittedCalibration:
     """What the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
 
     Raises SourceError for a log that cannot be read, and UsageError for one that nothing can be fitted to.
     """
-    if isinstance(log, Calibration):
+    if isinstance(log, FittedCalibration):
         return log
     try:
         text = read_file(log, CONFIG_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{log} cannot be read: {error}") from error
-    heaviest, bulk = Heaviest(about.inventory), Bulk(about.inventory)
+    heaviest, bulk = HeaviestRanks(about.inventory), WeightTotals(about.inventory)
 
-    def terms(run: Measurement) -> tuple[Term, ...]:
+    def terms(run: PeakMeasurement) -> tuple[MemoryTerm, ...]:
         stages = bulk.stages(run.mesh)
-        return needs(about, heaviest.hold(run.mesh, stages), run.mesh, stages, run.work).binding.terms
+        return estimate_needs(about, heaviest.hold(run.mesh, stages), run.mesh, stages, run.work).binding.terms
 
-    found = read(text, work, mesh)
+    found = parse_measurements(text, work, mesh)
     if not found:
         raise UsageError(f"{log} has no measured peak", hint="write one JSON object a line; docs/planning.md says how")
-    return calibrate(found, terms)
+    return fit_calibration(found, terms)
 
 
-def calibrated(estimate: Estimate, calibration: Calibration | None) -> Estimate:
+def apply_calibration(estimate: MeshEstimate, calibration: FittedCalibration | None) -> MeshEstimate:
     """The estimate with fitted coefficients, if any are."""
     if calibration is None:
         return estimate

@@ -7,29 +7,39 @@ from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from shardctl.digest import Sums, checkpoint_digest, tensor_digest
+from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
-from shardctl.formats.zip_records import record_damage
+from shardctl.formats.zip_records import describe_record_damage
 from shardctl.manifest import Region
-from shardctl.record import RECORD, SUMS, Hashed, Record, RecordedTensor, StoredBox, dump, load, sums_line
+from shardctl.record import (
+    RECORD,
+    SUMS,
+    CheckpointRecord,
+    HashedSpans,
+    RecordedTensor,
+    StoredBox,
+    encode_record,
+    format_sums_line,
+    parse_record,
+)
 from shardctl.storage.crc_tracker import find_damages
-from shardctl.verbs.optimizer import states_of
+from shardctl.verbs.optimizer import get_states
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.execute.part import Part
-    from shardctl.verbs.drafting import Draft
+    from shardctl.execute.part import WorkerPart
+    from shardctl.verbs.drafting import PlannedConversion
 
 
 @dataclass(frozen=True, slots=True)
 class PendingRecord:
     """A record without digests, and what it takes to complete it when the parts are there, without the source."""
 
-    record: Record
+    record: CheckpointRecord
     dtypes: Mapping[str, DType]
     """The types that the source has, of the tensors that are cast."""
     states: frozenset[str]
@@ -42,7 +52,7 @@ class PendingRecord:
     notes: tuple[str, ...]
 
 
-def framed(work: Draft, identity: str) -> PendingRecord:
+def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
     """What is known of the result of a conversion."""
     tensors, dtypes = {}, {}
     for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
@@ -61,7 +71,7 @@ def framed(work: Draft, identity: str) -> PendingRecord:
             dtypes[have.name] = have.dtype
     sizes = {path: file.size for path, file in work.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in work.carried}
-    record = Record(
+    record = CheckpointRecord(
         version=__version__,
         plan=identity,
         layout=work.layout,
@@ -71,7 +81,7 @@ def framed(work: Draft, identity: str) -> PendingRecord:
             "format": work.have.format,
             "files": {path: file.size for path, file in sorted(work.have.files.items())},
         }
-        | _address(work),
+        | _find_address(work),
         mesh=work.mesh if work.placed is not None or work.plan.want.dialect is not None else None,
         stages=work.stages,
         architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
@@ -83,21 +93,21 @@ def framed(work: Draft, identity: str) -> PendingRecord:
     return PendingRecord(
         record=record,
         dtypes=dtypes,
-        states=frozenset(name for name in tensors if name in states_of(work.have)),
-        expected=_expected(work),
+        states=frozenset(name for name in tensors if name in get_states(work.have)),
+        expected=_list_expected_digests(work),
         source=work.checkpoint.source.name,
         warnings=tuple(work.have.warnings),
         notes=training.notes if training is not None else (),
     )
 
 
-def _address(work: Draft) -> dict[str, str]:
+def _find_address(work: PlannedConversion) -> dict[str, str]:
     """Where the source is, if that says the same to everybody: paths are the business of one machine."""
     location = work.checkpoint.source.location
     return {"address": location} if "://" in location else {}
 
 
-def _expected(work: Draft) -> dict[str, str]:
+def _list_expected_digests(work: PlannedConversion) -> dict[str, str]:
     """The digests of tensors as shardctl once wrote them, if it wrote the source."""
     recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
     return {
@@ -107,7 +117,7 @@ def _expected(work: Draft) -> dict[str, str]:
     }
 
 
-def completed(frame: PendingRecord, parts: Sequence[Part]) -> Record:
+def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> CheckpointRecord:
     """The record of a result whose parts are all there.
 
     Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote, and for one
@@ -115,25 +125,25 @@ def completed(frame: PendingRecord, parts: Sequence[Part]) -> Record:
     """
     for damage in find_damages(share for part in parts for share in part.crcs):
         raise SourceError(
-            f"{damage.file}: {record_damage(damage.stated.name, damage.found, damage.stated.crc)}",
+            f"{damage.file}: {describe_record_damage(damage.stated.name, damage.found, damage.stated.crc)}",
             hint="the file is damaged; fetch or copy it again",
         )
     tensors, source_rows = {}, []
     for name, tensor in frame.record.tensors.items():
         have = frame.dtypes.get(name, tensor.dtype)
-        read, written = Sums.zero(have), Sums.zero(tensor.dtype)
+        read, written = DigestSums.zero(have), DigestSums.zero(tensor.dtype)
         for part in parts:
             if name in part.source_sums:
                 read += part.source_sums[name]
                 written += part.output_sums[name]
-        source_digest = tensor_digest(read, have, tensor.shape)
+        source_digest = compute_tensor_digest(read, have, tensor.shape)
         if frame.expected.get(name, source_digest) != source_digest:
             raise SourceError(
                 f"{name} has changed since {frame.source} was written: digest {source_digest}, but {RECORD} has "
                 f"{frame.expected[name]}",
                 hint=f"shardctl verify SRC --level full says where; remove {RECORD} if it was changed on purpose",
             )
-        digest = tensor_digest(written, tensor.dtype, tensor.shape)
+        digest = compute_tensor_digest(written, tensor.dtype, tensor.shape)
         tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)
         if name not in frame.states:
             source_rows.append((name, have, tensor.shape, source_digest))
@@ -141,27 +151,27 @@ def completed(frame: PendingRecord, parts: Sequence[Part]) -> Record:
     hashes = {path: found for part in parts for path, found in part.hashes.items()}
     return replace(
         frame.record,
-        digest=checkpoint_digest(weights),
-        source_digest=checkpoint_digest(source_rows),
+        digest=compute_checkpoint_digest(weights),
+        source_digest=compute_checkpoint_digest(source_rows),
         tensors=tensors,
         hashes={path: hashes[path] for path in frame.record.files},
     )
 
 
-def with_sums(record: Record, sums: bytes) -> Record:
+def add_sums_file(record: CheckpointRecord, sums: bytes) -> CheckpointRecord:
     """The record of a result that has `SHA256SUMS` as well."""
-    hashes = {**record.hashes, SUMS: Hashed(((0, len(sums)),), sha256(sums).hexdigest())}
+    hashes = {**record.hashes, SUMS: HashedSpans(((0, len(sums)),), sha256(sums).hexdigest())}
     files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
     return replace(record, files=files, hashes={path: hashes[path] for path in files})
 
 
-def sums_file(parts: Sequence[Part]) -> bytes:
+def build_sums_file(parts: Sequence[WorkerPart]) -> bytes:
     """The content of `SHA256SUMS`: every data and side file."""
     found = {path: digest for part in parts for path, digest in part.sha256.items()}
-    return b"".join(sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
+    return b"".join(format_sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
 
 
-def overflow_warnings(frame: PendingRecord, parts: Sequence[Part]) -> Iterator[str]:
+def list_overflow_warnings(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Iterator[str]:
     """What a cast could not hold, tensor by tensor."""
     counts: dict[str, int] = {}
     for part in parts:
@@ -171,10 +181,10 @@ def overflow_warnings(frame: PendingRecord, parts: Sequence[Part]) -> Iterator[s
         yield f"{name}: {count} finite values became infinite in {frame.record.tensors[name].dtype}"
 
 
-def to_json(frame: PendingRecord) -> dict[str, Any]:
+def encode_record_draft(frame: PendingRecord) -> dict[str, Any]:
     """The frame, for the worker that keeps it."""
     return {
-        "record": dump(frame.record).decode(),
+        "record": encode_record(frame.record).decode(),
         "dtypes": {name: dtype.name for name, dtype in frame.dtypes.items()},
         "states": sorted(frame.states),
         "expected": dict(frame.expected),
@@ -184,10 +194,10 @@ def to_json(frame: PendingRecord) -> dict[str, Any]:
     }
 
 
-def from_json(raw: Mapping[str, Any]) -> PendingRecord:
-    """The frame that `to_json` wrote."""
+def parse_record_draft(raw: Mapping[str, Any]) -> PendingRecord:
+    """The frame that `encode_record_draft` wrote."""
     return PendingRecord(
-        record=load(raw["record"].encode()),
+        record=parse_record(raw["record"].encode()),
         dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},
         states=frozenset(raw["states"]),
         expected=raw["expected"],

@@ -6,18 +6,18 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardctl.models import rule_table
+from shardctl.models import build_rule_table
 from shardctl.options import SourceOptions
-from shardctl.training import split_state
-from shardctl.verbs.opening import opened
+from shardctl.training import split_state_name
+from shardctl.verbs.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardctl.manifest import Training
+    from shardctl.manifest import TrainingState
     from shardctl.mesh import Mesh
     from shardctl.models import RuleRow
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.opening import OpenedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class TrainingLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected:
+class InspectResult:
     """What `inspect` says."""
 
     path: str
@@ -110,42 +110,42 @@ class Inspected:
     """Whether there are no weights: all this is what the config describes."""
 
 
-def inspect(path: str | Path, *, reading: SourceOptions | None = None) -> Inspected:
+def inspect(path: str | Path, *, reading: SourceOptions | None = None) -> InspectResult:
     """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
-    with opened(path, replace(reading or SourceOptions(), described=True, unbound=True)) as checkpoint:
-        return _describe(str(path), checkpoint)
+    with open_checkpoint(path, replace(reading or SourceOptions(), described=True, unbound=True)) as checkpoint:
+        return _build_result(str(path), checkpoint)
 
 
-def _describe(path: str, checkpoint: Checkpoint) -> Inspected:
+def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
     manifest, model, record = checkpoint.manifest, checkpoint.model, checkpoint.record
     found = record or checkpoint.stored.dialect
-    return Inspected(
+    return InspectResult(
         path=path,
         format=manifest.format,
         layout=record.layout if record else "",
         family=model.family if model else "",
         architecture=model.architecture if model else "",
-        why_no_model=_why(checkpoint),
+        why_no_model=_explain_no_model(checkpoint),
         mesh=found.mesh if found else None,
         stages=found.stages if found else (),
         parameters=sum(t.size for t in manifest.tensors.values()),
         nbytes=manifest.nbytes,
         file_bytes=sum(file.size for file in manifest.files.values()),
         files=tuple(manifest.files),
-        dtypes=_dtypes(checkpoint),
-        tensors=tuple(_lines(checkpoint)),
+        dtypes=_count_dtypes(checkpoint),
+        tensors=tuple(_list_tensors(checkpoint)),
         carried=tuple(o.name for o in manifest.objects if o.policy == "carry"),
         dropped=tuple(dict.fromkeys(o.name for o in manifest.objects if o.policy == "drop")),
         digest=record.digest if record else "",
-        rules=rule_table(model) if model else (),
+        rules=build_rule_table(model) if model else (),
         warnings=manifest.warnings,
-        training=_training(manifest.training) if manifest.training is not None else None,
+        training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
     )
 
 
-def _why(checkpoint: Checkpoint) -> str:
+def _explain_no_model(checkpoint: OpenedCheckpoint) -> str:
     if checkpoint.model:
         return ""
     if checkpoint.model_error:
@@ -157,7 +157,7 @@ def _why(checkpoint: Checkpoint) -> str:
     return "there is no config.json"
 
 
-def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:
+def _count_dtypes(checkpoint: OpenedCheckpoint) -> tuple[DTypeShare, ...]:
     shares: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for tensor in checkpoint.manifest.tensors.values():
         share = shares[tensor.dtype.name]
@@ -168,10 +168,10 @@ def _dtypes(checkpoint: Checkpoint) -> tuple[DTypeShare, ...]:
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
-def _training(training: Training) -> TrainingLine:
+def _summarise_training(training: TrainingState) -> TrainingLine:
     shares: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, tensor in training.states.items():
-        state, _ = split_state(name) or (name, "")
+        state, _ = split_state_name(name) or (name, "")
         share = shares[state]
         share[0] += 1
         share[1] += tensor.nbytes
@@ -185,7 +185,7 @@ def _training(training: Training) -> TrainingLine:
     )
 
 
-def _lines(checkpoint: Checkpoint) -> list[TensorLine]:
+def _list_tensors(checkpoint: OpenedCheckpoint) -> list[TensorLine]:
     lines = []
     for tensor in checkpoint.manifest.tensors.values():
         names = dict.fromkeys(chunk.name for chunk in tensor.chunks)

@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import DestinationError
-from shardctl.execute.budget import budget
-from shardctl.execute.interrupt import stopping
-from shardctl.execute.uploads import Uploads, require_free
-from shardctl.record import RECORD, SUMS, dump, load
-from shardctl.shares import Share, divide, gathered, share
+from shardctl.execute.budget import divide_host_memory
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.uploads import BucketUploads, require_free_destination
+from shardctl.record import RECORD, SUMS, encode_record, parse_record
+from shardctl.shares import WorkerShare, build_share, divide_files, group_files
 from shardctl.storage.byte_names import is_unicode
-from shardctl.storage.cloud.bucket import Bucket, sending_bytes
-from shardctl.storage.room import free_space
+from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
+from shardctl.storage.room import measure_free_space
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.frame import completed, framed, overflow_warnings, sums_file, with_sums
-from shardctl.verbs.moving import move, versions_of
+from shardctl.verbs.frame import add_sums_file, build_sums_file, complete_record, draft_record, list_overflow_warnings
+from shardctl.verbs.moving import list_source_versions, move_share
 from shardctl.version import __version__
-from shardctl.workers import Stop, heed
+from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.execute.part import Part
-    from shardctl.execute.progress import Progress
-    from shardctl.execute.worker import Worker
-    from shardctl.manifest import Opaque
-    from shardctl.record import Record
-    from shardctl.verbs.drafting import Draft
+    from shardctl.execute.part import WorkerPart
+    from shardctl.execute.progress import CopyProgress
+    from shardctl.execute.worker import WorkerId
+    from shardctl.manifest import OpaqueObject
+    from shardctl.record import CheckpointRecord
+    from shardctl.verbs.drafting import PlannedConversion
     from shardctl.verbs.frame import PendingRecord
     from shardctl.verbs.moving import Versions
 
@@ -40,9 +40,9 @@ _SHARE: Final = 2
 """A group takes at most one in so many of the free bytes of the scratch directory, unless one file takes more."""
 
 
-def into_bucket(
-    work: Draft, destination: str, *, overwrite: bool, resume: bool, sha256: bool, progress: Progress
-) -> tuple[Record, Sequence[Part] | None, tuple[str, ...]]:
+def convert_into_bucket(
+    work: PlannedConversion, destination: str, *, overwrite: bool, resume: bool, sha256: bool, progress: CopyProgress
+) -> tuple[CheckpointRecord, Sequence[WorkerPart] | None, tuple[str, ...]]:
     """Write the result of a conversion below `destination`; returns its record, what was done, and warnings.
 
     Each file is filled in the directory for temporary files, sent, and removed there. On return all objects are
@@ -50,22 +50,24 @@ def into_bucket(
     an earlier run had done all of it.
     """
     require_object_names(work)
-    bucket, stop = Bucket(destination, writing=True), Stop(kept=True)
-    identity, versions = work.identity(), versions_of(work)
+    bucket, stop = CloudBucket(destination, writing=True), StopRequest(kept=True)
+    identity, versions = work.identity(), list_source_versions(work)
     header = {"plan": identity, "source": versions, "sha256": sha256, "version": __version__}
-    frame = framed(work, identity)
-    with scratch_directory() as scratch, stopping(stop):
+    frame = draft_record(work, identity)
+    with scratch_directory() as scratch, stop_on_signals(stop):
         bucket.stop = stop
         groups = ShareGroups.of(work, scratch, None)
-        uploads = Uploads.begin(bucket, header, result_files(frame, sha256=sha256), resume=resume, overwrite=overwrite)
+        uploads = BucketUploads.begin(
+            bucket, header, result_files(frame, sha256=sha256), resume=resume, overwrite=overwrite
+        )
         if uploads.published is not None:
             uploads.forget()
-            return load(uploads.published), None, ()
+            return parse_record(uploads.published), None, ()
         sender = ShareSender(work, versions, scratch, uploads, progress, stop, sha256)
         parts = sender.send(groups, work.carried)
         work.checkpoint.prove()
-        record = concluded(frame, parts, uploads, stop, sha256=sha256)
-    return record, parts, (*overflow_warnings(frame, parts), *replacement_warnings(bucket, uploads))
+        record = publish_parts(frame, parts, uploads, stop, sha256=sha256)
+    return record, parts, (*list_overflow_warnings(frame, parts), *replacement_warnings(bucket, uploads))
 
 
 @contextmanager
@@ -80,19 +82,21 @@ def result_files(frame: PendingRecord, *, sha256: bool) -> list[str]:
     return [*frame.record.files, *([SUMS] if sha256 else [])]
 
 
-def concluded(frame: PendingRecord, parts: Sequence[Part], uploads: Uploads, stop: Stop, *, sha256: bool) -> Record:
+def publish_parts(
+    frame: PendingRecord, parts: Sequence[WorkerPart], uploads: BucketUploads, stop: StopRequest, *, sha256: bool
+) -> CheckpointRecord:
     """Make one result of parts whose objects are all there: its record, which is written last."""
-    record = completed(frame, parts)
+    record = complete_record(frame, parts)
     if sha256:
-        content = sums_file(parts)
-        record = with_sums(record, content)
+        content = build_sums_file(parts)
+        record = add_sums_file(record, content)
         uploads.write(SUMS, content)
-    heed(stop)
-    uploads.publish(dump(record), record.files)
+    raise_if_stopped(stop)
+    uploads.publish(encode_record(record), record.files)
     return record
 
 
-def replacement_warnings(bucket: Bucket, uploads: Uploads) -> tuple[str, ...]:
+def replacement_warnings(bucket: CloudBucket, uploads: BucketUploads) -> tuple[str, ...]:
     """What somebody must know who read the place while its checkpoint was replaced."""
     if not uploads.replacing:
         return ()
@@ -103,23 +107,25 @@ def replacement_warnings(bucket: Bucket, uploads: Uploads) -> tuple[str, ...]:
     return (warning,)
 
 
-def with_sending(work: Draft) -> Draft:
+def reserve_sending_memory(work: PlannedConversion) -> PlannedConversion:
     """The same with room for sending in its budget; raises MemoryBudgetError if there is none."""
     largest = max((file.size for file in work.plan.want.files.values()), default=0)
-    beside = work.checkpoint.source.held_bytes + sending_bytes(largest)
-    return replace(work, budget=budget(work.plan, work.wish.host_memory, work.budget.threads, beside=beside))
+    beside = work.checkpoint.source.held_bytes + estimate_upload_memory(largest)
+    return replace(
+        work, budget=divide_host_memory(work.plan, work.wish.host_memory, work.budget.threads, beside=beside)
+    )
 
 
-def check_bucket(work: Draft, destination: str, *, overwrite: bool) -> Path:
-    """Raise what `into_bucket` would raise before its first byte; returns where files would be filled."""
+def check_bucket(work: PlannedConversion, destination: str, *, overwrite: bool) -> Path:
+    """Raise what `convert_into_bucket` would raise before its first byte; returns where files would be filled."""
     require_object_names(work)
-    require_free(Bucket(destination, writing=True), overwrite=overwrite)
+    require_free_destination(CloudBucket(destination, writing=True), overwrite=overwrite)
     scratch = Path(tempfile.gettempdir())
     ShareGroups.of(work, scratch, None)
     return scratch
 
 
-def require_object_names(work: Draft) -> None:
+def require_object_names(work: PlannedConversion) -> None:
     """Raise DestinationError for a side file that no object can be called as: names of objects are UTF-8."""
     odd = [side.name for side in work.carried if not is_unicode(side.name)]
     if odd:
@@ -139,25 +145,25 @@ class ShareGroups:
     """The groups to send, in this order; the last has the files without tensors."""
 
     @classmethod
-    def of(cls, work: Draft, scratch: Path, worker: Worker | None) -> ShareGroups:
+    def of(cls, work: PlannedConversion, scratch: Path, worker: WorkerId | None) -> ShareGroups:
         """Groups as large as `scratch` has room for; raises DestinationError if it has none for the largest."""
-        free = free_space(scratch)
+        free = measure_free_space(scratch)
         most = free // _SHARE if free is not None else 1 << 62
         theirs: list[str] = []
         plan = work.plan
         if worker is not None:
-            divided = divide(plan, worker.count)
+            divided = divide_files(plan, worker.count)
             theirs = [path for number, paths in enumerate(divided) if number != worker.number for path in paths]
-            plan = share(plan, divided, worker.number).plan
+            plan = build_share(plan, divided, worker.number).plan
         holding = {path for copy in plan.copies for path in copy.target.files}
-        groups = [*gathered(plan, most), tuple(path for path in plan.want.files if path not in holding)]
+        groups = [*group_files(plan, most), tuple(path for path in plan.want.files if path not in holding)]
         _require_room(work, groups, free, scratch)
         if worker is not None and worker.number:  # what is nobody's counts for the first group, and once
             return cls((tuple(theirs), *groups), range(1, len(groups) + 1))
         return cls((*groups, tuple(theirs)), range(len(groups)))
 
 
-def _require_room(work: Draft, groups: Sequence[Sequence[str]], free: int | None, scratch: Path) -> None:
+def _require_room(work: PlannedConversion, groups: Sequence[Sequence[str]], free: int | None, scratch: Path) -> None:
     needed = max(sum(work.plan.want.files[path].size for path in group) for group in groups)
     if free is not None and needed > free:
         raise DestinationError(
@@ -171,26 +177,26 @@ class ShareSender:
 
     def __init__(
         self,
-        work: Draft,
+        work: PlannedConversion,
         versions: Versions,
         scratch: Path,
-        uploads: Uploads,
-        progress: Progress,
-        stop: Stop,
+        uploads: BucketUploads,
+        progress: CopyProgress,
+        stop: StopRequest,
         sha256: bool,  # noqa: FBT001 - all are named by the one caller
     ) -> None:
         self._work, self._versions, self._scratch, self._uploads = work, versions, scratch, uploads
-        self._progress, self._stop, self._sha256 = _Whole(progress), stop, sha256
+        self._progress, self._stop, self._sha256 = _CombinedProgress(progress), stop, sha256
 
-    def send(self, groups: ShareGroups, sides: Sequence[Opaque]) -> list[Part]:
+    def send(self, groups: ShareGroups, sides: Sequence[OpaqueObject]) -> list[WorkerPart]:
         """Files with tensors, then what makes a checkpoint of them: index, side files, `config.json` at the end."""
         sizes = [self._work.plan.want.files[path].size for number in groups.mine for path in groups.files[number]]
         self._progress.open(sum(sizes), len(sizes))
-        *holding, last = ((number, share(self._work.plan, groups.files, number)) for number in groups.mine)
+        *holding, last = ((number, build_share(self._work.plan, groups.files, number)) for number in groups.mine)
         parts = [self._group(*each) for each in holding]
         return [*parts, self._sent(*last, sorted(sides, key=lambda side: side.name == CONFIG))]
 
-    def _group(self, number: int, mine: Share) -> Part:
+    def _group(self, number: int, mine: WorkerShare) -> WorkerPart:
         """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then."""
         found = self._uploads.group(number)
         if found is not None and found.files.keys() == mine.plan.want.files.keys():
@@ -200,11 +206,11 @@ class ShareSender:
             return replace(found, written_bytes=0, kept_bytes=found.written_bytes + found.kept_bytes)
         return self._sent(number, mine, ())
 
-    def _sent(self, number: int, mine: Share, sides: Sequence[Opaque]) -> Part:
-        heed(self._stop)
+    def _sent(self, number: int, mine: WorkerShare, sides: Sequence[OpaqueObject]) -> WorkerPart:
+        raise_if_stopped(self._stop)
         tree = self._scratch / f"{number}"
         tree.mkdir()
-        part = move(
+        part = move_share(
             self._work,
             mine,
             sides,
@@ -221,10 +227,10 @@ class ShareSender:
         return part
 
 
-class _Whole:
+class _CombinedProgress:
     """Tells one story of several moves."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: CopyProgress) -> None:
         self._progress = progress
 
     def open(self, total_bytes: int, files: int) -> None:

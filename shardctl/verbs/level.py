@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.verify.finding import Finding
+    from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
 
 LEVELS: Final[dict[str, tuple[str, ...]]] = {
@@ -39,7 +39,7 @@ class LoadedRank:
 
 
 @dataclass(slots=True)
-class Level:
+class LevelResult:
     """The outcome of one level of checks."""
 
     name: str
@@ -47,7 +47,7 @@ class Level:
     status: Literal["passed", "failed", "skipped"] = "passed"
     reason: str = ""
     """Why it was skipped."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     tensors: int = 0
     """Tensors checked."""
     nbytes: int = 0
@@ -62,13 +62,13 @@ class Level:
     forward: ForwardResult | None = None
     """Of `forward`."""
 
-    def add(self, findings: Iterator[Finding]) -> None:
+    def add(self, findings: Iterator[CheckFinding]) -> None:
         """Note findings; an error fails the level."""
         self.findings += (replace(found, severity="error") if self.strict else found for found in findings)
         if self.errors:
             self.status = "failed"
 
-    def skip(self, reason: str) -> Level:
+    def skip(self, reason: str) -> LevelResult:
         """The level, skipped, unless something has failed already."""
         self.reason = reason
         if self.status != "failed":
@@ -76,25 +76,25 @@ class Level:
         return self
 
     @property
-    def errors(self) -> list[Finding]:
+    def errors(self) -> list[CheckFinding]:
         """The findings that fail the level."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """Everything `verify` found."""
 
     path: str
     against: str
     digest: str
     """Of the elements as they are now; empty below level full."""
-    levels: tuple[Level, ...]
+    levels: tuple[LevelResult, ...]
     required: tuple[str, ...] = ()
     """Levels that must not be skipped."""
 
     @property
-    def unmet(self) -> tuple[Level, ...]:
+    def unmet(self) -> tuple[LevelResult, ...]:
         """The required levels that were skipped."""
         return tuple(level for level in self.levels if level.status == "skipped" and level.name in self.required)
 
@@ -104,6 +104,6 @@ class Verified:
         return all(level.status != "failed" for level in self.levels) and not self.unmet
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[CheckFinding]:
         """All findings, errors first."""
         return sorted((f for level in self.levels for f in level.findings), key=lambda f: f.severity)

@@ -6,28 +6,28 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import ChangedError, SourceError
-from shardctl.execute.engine import Outcome, execute
-from shardctl.execute.journal import Journal
-from shardctl.execute.part import Part
-from shardctl.record import hash_spans
-from shardctl.storage.durable import told
+from shardctl.execute.engine import CopyOutcome, execute_plan
+from shardctl.execute.journal import BandJournal
+from shardctl.execute.part import WorkerPart
+from shardctl.record import hash_file_spans
+from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.local import LocalTarget
-from shardctl.verbs.record_crcs import crc_tracker, refuse_damage
+from shardctl.verbs.record_crcs import build_crc_tracker, refuse_damage
 from shardctl.verify.agreement import require_agreement
-from shardctl.workers import Effort, heed
+from shardctl.workers import ExecutionOptions, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from shardctl.execute.progress import Progress
-    from shardctl.manifest import Opaque
-    from shardctl.record import Hashed
-    from shardctl.shares import Share
-    from shardctl.storage import Target
+    from shardctl.execute.progress import CopyProgress
+    from shardctl.manifest import OpaqueObject
+    from shardctl.record import HashedSpans
+    from shardctl.shares import WorkerShare
+    from shardctl.storage import WriteTarget
     from shardctl.storage.crc_tracker import CrcTracker
-    from shardctl.verbs.drafting import Draft
-    from shardctl.workers import Stop
+    from shardctl.verbs.drafting import PlannedConversion
+    from shardctl.workers import StopRequest
 
 Versions = dict[str, list[int | str]]
 """Size and version of each source file that matters."""
@@ -35,48 +35,52 @@ Versions = dict[str, list[int | str]]
 _COPY_BYTES: Final = 1 << 20
 
 
-def versions_of(work: Draft) -> Versions:
+def list_source_versions(work: PlannedConversion) -> Versions:
     """The state of the source that a conversion is bound to."""
     return {
-        path: [stat.size, stat.version] for path, stat in work.checkpoint.source.files().items() if _matters(path, work)
+        path: [stat.size, stat.version]
+        for path, stat in work.checkpoint.source.files().items()
+        if _is_needed(path, work)
     }
 
 
-def _matters(path: str, work: Draft) -> bool:
+def _is_needed(path: str, work: PlannedConversion) -> bool:
     return path in work.have.files or any(side.file == path for side in work.carried)
 
 
-def move(
-    work: Draft,
-    share: Share,
-    sides: Sequence[Opaque],
+def move_share(
+    work: PlannedConversion,
+    share: WorkerShare,
+    sides: Sequence[OpaqueObject],
     tree: Path,
     journal: tuple[Path, Mapping[str, object]],
     *,
     versions: Versions,
     discard: Callable[[], None],
     sha256: bool,
-    progress: Progress,
-    stop: Stop,
-) -> Part:
+    progress: CopyProgress,
+    stop: StopRequest,
+) -> WorkerPart:
     """Write the files of a share, and side files, below `tree`; on return they are on stable storage.
 
     `journal` is where it goes, and its header. Raises ChangedError if the source is no longer what `versions` says,
     after `discard` has thrown away what was staged.
     """
-    effort = Effort(work.budget.threads, block=work.budget.block // 2, stop=stop)
+    effort = ExecutionOptions(work.budget.threads, block=work.budget.block // 2, stop=stop)
     work.checkpoint.source.heed(stop)
-    tracker = crc_tracker(work.checkpoint, refuse_damage)
+    tracker = build_crc_tracker(work.checkpoint, refuse_damage)
     tensors = [tensor for name, tensor in work.have.tensors.items() if name in share.first]
     require_agreement(tensors, work.checkpoint.source, effort)
-    with _unchanged(work, versions, discard):
-        outcome = _fill(work, share, sides, LocalTarget(tree), Journal(*journal), tracker, progress, stop)
+    with _require_unchanged(work, versions, discard):
+        outcome = _copy_share(work, share, sides, LocalTarget(tree), BandJournal(*journal), tracker, progress, stop)
     sizes = {path: file.size for path, file in share.plan.want.files.items()}
     sizes |= {side.name: side.nbytes for side in sides}
-    with told(tree, "reading back"):
-        sha256s = {path: hash_spans(tree / path, [(0, size)], stop).sha256 for path, size in sizes.items() if sha256}
-        hashes = _hashes(share, sizes, tree, stop)
-    return Part(
+    with translate_os_errors(tree, "reading back"):
+        sha256s = {
+            path: hash_file_spans(tree / path, [(0, size)], stop).sha256 for path, size in sizes.items() if sha256
+        }
+        hashes = _hash_other_bytes(share, sizes, tree, stop)
+    return WorkerPart(
         files=sizes,
         source_sums=outcome.source_sums,
         output_sums=outcome.output_sums,
@@ -92,19 +96,19 @@ def move(
     )
 
 
-def _fill(
-    work: Draft,
-    share: Share,
-    sides: Sequence[Opaque],
+def _copy_share(
+    work: PlannedConversion,
+    share: WorkerShare,
+    sides: Sequence[OpaqueObject],
     target: LocalTarget,
-    journal: Journal,
+    journal: BandJournal,
     tracker: CrcTracker,
-    progress: Progress,
-    stop: Stop,
-) -> Outcome:
+    progress: CopyProgress,
+    stop: StopRequest,
+) -> CopyOutcome:
     source, portions = work.checkpoint.source, share.portions
     try:
-        outcome = execute(
+        outcome = execute_plan(
             share.plan,
             source,
             target,
@@ -116,7 +120,7 @@ def _fill(
             stop=stop,
             allow_unverified=work.checkpoint.allow_unverified,
         )
-        _carry(work, sides, target, stop)
+        _copy_side_files(work, sides, target, stop)
         source.prove(outcome.read_whole, earlier=journal.proved, allow_unverified=work.checkpoint.allow_unverified)
     finally:
         target.close()
@@ -124,7 +128,9 @@ def _fill(
     return outcome
 
 
-def _carry(work: Draft, sides: Iterable[Opaque], target: Target, stop: Stop) -> None:
+def _copy_side_files(
+    work: PlannedConversion, sides: Iterable[OpaqueObject], target: WriteTarget, stop: StopRequest
+) -> None:
     """Copy side files, or write their new content."""
     buffer = bytearray(_COPY_BYTES)
     for side in sides:
@@ -133,7 +139,7 @@ def _carry(work: Draft, sides: Iterable[Opaque], target: Target, stop: Stop) -> 
             target.write_at(side.name, 0, side.content)
         else:
             for offset in range(0, side.size, _COPY_BYTES):
-                heed(stop)
+                raise_if_stopped(stop)
                 view = memoryview(buffer)[: min(_COPY_BYTES, side.size - offset)]
                 work.checkpoint.source.read_at(side.file, side.offset + offset, view)
                 target.write_at(side.name, offset, view)
@@ -141,7 +147,7 @@ def _carry(work: Draft, sides: Iterable[Opaque], target: Target, stop: Stop) -> 
 
 
 @contextmanager
-def _unchanged(work: Draft, versions: Versions, discard: Callable[[], None]) -> Iterator[None]:
+def _require_unchanged(work: PlannedConversion, versions: Versions, discard: Callable[[], None]) -> Iterator[None]:
     """Raise ChangedError if the source is another one than before, whatever the reader made of that.
 
     What was staged of it is thrown away: the source may be put back as it was, with its old modification time.
@@ -158,7 +164,7 @@ def _unchanged(work: Draft, versions: Versions, discard: Callable[[], None]) -> 
 
 
 def _check_unchanged(
-    work: Draft, versions: Versions, discard: Callable[[], None], cause: SourceError | None = None
+    work: PlannedConversion, versions: Versions, discard: Callable[[], None], cause: SourceError | None = None
 ) -> None:
     for path, before in versions.items():
         now = work.checkpoint.source.restat(path)
@@ -170,10 +176,12 @@ def _check_unchanged(
             ) from cause
 
 
-def _hashes(share: Share, sizes: dict[str, int], tree: Path, stop: Stop) -> dict[str, Hashed]:
+def _hash_other_bytes(
+    share: WorkerShare, sizes: dict[str, int], tree: Path, stop: StopRequest
+) -> dict[str, HashedSpans]:
     """Hashes of the headers of data files and of all of the others, for the bytes that no digest speaks of."""
     besides = {
         file.path: sorted([*((start, len(data)) for start, data in file.literals), *file.blanks])
         for file in share.plan.want.files.values()
     }
-    return {path: hash_spans(tree / path, besides.get(path, [(0, size)]), stop) for path, size in sizes.items()}
+    return {path: hash_file_spans(tree / path, besides.get(path, [(0, size)]), stop) for path, size in sizes.items()}

@@ -6,109 +6,108 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.digest import tensor_digest
+from shardctl.digest import compute_tensor_digest
 from shardctl.errors import CutError, Mismatch, UnsupportedError
-from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.inventory import build_inventory
 from shardctl.mesh import HOLDING
 from shardctl.record import RECORD
-from shardctl.verbs.level import Level, LoadedRank
-from shardctl.verbs.load import experts
+from shardctl.verbs.level import LevelResult, LoadedRank
+from shardctl.verbs.load import list_expert_names
 from shardctl.verify import rank_files
-from shardctl.verify.finding import Finding
+from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardctl.manifest import Chunk
     from shardctl.options import VerifyOptions
-    from shardctl.verbs.opening import Checkpoint
-    from shardctl.verify.load import Loaded
-    from shardctl.verify.loaded import Array, Digests, Placed
-    from shardctl.workers import Effort
+    from shardctl.verbs.opening import OpenedCheckpoint
+    from shardctl.verify.load import LoadedTensors
+    from shardctl.verify.loaded import Array, LoadedBox, LoadedDigests
+    from shardctl.workers import ExecutionOptions
 
 
 _BATCH: Final = 256 << 20
 """Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
 
 
-def load_level(
-    checkpoint: Checkpoint,
-    other: Checkpoint | None,
+def run_load_level(
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
     digests: Mapping[str, str],
     trial: VerifyOptions,
-    effort: Effort,
+    effort: ExecutionOptions,
     *,
     strict: bool,
-) -> Level:
+) -> LevelResult:
     """Load what each rank holds onto its device, and compare it there with `other`, or by the digests.
 
     `digests` are those that the level before measured, of tensors that no record has. Ranks follow one another, each on
     the device of its number modulo that of devices; replicas by dp and cp are loaded once.
     """
-    from shardctl.verify.load import devices
+    from shardctl.verify.load import list_devices
 
-    level, began = Level("load", strict=strict), time.monotonic()
+    level, began = LevelResult("load", strict=strict), time.monotonic()
     try:
-        places = devices(trial.device or "auto")
+        places = list_devices(trial.device or "auto")
         began = time.monotonic()  # importing torch is no part of it
         most = _BATCH if trial.device in {None, "auto"} and places == ["cpu"] else None
         if most is not None:
             level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
-        _load(level, checkpoint, other, digests, places, trial.device_memory, effort, most=most)
+        _load_ranks(level, checkpoint, other, digests, places, trial.device_memory, effort, most=most)
     except UnsupportedError as error:
-        level.skip(_why(error))
+        level.skip(_format_reason(error))
     level.seconds = time.monotonic() - began
     return level
 
 
-def _why(error: UnsupportedError) -> str:
+def _format_reason(error: UnsupportedError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
-def _load(
-    level: Level,
-    checkpoint: Checkpoint,
-    other: Checkpoint | None,
+def _load_ranks(
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
     digests: Mapping[str, str],
     places: Sequence[str],
     limit: int | None,
-    effort: Effort,
+    effort: ExecutionOptions,
     *,
     most: int | None,
 ) -> None:
-    from shardctl.verify.load import Wanted, forget
-    from shardctl.verify.load import load as load_tensors
-    from shardctl.verify.loaded import Digests, arrays, parts_of, placed
+    from shardctl.verify.load import WantedTensor, empty_device_cache, load_tensors
+    from shardctl.verify.loaded import LoadedDigests, collect_arrays, find_array_parts, place_loaded_arrays
 
-    every = arrays(checkpoint.stored)
-    parts = parts_of(checkpoint.manifest, every)
-    planned, summed = planned_bytes(checkpoint), Digests()
+    every = collect_arrays(checkpoint.stored)
+    parts = find_array_parts(checkpoint.manifest, every)
+    planned, summed = compute_planned_bytes(checkpoint), LoadedDigests()
     tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
-    for rank, held in _ranks(checkpoint, every):
+    for rank, held in _list_rank_arrays(checkpoint, every):
         device = places[(rank or 0) % len(places)]
-        told = LoadedRank(rank, _label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
+        told = LoadedRank(rank, _format_rank_label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
         try:
-            for batch in _batches(held, every, most):
-                wanted = {key: Wanted.part(key[1], [every[key]]) for key in batch}
+            for batch in _split_batches(held, every, most):
+                wanted = {key: WantedTensor.part(key[1], [every[key]]) for key in batch}
                 loaded = load_tensors(wanted, checkpoint.source, device, effort)
-                told = _and_more(told, loaded)
-                boxes = list(placed(parts, every, loaded.tensors))
-                level.add(_equal(checkpoint, other, rank, boxes, summed, device, effort))
+                told = _add_loaded(told, loaded)
+                boxes = list(place_loaded_arrays(parts, every, loaded.tensors))
+                level.add(_find_differences(checkpoint, other, rank, boxes, summed, device, effort))
                 del loaded, boxes
         except Mismatch as error:
-            level.add(iter([Finding("error", "memory", f"{_who(checkpoint, rank)}: {error.message}")]))
+            level.add(iter([CheckFinding("error", "memory", f"{_name_holder(checkpoint, rank)}: {error.message}")]))
             continue
         level.nbytes += told.nbytes
         level.ranks.append(told)
-        level.add(_within_budget(told, limit))
-        forget(device)
+        level.add(_find_over_budget(told, limit))
+        empty_device_cache(device)
     level.tensors = len(checkpoint.manifest.tensors)
     if other is None:
-        level.add(_as_recorded(checkpoint, summed, {**digests, **tensors}))
+        level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
 
 
-def _batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
+def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
     """The arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
     batch: list[Array] = []
     size = 0
@@ -123,7 +122,7 @@ def _batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | No
         yield batch
 
 
-def _and_more(told: LoadedRank, loaded: Loaded[Array]) -> LoadedRank:
+def _add_loaded(told: LoadedRank, loaded: LoadedTensors[Array]) -> LoadedRank:
     """A rank that was loaded in several groups takes as much as all of them."""
     return replace(
         told,
@@ -133,9 +132,11 @@ def _and_more(told: LoadedRank, loaded: Loaded[Array]) -> LoadedRank:
     )
 
 
-def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tuple[int | None, list[Array]]]:
+def _list_rank_arrays(
+    checkpoint: OpenedCheckpoint, every: Mapping[Array, Chunk]
+) -> Iterator[tuple[int | None, list[Array]]]:
     """Each rank that holds something of its own, and the arrays that it holds."""
-    from shardctl.verify.loaded import array_of
+    from shardctl.verify.loaded import identify_array
 
     dialect = checkpoint.stored.dialect
     if dialect is not None and len(dialect.ranks) > 1:
@@ -143,114 +144,120 @@ def _ranks(checkpoint: Checkpoint, every: Mapping[Array, Chunk]) -> Iterator[tup
         ranks = {prefix: rank for rank, prefix in dialect.ranks.items()}
         for name, tensor in checkpoint.stored.tensors.items():
             rank = next(number for prefix, number in ranks.items() if name.startswith(prefix))
-            own[rank] += [array_of(chunk) for chunk in tensor.chunks if hasattr(chunk.where, "file")]
+            own[rank] += [identify_array(chunk) for chunk in tensor.chunks if hasattr(chunk.where, "file")]
         yield from own.items()
         return
-    if not rank_files.ranks_of(checkpoint.stored):
+    if not rank_files.list_ranks(checkpoint.stored):
         yield None, list(every)
         return
-    mesh, divided = checkpoint.record.mesh if checkpoint.record else None, experts(checkpoint)
-    for rank in rank_files.distinct_ranks(checkpoint.stored, mesh):
-        chunks = rank_files.held_by(rank, checkpoint.stored, mesh, divided)
-        yield rank, [array_of(chunk) for _, chunk in chunks if hasattr(chunk.where, "file")]
+    mesh, divided = checkpoint.record.mesh if checkpoint.record else None, list_expert_names(checkpoint)
+    for rank in rank_files.list_distinct_ranks(checkpoint.stored, mesh):
+        chunks = rank_files.list_held_chunks(rank, checkpoint.stored, mesh, divided)
+        yield rank, [identify_array(chunk) for _, chunk in chunks if hasattr(chunk.where, "file")]
 
 
-def _label(checkpoint: Checkpoint, rank: int | None) -> str:
+def _format_rank_label(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
     said = checkpoint.record or checkpoint.stored.dialect
     mesh = said.mesh if said else None
     return mesh.label(rank) if mesh is not None and rank is not None else ""
 
 
-def _within_budget(loaded: LoadedRank, limit: int | None) -> Iterator[Finding]:
+def _find_over_budget(loaded: LoadedRank, limit: int | None) -> Iterator[CheckFinding]:
     if limit is not None and loaded.peak_bytes > limit:
         rank = f"rank {loaded.rank} ({loaded.label})" if loaded.rank is not None else "the checkpoint"
         message = f"{rank} took {loaded.peak_bytes:,} bytes of {loaded.device}, of which it may take {limit:,}"
-        yield Finding("error", "memory", message)
+        yield CheckFinding("error", "memory", message)
 
 
-def _equal(
-    checkpoint: Checkpoint,
-    other: Checkpoint | None,
+def _find_differences(
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
     rank: int | None,
-    parts: list[Placed],
-    summed: Digests,
+    parts: list[LoadedBox],
+    summed: LoadedDigests,
     device: str,
-    effort: Effort,
-) -> Iterator[Finding]:
+    effort: ExecutionOptions,
+) -> Iterator[CheckFinding]:
     """What of a rank's memory is not as in the source, or not as in the first rank that holds the same."""
-    from shardctl.verify.loaded import compare
+    from shardctl.verify.loaded import compare_loaded
 
-    who = _who(checkpoint, rank)
+    who = _name_holder(checkpoint, rank)
     if other is None:
         for one in summed.add(parts, effort):
             message = f"{one.tensor} {one.first} on {who}, from {one.file}, is not what another rank has of it"
-            yield Finding("error", "load", message, one.tensor, one.file, str(one.first))
+            yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
         return
-    for one in compare(parts, other.manifest, other.source, device, effort):
+    for one in compare_loaded(parts, other.manifest, other.source, device, effort):
         message = (
             f"{one.tensor} on {who}, from {one.file}, differs from the source in {one.count:,} elements, "
             f"first at {one.first}"
         )
-        yield Finding("error", "load", message, one.tensor, one.file, str(one.first))
+        yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
 
 
-def _as_recorded(checkpoint: Checkpoint, summed: Digests, digests: Mapping[str, str]) -> Iterator[Finding]:
+def _find_digest_changes(
+    checkpoint: OpenedCheckpoint, summed: LoadedDigests, digests: Mapping[str, str]
+) -> Iterator[CheckFinding]:
     for name, tensor in checkpoint.manifest.tensors.items():
-        found = tensor_digest(summed.of(tensor), tensor.dtype, tensor.shape)
+        found = compute_tensor_digest(summed.of(tensor), tensor.dtype, tensor.shape)
         if digests.get(name, found) != found:
             message = f"{name} as loaded has digest {found}, not {digests[name]}; it is in {', '.join(tensor.files)}"
-            yield Finding("error", "load", message, name, next(iter(tensor.files), ""))
+            yield CheckFinding("error", "load", message, name, next(iter(tensor.files), ""))
 
 
-def planned_bytes(checkpoint: Checkpoint) -> dict[int | None, int]:
+def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]:
     """Bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
     mesh = checkpoint.record.mesh if checkpoint.record else None
     tensors = checkpoint.manifest.tensors
     if checkpoint.stored.dialect is not None and len(checkpoint.stored.dialect.ranks) > 1:
         return {}  # what other libraries repeat and pad is not what `plan` counts
-    if not rank_files.ranks_of(checkpoint.stored):
+    if not rank_files.list_ranks(checkpoint.stored):
         return {None: sum(tensor.nbytes for tensor in tensors.values())}
     model = checkpoint.model
     if mesh is None or model is None or checkpoint.record is None or not tensors.keys() <= model.tensors.keys():
         return {}
     specs = {name: model.tensors[name].spec for name in tensors}
     try:
-        holdings = hold(take_stock(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
+        holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
     except CutError:  # cut by rules that are not known here
         return {}
-    by_place = {_place(holding.coordinate): holding.nbytes for holding in holdings}
-    return {rank: by_place[_place(mesh.coordinate(rank))] for rank in range(mesh.world)}
+    by_place = {_build_place_key(holding.coordinate): holding.nbytes for holding in holdings}
+    return {rank: by_place[_build_place_key(mesh.coordinate(rank))] for rank in range(mesh.world)}
 
 
-def _place(coordinate: Mapping[str, int]) -> tuple[int, ...]:
+def _build_place_key(coordinate: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(coordinate[axis] for axis in HOLDING)
 
 
-def _who(checkpoint: Checkpoint, rank: int | None) -> str:
+def _name_holder(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
     if rank is None:
         return "the device"
-    label = _label(checkpoint, rank)
+    label = _format_rank_label(checkpoint, rank)
     return f"rank {rank} ({label})" if label else f"rank {rank}"
 
 
-def forward_level(checkpoint: Checkpoint, other: Checkpoint | None, trial: VerifyOptions, *, strict: bool) -> Level:
+def run_forward_level(
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions, *, strict: bool
+) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
-    level, began = Level("forward", strict=strict), time.monotonic()
+    level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
-        _forward(level, checkpoint, other, trial)
+        _run_forward(level, checkpoint, other, trial)
     except UnsupportedError as error:
-        level.skip(_why(error))
+        level.skip(_format_reason(error))
     level.seconds = time.monotonic() - began
     return level
 
 
-def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, trial: VerifyOptions) -> None:
-    from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
-    from shardctl.verify.forward.by_processes import usual_processes
-    from shardctl.verify.load import devices
+def _run_forward(
+    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions
+) -> None:
+    from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
+    from shardctl.verify.forward.by_processes import choose_process_count
+    from shardctl.verify.load import list_devices
 
     right = other or checkpoint
-    original = Original(
+    original = OriginalCheckpoint(
         stored=right.stored,
         manifest=right.manifest,
         reader=right.source,
@@ -258,17 +265,17 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         model=right.model or checkpoint.model,
         folder=right.source.folder or checkpoint.source.folder,  # side files travel along
     )
-    record, ranks = checkpoint.record, rank_files.ranks_of(checkpoint.stored)
-    candidate = Candidate(
+    record, ranks = checkpoint.record, rank_files.list_ranks(checkpoint.stored)
+    candidate = CandidateCheckpoint(
         manifest=checkpoint.manifest,
         reader=checkpoint.source,
         model=checkpoint.model,
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
     )
-    device = devices(trial.device or "auto")[0]
+    device = list_devices(trial.device or "auto")[0]
     nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
-    processes = trial.processes if trial.processes is not None else usual_processes(device, nbytes)
+    processes = trial.processes if trial.processes is not None else choose_process_count(device, nbytes)
     options = ForwardOptions(
         dtype=trial.dtype,
         device=device,
@@ -277,10 +284,10 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         second_opinion=trial.second_opinion,
         processes=0 if trial.virtual else processes,
     )
-    result = forward(candidate, original, options)
+    result = compare_forward_passes(candidate, original, options)
     level.forward = result
     if result.status != "skipped":
-        level.notes += _compared(checkpoint, other, ranks)
+        level.notes += _note_limits(checkpoint, other, ranks)
     level.notes += result.notes
     level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
     level.add(iter(result.findings))
@@ -290,7 +297,7 @@ def _forward(level: Level, checkpoint: Checkpoint, other: Checkpoint | None, tri
         level.status = "failed"
 
 
-def _compared(checkpoint: Checkpoint, other: Checkpoint | None, ranks: Sequence[int]) -> Iterator[str]:
+def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:
     """What the pass does not show."""
     if len(ranks) > 1 and checkpoint.record is None:
         yield f"no {RECORD} says what mesh the ranks form: what they hold was put together, and no rank computed"

@@ -19,22 +19,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import errors
 from shardctl.errors import Interrupted, ShardctlError, TransientError, UsageError
-from shardctl.execute.crew import Crew
-from shardctl.execute.interrupt import stopping
-from shardctl.execute.progress import Progress, Silent
-from shardctl.execute.staging import Staging
-from shardctl.execute.worker import Worker
+from shardctl.execute.crew import WorkerCrew
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.progress import CopyProgress, SilentProgress
+from shardctl.execute.staging import StagingArea
+from shardctl.execute.worker import WorkerId
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
 from shardctl.verbs.contribute import contribute
-from shardctl.verbs.finish import Finished, finish
-from shardctl.verbs.preparing import worked_out
-from shardctl.workers import Stop, heed, usual_threads
+from shardctl.verbs.finish import FinishResult, finish
+from shardctl.verbs.preparing import open_conversion
+from shardctl.workers import StopRequest, choose_thread_count, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.drafting import PlannedConversion
     from shardctl.verbs.plan_file import PlanFile
 
 _ROUNDS: Final = 4
@@ -48,7 +48,7 @@ _TOLD: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _TaskOrder:
     """What every task is told."""
 
     source: str
@@ -72,45 +72,45 @@ def reshard_on_ray(
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
-) -> Finished:
+) -> FinishResult:
     """Convert on the cluster of `RAY_ADDRESS`, or on this machine's processors; every node sees the destination.
 
     That may be a bucket. The same bytes as `reshard`, and the same promises. Each task keeps to
     `wish.host_memory` by itself.
     Raises UsageError if Ray is not installed, TransientError if tasks died again and again.
     """
-    ray = _library()
-    progress = progress or Silent()
+    ray = _import_ray()
+    progress = progress or SilentProgress()
     wish = wish or (plan.wish if plan else ReshardOptions())
-    with worked_out(path, destination, wish, reading, plan) as work:
+    with open_conversion(path, destination, wish, reading, plan) as work:
         location = work.checkpoint.source.location
-        files, size = _data_files(work), work.plan.write_bytes
-    wish = replace(wish, threads=wish.threads or min(usual_threads(), 4))
-    order = _Order(
+        files, size = _count_data_files(work), work.plan.write_bytes
+    wish = replace(wish, threads=wish.threads or min(choose_thread_count(), 4))
+    order = _TaskOrder(
         source=location,
         destination=destination if is_bucket(destination) else str(Path(destination).absolute()),
         wish=wish,
-        reading=_absolute(reading or (plan.reading if plan else SourceOptions())),
+        reading=_make_paths_absolute(reading or (plan.reading if plan else SourceOptions())),
         overwrite=overwrite,
         resume=resume,
         sha256=sha256,
         plan=plan,
         run=uuid.uuid4().hex,
     )
-    with _cluster(ray):
-        count = _begun(destination) or _count(ray, files, wish)
+    with _join_cluster(ray):
+        count = _count_begun_workers(destination) or _choose_task_count(ray, files, wish)
         progress.begin(size, files)
-        _run(ray, order, count, progress)
+        _run_tasks(ray, order, count, progress)
     return finish(destination)
 
 
-def _data_files(work: Draft) -> int:
+def _count_data_files(work: PlannedConversion) -> int:
     return len({path for copy in work.plan.copies for path in copy.target.files})
 
 
-def _absolute(reading: SourceOptions) -> SourceOptions:
+def _make_paths_absolute(reading: SourceOptions) -> SourceOptions:
     """The same from any working directory."""
     return replace(
         reading,
@@ -119,38 +119,38 @@ def _absolute(reading: SourceOptions) -> SourceOptions:
     )
 
 
-def _begun(destination: str | Path) -> int:
+def _count_begun_workers(destination: str | Path) -> int:
     """Of how many workers an interrupted run had been; 0 if there is none."""
     if is_bucket(destination):
         from shardctl.verbs.crew_in_bucket import workers_begun
 
         return workers_begun(destination)
-    plan = Crew(Staging(Path(destination), overwrite=True)).plan
+    plan = WorkerCrew(StagingArea(Path(destination), overwrite=True)).plan
     return plan["workers"] if plan else 0
 
 
-def _count(ray: Any, files: int, wish: ReshardOptions) -> int:  # noqa: ANN401 - a module
+def _choose_task_count(ray: Any, files: int, wish: ReshardOptions) -> int:  # noqa: ANN401 - a module
     """How many tasks: no more than there are files."""
     processors = float(ray.cluster_resources().get("CPU", 1))
     places = max(int(processors // (wish.threads or 1)), 1)
     return max(min(files, _ROUNDS * places), 1)
 
 
-def _run(ray: Any, order: _Order, count: int, progress: Progress) -> None:  # noqa: ANN401 - a module
+def _run_tasks(ray: Any, order: _TaskOrder, count: int, progress: CopyProgress) -> None:  # noqa: ANN401 - a module
     """Run every worker; on an error or a signal the others are asked to stop, and keep what they have."""
-    board = ray.remote(num_cpus=0)(_Board).remote()
+    board = ray.remote(num_cpus=0)(_ProgressBoard).remote()
     processors = min(order.wish.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
-    task = ray.remote(num_cpus=processors, max_retries=_RETRIES)(_work)
-    stop, shown = Stop(kept=True), 0
-    with stopping(stop):
+    task = ray.remote(num_cpus=processors, max_retries=_RETRIES)(_run_task)
+    stop, shown = StopRequest(kept=True), 0
+    with stop_on_signals(stop):
         left = [task.remote(order, number, count, board) for number in range(count)]
         try:
             while left:
                 done, left = ray.wait(left, num_returns=len(left), timeout=_LOOK)
-                for said in _answers(ray, done):
-                    _heed(said)
-                shown = _show(ray, board, progress, shown)
-                heed(stop)
+                for said in _collect_answers(ray, done):
+                    _raise_reported(said)
+                shown = _report_progress(ray, board, progress, shown)
+                raise_if_stopped(stop)
         except BaseException:
             for task_left in left:
                 ray.cancel(task_left)
@@ -158,7 +158,7 @@ def _run(ray: Any, order: _Order, count: int, progress: Progress) -> None:  # no
             raise
 
 
-def _answers(ray: Any, done: Sequence[Any]) -> Iterator[tuple[str, ...] | None]:  # noqa: ANN401 - a module
+def _collect_answers(ray: Any, done: Sequence[Any]) -> Iterator[tuple[str, ...] | None]:  # noqa: ANN401 - a module
     for each in done:
         try:
             yield ray.get(each)
@@ -170,7 +170,7 @@ def _answers(ray: Any, done: Sequence[Any]) -> Iterator[tuple[str, ...] | None]:
             ) from error
 
 
-def _heed(said: tuple[str, ...] | None) -> None:
+def _raise_reported(said: tuple[str, ...] | None) -> None:
     """Raise the error that a task reported."""
     if said is not None:
         kind, message, hint = said
@@ -178,7 +178,7 @@ def _heed(said: tuple[str, ...] | None) -> None:
         raise (TransientError if error is Interrupted else error)(message, hint=hint or None)
 
 
-def _show(ray: Any, board: Any, progress: Progress, shown: int) -> int:  # noqa: ANN401 - a module, an actor
+def _report_progress(ray: Any, board: Any, progress: CopyProgress, shown: int) -> int:  # noqa: ANN401 - a module, an actor
     """Tell what all tasks have done since the last time; what one does again is not counted twice."""
     answer: tuple[int, list[str]] = ray.get(board.total.remote())
     done, files = answer
@@ -189,7 +189,7 @@ def _show(ray: Any, board: Any, progress: Progress, shown: int) -> int:  # noqa:
     return max(done, shown)
 
 
-class _Board:
+class _ProgressBoard:
     """Where tasks write how far they are; an actor."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class _Board:
         return sum(self._bytes.values()), fresh
 
 
-class _Reporter:
+class _TaskReporter:
     """Progress of one task; called from several threads."""
 
     def __init__(self, number: int, board: Any) -> None:  # noqa: ANN401 - an actor
@@ -235,15 +235,15 @@ class _Reporter:
         return self._board.write.remote(self._number, self._bytes, list(self._files))
 
 
-def _work(order: _Order, number: int, count: int, board: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - an actor
+def _run_task(order: _TaskOrder, number: int, count: int, board: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - an actor
     """One task; returns what went wrong, in words that cross processes."""
-    reporter = _Reporter(number, board)
+    reporter = _TaskReporter(number, board)
     try:
         contribute(
             order.source,
             order.destination,
             order.wish,
-            worker=Worker(number, count),
+            worker=WorkerId(number, count),
             reading=order.reading,
             overwrite=order.overwrite,
             resume=order.resume,
@@ -255,12 +255,12 @@ def _work(order: _Order, number: int, count: int, board: Any) -> tuple[str, ...]
     except ShardctlError as error:
         return type(error).__name__, error.message, error.hint or ""
     finally:
-        _library().get(reporter.tell())  # so that the driver sees all of it
+        _import_ray().get(reporter.tell())  # so that the driver sees all of it
     return None
 
 
 @contextmanager
-def _cluster(ray: Any) -> Iterator[None]:  # noqa: ANN401 - a module
+def _join_cluster(ray: Any) -> Iterator[None]:  # noqa: ANN401 - a module
     """Join the cluster, or make one of this machine; one that was joined before is left as it is."""
     if ray.is_initialized():
         yield
@@ -272,7 +272,7 @@ def _cluster(ray: Any) -> Iterator[None]:  # noqa: ANN401 - a module
         ray.shutdown()
 
 
-def _library() -> Any:  # noqa: ANN401 - a module
+def _import_ray() -> Any:  # noqa: ANN401 - a module
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # says what Ray would warn of
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import formats, models, schemas
 from shardctl.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
-from shardctl.errors import SourceError, UnsupportedError, UsageError, some
-from shardctl.formats.format import given_file
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.formats.format import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
-from shardctl.record import RECORD, Record, load
-from shardctl.storage import read
+from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.storage import read_bytes
 from shardctl.storage.places import open_source
-from shardctl.training import SETTINGS, found_states, with_states
-from shardctl.verbs.collecting import uncollected
-from shardctl.verbs.described import CONFIG, config_file, described, names_a_model
+from shardctl.training import SETTINGS, add_states, separate_states
+from shardctl.verbs.collecting import pause_garbage_collection
+from shardctl.verbs.described import CONFIG, build_model_from_config, find_config_file, is_model_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ _SHOWN: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class OpenedCheckpoint:
     """An opened source: headers read, nothing else."""
 
     source: Source
@@ -46,7 +46,7 @@ class Checkpoint:
     model_error: UnsupportedError | None
     """Why there is no model although there is a config."""
     config: Mapping[str, Any] | None
-    record: Record | None
+    record: CheckpointRecord | None
     """What `shardctl.json` says, if shardctl wrote this."""
     hypothetical: bool = False
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
@@ -65,13 +65,13 @@ class Checkpoint:
     @property
     def whole(self) -> Manifest:
         """The manifest with optimizer states among its tensors."""
-        return with_states(self.manifest)
+        return add_states(self.manifest)
 
     def require_model(self, purpose: str) -> Model:
         """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
         if self.model is not None:
             return self.model
-        if self.model_error is not None and self.config is not None and models.find(self.config) is not None:
+        if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
             raise self.model_error  # the model is known, and names the tensors that do not fit
         example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
         if self.model_error is not None:
@@ -86,83 +86,87 @@ class Checkpoint:
 
     def _kinds(self) -> str:
         """The tensors, layers taken together."""
-        return some(models.kinds(self.stored.tensors), _SHOWN)
+        return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)
 
     def _widest(self) -> str:
         """The pattern of the largest matrix, as an example of what is worth cutting."""
         matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
         largest = max(matrices, key=lambda t: t.nbytes, default=None)
-        return models.kinds([largest.name])[0] if largest else "**.weight"
+        return models.list_name_patterns([largest.name])[0] if largest else "**.weight"
 
 
 @contextmanager
-def opened(
+def open_checkpoint(
     path: str | Path,
     reading: SourceOptions | None = None,
     *,
-    before: Callable[[Source, Record], None] | None = None,
-) -> Iterator[Checkpoint]:
+    before: Callable[[Source, CheckpointRecord], None] | None = None,
+) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
 
     `before` is called with the record, if there is one, before any header is read: what it raises is raised here.
     """
     source = open_source(path)
     try:
-        yield _open(source, reading or SourceOptions(), before)
+        yield _read_checkpoint(source, reading or SourceOptions(), before)
     finally:
         source.close()
 
 
-def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: Checkpoint, second: Checkpoint) -> None:
+def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, second: OpenedCheckpoint) -> None:
     """Sort tensors of two checkpoints as the files have them of the one that is hashed while it is read, if one is."""
     side = 1 if second.source.promised and not first.source.promised else 0
     pairs.sort(key=lambda pair: first_byte(pair[side]))
 
 
-def _scanned(source: Source, reading: SourceOptions) -> Manifest:
+def _scan_container(source: Source, reading: SourceOptions) -> Manifest:
     """What the container holds, with warnings of what may go wrong with reading it."""
-    stored = formats.scan(
+    stored = formats.scan_checkpoint(
         source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
     )
     cautions = source.cautions()
     return replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
 
 
-@uncollected()
-def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Record], None] | None = None) -> Checkpoint:
-    record = load(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
+@pause_garbage_collection()
+def _read_checkpoint(
+    source: Source, reading: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
+) -> OpenedCheckpoint:
+    record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
-    only = _only_config(source, reading)
+    only = _find_only_config(source, reading)
     if only is not None:
-        return _described(source, only, reading)
-    stored = _scanned(source, reading)
+        return _build_described_checkpoint(source, only, reading)
+    stored = _scan_container(source, reading)
     if stored.training is None:
-        stored = found_states(stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None)
-    config = _config(source, reading.config)
+        stored = separate_states(
+            stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None
+        )
+    config = _read_config(source, reading.config)
     own = stored.own_config
     if own is not None and (config is None or (own.replaces and reading.config is None)):
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
-    config = _with_vocabulary(config, stored, reading)
-    stored, rules = _named(stored, reading, record)
+    config = _set_vocabulary(config, stored, reading)
+    stored, rules = _apply_rule_names(stored, reading, record)
     manifest, model, problem = stored, None, None
     if config is not None or rules is not None or reading.rules_from is not None:
         try:
             borrow = reading.rules_from is not None
-            model = models.model_for(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
+            model = models.choose_model(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
             if model is not None:
                 filtered = record is not None and record.filtered
-                manifest = schemas.bind(model, stored, partial(read, source), partial=filtered)
+                manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if model is None:
-        models.refuse_flat(manifest)
+        models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, reading)
     if record:
-        manifest = _as_recorded(manifest, record, model)
-    _heed(manifest, reading)
-    return Checkpoint(
+        manifest = _apply_record(manifest, record, model)
+    _refuse_warnings(manifest, reading)
+    return OpenedCheckpoint(
         source,
         stored,
         manifest,
@@ -174,7 +178,9 @@ def _open(source: Source, reading: SourceOptions, before: Callable[[Source, Reco
     )
 
 
-def _named(stored: Manifest, reading: SourceOptions, record: Record | None) -> tuple[Manifest, models.RuleFile | None]:
+def _apply_rule_names(
+    stored: Manifest, reading: SourceOptions, record: CheckpointRecord | None
+) -> tuple[Manifest, models.RuleFile | None]:
     """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
 
     What shardctl made with that file has those names already: the other side of a comparison.
@@ -187,7 +193,7 @@ def _named(stored: Manifest, reading: SourceOptions, record: Record | None) -> t
     return stored if made else rules.names.applied(stored), rules if rules.cuts else None
 
 
-def _with_vocabulary(
+def _set_vocabulary(
     config: Mapping[str, Any] | None, stored: Manifest, reading: SourceOptions
 ) -> Mapping[str, Any] | None:
     """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
@@ -216,34 +222,34 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, readin
         return
     if problem is not None:
         raise problem
-    title = schemas.named(manifest.dialect.schema).title
+    title = schemas.get_schema(manifest.dialect.schema).title
     raise SourceError(
         f"only a config says which model's tensors are in these arrays of {title}",
         hint="give the model's config.json of transformers with --config PATH",
     )
 
 
-def _heed(manifest: Manifest, reading: SourceOptions) -> None:
+def _refuse_warnings(manifest: Manifest, reading: SourceOptions) -> None:
     if reading.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
 
 
-def _only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | None:
+def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | None:
     """The config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
     """
-    path = config_file(source) if reading.container is None else None
+    path = find_config_file(source) if reading.container is None else None
     if path is None:
         return None
     try:
-        config = _parse(read_text(source, path, CONFIG_TEXT), path)
+        config = _parse_config(read_text(source, path, CONFIG_TEXT), path)
     except SourceError:
-        if path == CONFIG or not _is_of_a_format(source):
+        if path == CONFIG or not _has_known_format(source):
             raise
         return None
-    if not names_a_model(config):
-        if given_file(source) is None or _is_of_a_format(source):
+    if not is_model_config(config):
+        if find_given_file(source) is None or _has_known_format(source):
             return None
         raise SourceError(
             f"{source.name} is no model's config: it names neither architectures nor model_type",
@@ -254,33 +260,33 @@ def _only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | 
             f"{source.name} has no weights, only a config",
             hint=f"shardctl plan {source.name} says what such a model would need",
         )
-    if reading.config is not None and given_file(source) is not None:
+    if reading.config is not None and find_given_file(source) is not None:
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
     if reading.rules_from is not None:
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
-    return _config(source, reading.config) if reading.config is not None else config
+    return _read_config(source, reading.config) if reading.config is not None else config
 
 
-def _is_of_a_format(source: Source) -> bool:
+def _has_known_format(source: Source) -> bool:
     """Whether some format knows what it is."""
     return any(known.detect(source) for known in formats.FORMATS)
 
 
-def _described(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> Checkpoint:
+def _build_described_checkpoint(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> OpenedCheckpoint:
     """A checkpoint without bytes."""
     rules = models.load_rules(reading.rules) if reading.rules else None
-    model, manifest = described(source, config, rules, kv_heads=reading.kv_heads)
-    _heed(manifest, reading)
+    model, manifest = build_model_from_config(source, config, rules, kv_heads=reading.kv_heads)
+    _refuse_warnings(manifest, reading)
     stored = replace(manifest, tensors={})
-    return Checkpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
+    return OpenedCheckpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
 
 
-def _as_recorded(manifest: Manifest, record: Record, model: models.Model | None) -> Manifest:
+def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:
     """The manifest with what only the record remembers: which arrays are one tensor, and their original names.
 
     Raises SourceError for a record that calls a tensor of the model by a name that the model does not have.
     """
-    names = _only_tensors(record)
+    names = _map_single_tensors(record)
     groups: dict[str, list[Tensor]] = {}
     for name, tensor in manifest.tensors.items():
         known = name in record.tensors
@@ -300,7 +306,7 @@ def _as_recorded(manifest: Manifest, record: Record, model: models.Model | None)
     return replace(manifest, tensors=tensors)
 
 
-def _only_tensors(record: Record) -> dict[str, str]:
+def _map_single_tensors(record: CheckpointRecord) -> dict[str, str]:
     """By name of stored array: the one tensor that it holds, if it holds one."""
     held: dict[str, set[str]] = {}
     for name, tensor in record.tensors.items():
@@ -309,21 +315,21 @@ def _only_tensors(record: Record) -> dict[str, str]:
     return {array: next(iter(tensors)) for array, tensors in held.items() if len(tensors) == 1}
 
 
-def _config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
+def _read_config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
     if override is not None:
         path = override
         try:
             path = override / CONFIG if override.is_dir() else override
-            return _parse(read_file(path, CONFIG_TEXT), str(path))
+            return _parse_config(read_file(path, CONFIG_TEXT), str(path))
         except OSError as error:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if CONFIG in source.files():
-        return _parse(read_text(source, CONFIG, CONFIG_TEXT), CONFIG)
+        return _parse_config(read_text(source, CONFIG, CONFIG_TEXT), CONFIG)
     beside = source.beside(CONFIG)  # the source may be one file of a directory
-    return _parse(beside, CONFIG) if beside is not None else None
+    return _parse_config(beside, CONFIG) if beside is not None else None
 
 
-def _parse(data: bytes, path: str) -> Mapping[str, Any]:
+def _parse_config(data: bytes, path: str) -> Mapping[str, Any]:
     config = parse_json(data, path, CONFIG_TEXT)
     if not isinstance(config, dict):
         raise SourceError(f"{path} is not a JSON object")

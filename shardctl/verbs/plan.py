@@ -6,28 +6,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.errors import MemoryBudgetError, UsageError
-from shardctl.memory.search import Bulk
+from shardctl.memory.search import WeightTotals
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
-from shardctl.storage.room import existing, free_space
+from shardctl.storage.room import find_existing_parent, measure_free_space
 from shardctl.verbs import plan_file
-from shardctl.verbs.advising import Counsel, counsel
-from shardctl.verbs.collecting import uncollected
-from shardctl.verbs.drafting import divide, draft, filtered, layout_of, understood
-from shardctl.verbs.forecasting import Forecast, foresee
-from shardctl.verbs.opening import opened
+from shardctl.verbs.advising import PlanAdvice, advise_plan
+from shardctl.verbs.collecting import pause_garbage_collection
+from shardctl.verbs.drafting import (
+    choose_layout,
+    choose_stages,
+    filter_tensors,
+    plan_conversion,
+    prepare_source_options,
+)
+from shardctl.verbs.forecasting import WorkloadEstimate, estimate_workload
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.purpose import decide_use
-from shardctl.verbs.searching import Explored, explore
-from shardctl.verbs.subject import EstimatedModel, coded, subject
+from shardctl.verbs.searching import MeshExploration, explore_meshes
+from shardctl.verbs.subject import EstimatedModel, build_estimated_model, has_coded_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.memory.holding import Holding
-    from shardctl.verbs.drafting import Draft
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.memory.holding import RankHolding
+    from shardctl.verbs.drafting import PlannedConversion
+    from shardctl.verbs.opening import OpenedCheckpoint
 
 
 _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
@@ -69,7 +75,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class ConversionCost:
     """What moving the bytes will cost."""
 
     read_bytes: int
@@ -86,7 +92,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """What `plan` says."""
 
     path: str
@@ -101,13 +107,13 @@ class Planned:
     """The first of each group of ranks that hold the same."""
     replication: float
     """Bytes held by the distinct ranks together, over `weight_bytes`."""
-    forecast: Forecast
+    forecast: WorkloadEstimate
     """What the ranks need, in the order of `ranks`."""
-    explored: Explored | None
+    explored: MeshExploration | None
     """The meshes that were compared, if that was asked for."""
-    counsel: Counsel
+    counsel: PlanAdvice
     """What would have to change, if it does not fit."""
-    conversion: Conversion | None
+    conversion: ConversionCost | None
     """None where there is nothing to convert: a model of which there is only a config."""
     warnings: tuple[str, ...]
 
@@ -119,7 +125,7 @@ class Planned:
         return self.forecast.estimate.fits is not False and (self.conversion is None or self.conversion.possible)
 
 
-@uncollected()
+@pause_garbage_collection()
 def plan(
     path: str | Path,
     wish: ReshardOptions,
@@ -128,7 +134,7 @@ def plan(
     destination: str | Path | None = None,
     purpose: PlanOptions | None = None,
     out: str | Path | None = None,
-) -> Planned:
+) -> PlanResult:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
 
     `out` is where the plan is written, for `reshard --plan` to follow; of a model that is not here there is none.
@@ -141,32 +147,40 @@ def plan(
         raise UsageError(
             "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
         )
-    with opened(path, replace(understood(reading, wish), described=True)) as checkpoint:
-        about = _otherwise(checkpoint, wish, purpose)
-        explored = explore(about or subject(checkpoint, wish), purpose, wish.mesh) if purpose.search else None
+    with open_checkpoint(path, replace(prepare_source_options(reading, wish), described=True)) as checkpoint:
+        about = _build_unstored_model(checkpoint, wish, purpose)
+        explored = (
+            explore_meshes(about or build_estimated_model(checkpoint, wish), purpose, wish.mesh)
+            if purpose.search
+            else None
+        )
         if explored is not None and wish.mesh is None:
-            wish, purpose = _best(wish, purpose, explored)
+            wish, purpose = _apply_best_mesh(wish, purpose, explored)
         if about is not None:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
-            planned = imagine(str(path), checkpoint, wish, purpose, about)
+            planned = plan_unstored_model(str(path), checkpoint, wish, purpose, about)
         else:
-            work, impossible = _drafted(checkpoint, wish)
-            planned = describe(str(path), work, Path(destination or path), purpose, impossible=impossible)
+            work, impossible = _plan_with_least_memory(checkpoint, wish)
+            planned = describe_conversion(str(path), work, Path(destination or path), purpose, impossible=impossible)
             if out is not None:
-                plan_file.save(out, work, reading)
+                plan_file.write_plan_file(out, work, reading)
         return replace(planned, explored=explored)
 
 
-def _otherwise(checkpoint: Checkpoint, wish: ReshardOptions, purpose: PlanOptions) -> EstimatedModel | None:
+def _build_unstored_model(
+    checkpoint: OpenedCheckpoint, wish: ReshardOptions, purpose: PlanOptions
+) -> EstimatedModel | None:
     """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
     trained = decide_use(purpose, wish.mesh or Mesh.of()) == "train"
-    if checkpoint.hypothetical or purpose.quantised_type is not None or (trained and coded(checkpoint)):
-        return subject(checkpoint, wish, trained=trained).if_quantised(purpose.quantised_type)
+    if checkpoint.hypothetical or purpose.quantised_type is not None or (trained and has_coded_weights(checkpoint)):
+        return build_estimated_model(checkpoint, wish, trained=trained).if_quantised(purpose.quantised_type)
     return None
 
 
-def _best(wish: ReshardOptions, purpose: PlanOptions, explored: Explored) -> tuple[ReshardOptions, PlanOptions]:
+def _apply_best_mesh(
+    wish: ReshardOptions, purpose: PlanOptions, explored: MeshExploration
+) -> tuple[ReshardOptions, PlanOptions]:
     """The same for the mesh that a search found, or if none fits, for the one that comes closest."""
     found = explored.found.best
     if found is None or found.mesh is None:
@@ -176,39 +190,39 @@ def _best(wish: ReshardOptions, purpose: PlanOptions, explored: Explored) -> tup
     return replace(wish, mesh=mesh, stages=stages), explored.compared(purpose, found.mesh)
 
 
-def _drafted(checkpoint: Checkpoint, wish: ReshardOptions) -> tuple[Draft, str]:
+def _plan_with_least_memory(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> tuple[PlannedConversion, str]:
     """The conversion, and why the limit on host memory cannot hold it; then it is drafted for the least that can."""
     try:
-        return draft(checkpoint, wish), ""
+        return plan_conversion(checkpoint, wish), ""
     except MemoryBudgetError as error:
-        return draft(checkpoint, replace(wish, host_memory=error.needed)), error.message
+        return plan_conversion(checkpoint, replace(wish, host_memory=error.needed)), error.message
 
 
-def describe(
-    path: str, work: Draft, near: Path, purpose: PlanOptions | None = None, *, impossible: str = ""
-) -> Planned:
+def describe_conversion(
+    path: str, work: PlannedConversion, near: Path, purpose: PlanOptions | None = None, *, impossible: str = ""
+) -> PlanResult:
     """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast.
 
     `impossible` says why the limit on host memory cannot hold it, if so.
     """
-    about = subject(work.checkpoint, work.wish)
+    about = build_estimated_model(work.checkpoint, work.wish)
     stages = work.stages or (about.inventory.layers,)
-    conversion = Conversion(
+    conversion = ConversionCost(
         read_bytes=work.plan.read_bytes,
         write_bytes=work.write_bytes,
         files=len(work.plan.want.files) + len(work.carried) + 1,
         peak_memory_bytes=work.budget.projected,
         threads=work.budget.threads,
         block_bytes=work.budget.block,
-        free_bytes=free_space(existing(near)),
+        free_bytes=measure_free_space(find_existing_parent(near)),
         possible=not impossible,
     )
-    found = _result(path, work.checkpoint, about, work.mesh, stages, purpose, work, conversion)
-    besides = _besides(work, found.ranks) if purpose is not None else ""
+    found = _build_result(path, work.checkpoint, about, work.mesh, stages, purpose, work, conversion)
+    besides = _note_extra_bytes(work, found.ranks) if purpose is not None else ""
     return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible, besides])))
 
 
-def _besides(work: Draft, ranks: Sequence[RankPlan]) -> str:
+def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:
     """What another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
     if work.plan.want.dialect is None:
         return ""
@@ -217,64 +231,66 @@ def _besides(work: Draft, ranks: Sequence[RankPlan]) -> str:
     if more <= max(_HEADERS, most.weight_bytes // 100):
         return ""
     return (
-        f"rank {most.rank} of layout {work.layout} holds {memory_size(more)} more than its part of the weights, "
+        f"rank {most.rank} of layout {work.layout} holds {format_memory_size(more)} more than its part of the weights, "
         "as copies or padding, which the estimate does not count"
     )
 
 
-def imagine(
-    path: str, checkpoint: Checkpoint, wish: ReshardOptions, purpose: PlanOptions, about: EstimatedModel
-) -> Planned:
+def plan_unstored_model(
+    path: str, checkpoint: OpenedCheckpoint, wish: ReshardOptions, purpose: PlanOptions, about: EstimatedModel
+) -> PlanResult:
     """What a model would need that is not stored so: there is only a config, or it would have to be quantised, or not.
 
     `about` is that model.
     """
-    layout_of(wish)
+    choose_layout(wish)
     mesh = wish.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
-    stages = divide(model, filtered(checkpoint.manifest, wish), mesh, wish.stages)
+    stages = choose_stages(model, filter_tensors(checkpoint.manifest, wish), mesh, wish.stages)
     if wish.stages is None and (about.dequantised or about.quantised is not None):
-        stages = Bulk(about.inventory).stages(mesh)
-    return _result(path, checkpoint, about, mesh, stages, purpose, None, None)
+        stages = WeightTotals(about.inventory).stages(mesh)
+    return _build_result(path, checkpoint, about, mesh, stages, purpose, None, None)
 
 
-def _result(
+def _build_result(
     path: str,
-    checkpoint: Checkpoint,
+    checkpoint: OpenedCheckpoint,
     about: EstimatedModel,
     mesh: Mesh,
     stages: tuple[int, ...],
     purpose: PlanOptions | None,
-    work: Draft | None,
-    conversion: Conversion | None,
-) -> Planned:
-    forecast = foresee(about, mesh, stages, purpose)
+    work: PlannedConversion | None,
+    conversion: ConversionCost | None,
+) -> PlanResult:
+    forecast = estimate_workload(about, mesh, stages, purpose)
     counted: dict[int, tuple[int, int]] = {}
     for rank in forecast.estimate.ranks:  # many share one tuple of parts
         if id(rank.holding.parts) not in counted:
             held = rank.holding
             counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
-    ranks = tuple(_rank(rank.holding, work, *counted[id(rank.holding.parts)]) for rank in forecast.estimate.ranks)
+    ranks = tuple(
+        _build_rank_plan(rank.holding, work, *counted[id(rank.holding.parts)]) for rank in forecast.estimate.ranks
+    )
     weights = about.inventory.nbytes
-    return Planned(
+    return PlanResult(
         path=path,
         layout=work.layout if work is not None else "",
         architecture=checkpoint.model.architecture if checkpoint.model else "",
         parameters=about.parameters,
         weight_bytes=weights,
         mesh=mesh,
-        stages=_stages(stages, ranks) if mesh.world > 1 else (),
+        stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
         ranks=ranks,
         replication=sum(rank.weight_bytes for rank in ranks) / weights if weights else 1.0,
         forecast=forecast,
         explored=None,
-        counsel=counsel(about, mesh, forecast),
+        counsel=advise_plan(about, mesh, forecast),
         conversion=conversion,
         warnings=checkpoint.manifest.warnings,
     )
 
 
-def _rank(holding: Holding, work: Draft | None, tensors: int, nbytes: int) -> RankPlan:
+def _build_rank_plan(holding: RankHolding, work: PlannedConversion | None, tensors: int, nbytes: int) -> RankPlan:
     sizes: dict[str, int] = {}
     if work is not None:
         prefix = work.prefix(holding.rank)
@@ -295,7 +311,7 @@ def _rank(holding: Holding, work: Draft | None, tensors: int, nbytes: int) -> Ra
     )
 
 
-def _stages(stages: Sequence[int], ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
+def _build_stage_plans(stages: Sequence[int], ranks: tuple[RankPlan, ...]) -> tuple[StagePlan, ...]:
     rows, first = [], 0
     for stage, layers in enumerate(stages):
         nbytes = sum(rank.weight_bytes for rank in ranks if rank.coordinate["pp"] == stage)

@@ -19,30 +19,30 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_orig
 
 from shardctl.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
-from shardctl.formats.format import given_file
+from shardctl.formats.format import find_given_file
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
 from shardctl.record import RECORD
 from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
-from shardctl.storage.durable import told, write_file
-from shardctl.training import with_states
+from shardctl.storage.durable import translate_os_errors, write_file
+from shardctl.training import add_states
 from shardctl.verbs.described import CONFIG
-from shardctl.verbs.drafting import draft
+from shardctl.verbs.drafting import plan_conversion
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from shardctl.verbs.drafting import Draft
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.drafting import PlannedConversion
+    from shardctl.verbs.opening import OpenedCheckpoint
 
 SCHEMA: Final = "shardctl.plan-file/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SourceFileState:
     """A file of the source, as it was when the plan was made."""
 
     size: int
@@ -61,7 +61,7 @@ class PlanFile:
     """Of the shardctl that made it."""
     source: str
     """An absolute path, or an address bound to a commit."""
-    files: Mapping[str, Seen]
+    files: Mapping[str, SourceFileState]
     """By path: relative to the source, or absolute for those that options name."""
     wish: ReshardOptions
     """What to make of the source; nothing in it is left to be decided."""
@@ -70,7 +70,7 @@ class PlanFile:
     identity: str
     """Of the conversion: see `Draft.identity`."""
 
-    def drafted(self, checkpoint: Checkpoint, wish: ReshardOptions) -> Draft:
+    def drafted(self, checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
         """The conversion of a checkpoint that this plan speaks of; `wish` may differ from the plan's in effort only.
 
         Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
@@ -80,7 +80,7 @@ class PlanFile:
             raise UsageError(f"another conversion than that of {self.path} is asked for")
         self._check_source(checkpoint)
         try:
-            work = draft(checkpoint, wish)
+            work = plan_conversion(checkpoint, wish)
         except MemoryBudgetError:
             raise
         except UsageError as error:
@@ -97,8 +97,8 @@ class PlanFile:
         """The plan's conversion, with those options of `other` that were given and shape no byte."""
         return _with_effort(self.wish, other, [name for name in effort_options(ReshardOptions) if name in given])
 
-    def _check_source(self, checkpoint: Checkpoint) -> None:
-        changes = list(_changes(self.files, _seen(checkpoint, self.reading)))
+    def _check_source(self, checkpoint: OpenedCheckpoint) -> None:
+        changes = list(_list_changes(self.files, _record_source_files(checkpoint, self.reading)))
         if changes:
             more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
             raise ChangedError(
@@ -107,17 +107,17 @@ class PlanFile:
             )
 
 
-def save(path: str | Path, work: Draft, reading: SourceOptions | None = None) -> None:
+def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOptions | None = None) -> None:
     """Write the plan of a conversion, which a later `reshard` can follow.
 
     Raises DestinationError if something else than a plan is at `path`, or the source's directory would hold it.
     """
     path, reading = Path(path), reading or SourceOptions()
     source = work.checkpoint.source
-    folder = None if given_file(source) is not None else source.folder
+    folder = None if find_given_file(source) is not None else source.folder
     if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
         raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
-    with told(path, "looking at"):
+    with translate_os_errors(path, "looking at"):
         if path.is_dir() or (path.exists() and not _is_plan(path)):
             raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
     stages = ",".join(map(str, work.stages)) if work.stages and work.mesh.degree("pp") > 1 else None
@@ -129,17 +129,20 @@ def save(path: str | Path, work: Draft, reading: SourceOptions | None = None) ->
         "source": {
             "path": name_to_text(source.location),
             "format": work.have.format,
-            "files": {name_to_text(name): asdict(seen) for name, seen in _seen(work.checkpoint, reading).items()},
+            "files": {
+                name_to_text(name): asdict(seen)
+                for name, seen in _record_source_files(work.checkpoint, reading).items()
+            },
         },
-        "wish": _options(wish),
-        "reading": _options(reading),
+        "wish": _encode_options(wish),
+        "reading": _encode_options(reading),
         "plan": work.identity(),
     }
-    with told(path, "writing"):
+    with translate_os_errors(path, "writing"):
         write_file(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def load(path: str | Path) -> PlanFile:
+def read_plan_file(path: str | Path) -> PlanFile:
     """Read a plan; raises SourceError, naming the key, if it is malformed or of a later version."""
     path = Path(path)
     try:
@@ -148,44 +151,46 @@ def load(path: str | Path) -> PlanFile:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     check_json(data, str(path), PLAN_TEXT, UsageError)
     document = parse_json(data, str(path), PLAN_TEXT, hint="shardctl plan SRC --out FILE writes plans")
-    return _Reader(str(path)).plan(document)
+    return _PlanFileReader(str(path)).plan(document)
 
 
 def _is_plan(path: Path) -> bool:
     try:
-        load(path)
+        read_plan_file(path)
     except (SourceError, UsageError):
         return False
     return True
 
 
-def _seen(checkpoint: Checkpoint, reading: SourceOptions) -> dict[str, Seen]:
+def _record_source_files(checkpoint: OpenedCheckpoint, reading: SourceOptions) -> dict[str, SourceFileState]:
     """Every file that decides what a conversion of the checkpoint does."""
-    source, hashes = checkpoint.source, _headers(checkpoint)
+    source, hashes = checkpoint.source, _hash_headers(checkpoint)
     files = source.files()
     names = [
         *hashes,
         *(side.name for side in checkpoint.stored.objects if side.policy == "carry" and side.name in files),
     ]
-    seen = {name: Seen(files[name].size, hashes.get(name, "")) for name in sorted(names)}
+    seen = {name: SourceFileState(files[name].size, hashes.get(name, "")) for name in sorted(names)}
     for name in (CONFIG, RECORD):
         if name in files:
-            seen[name] = Seen(files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest())
+            seen[name] = SourceFileState(
+                files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest()
+            )
     beside = source.beside(CONFIG) if reading.config is None else None
     if beside is not None:
         place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG
-        seen[place] = Seen(len(beside), hashlib.sha256(beside).hexdigest())
+        seen[place] = SourceFileState(len(beside), hashlib.sha256(beside).hexdigest())
     for given in (reading.config, reading.rules):
         if given is not None and given.exists():
             file = (given / CONFIG if given.is_dir() else given).absolute()
             content = file.read_bytes()
-            seen[str(file)] = Seen(len(content), hashlib.sha256(content).hexdigest())
+            seen[str(file)] = SourceFileState(len(content), hashlib.sha256(content).hexdigest())
     return seen
 
 
-def _headers(checkpoint: Checkpoint) -> dict[str, str]:
+def _hash_headers(checkpoint: OpenedCheckpoint) -> dict[str, str]:
     """By file, a hash of what its header says: every array's name, type, shape, and where its bytes are."""
-    stored = with_states(checkpoint.stored)
+    stored = add_states(checkpoint.stored)
     states = defaultdict(hashlib.sha256, {path: hashlib.sha256() for path in stored.files})
     for tensor in stored.tensors.values():
         for chunk in tensor.chunks:
@@ -196,7 +201,7 @@ def _headers(checkpoint: Checkpoint) -> dict[str, str]:
     return {path: state.hexdigest() for path, state in states.items()}
 
 
-def _changes(before: Mapping[str, Seen], now: Mapping[str, Seen]) -> Iterator[str]:
+def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, SourceFileState]) -> Iterator[str]:
     """What is different about each file that is not as it was."""
     for name, old in before.items():
         new = now.get(name)
@@ -216,7 +221,7 @@ def _with_effort(wish: ReshardOptions, other: ReshardOptions, names: Iterable[st
     return replace(wish, **{name: getattr(other, name) for name in names})
 
 
-def _options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
+def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
     """Every option as JSON, whatever options there are."""
     found: dict[str, Any] = {}
     for declared in declared_options(type(of)):
@@ -228,7 +233,7 @@ def _options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _PlanFileReader:
     """Takes a plan's document apart; every complaint names the key."""
 
     path: str
@@ -256,11 +261,11 @@ class _Reader:
             self.schema(value)
         for name in names or ():
             if name not in value:
-                raise SourceError(f"{self.path} has no {_dotted(key, name)}", hint="make the plan again")
+                raise SourceError(f"{self.path} has no {_join_key(key, name)}", hint="make the plan again")
         for name in value:
             if names is not None and name not in names:
                 raise SourceError(
-                    f"{self.path} has {_dotted(key, name)}, which this shardctl does not know",
+                    f"{self.path} has {_join_key(key, name)}, which this shardctl does not know",
                     hint="use the version of shardctl that made the plan, or make it again",
                 )
         return value
@@ -274,10 +279,10 @@ class _Reader:
                 hint="shardctl plan SRC --out FILE writes plans",
             )
 
-    def seen(self, value: object, key: str) -> Seen:
+    def seen(self, value: object, key: str) -> SourceFileState:
         """One file of the source."""
         file = self.members(value, key, ("size", "sha256"))
-        return Seen(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
+        return SourceFileState(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
 
     def options(self, value: object, key: str, kind: type[Chosen]) -> Chosen:
         """A dataclass of options."""
@@ -346,15 +351,15 @@ class _Reader:
         return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
 
 
-_READERS: Final[dict[object, Callable[[_Reader, object, str], object]]] = {
-    bool: _Reader.switch,
-    int: _Reader.count,
-    str: _Reader.text,
-    Path: _Reader.path_of,
-    Mesh: _Reader.mesh,
+_READERS: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] = {
+    bool: _PlanFileReader.switch,
+    int: _PlanFileReader.count,
+    str: _PlanFileReader.text,
+    Path: _PlanFileReader.path_of,
+    Mesh: _PlanFileReader.mesh,
 }
 """By the type of an option, what reads it."""
 
 
-def _dotted(key: str, name: str) -> str:
+def _join_key(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name

@@ -9,44 +9,48 @@ from typing import TYPE_CHECKING
 from shardctl.errors import DestinationError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.cloud import is_bucket
-from shardctl.storage.durable import told
+from shardctl.storage.durable import translate_os_errors
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import check_destination
-from shardctl.verbs.drafting import Draft, draft
-from shardctl.verbs.opening import opened
+from shardctl.verbs.drafting import PlannedConversion, plan_conversion
+from shardctl.verbs.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.verbs.opening import Checkpoint
+    from shardctl.verbs.opening import OpenedCheckpoint
     from shardctl.verbs.plan_file import PlanFile
 
 
 @contextmanager
-def worked_out(
+def open_conversion(
     path: str | Path,
     destination: str | Path,
     wish: ReshardOptions | None,
     reading: SourceOptions | None,
     plan: PlanFile | None,
-) -> Iterator[Draft]:
+) -> Iterator[PlannedConversion]:
     """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
 
     Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
     writing it would touch the source.
     """
     check_destination(destination)
-    with opened(path, reading or (plan.reading if plan else None)) as checkpoint:
+    with open_checkpoint(path, reading or (plan.reading if plan else None)) as checkpoint:
         _check_apart(checkpoint, destination)
-        work = plan.drafted(checkpoint, wish or plan.wish) if plan else draft(checkpoint, wish or ReshardOptions())
+        work = (
+            plan.drafted(checkpoint, wish or plan.wish)
+            if plan
+            else plan_conversion(checkpoint, wish or ReshardOptions())
+        )
         if is_bucket(destination):
-            from shardctl.verbs.into_bucket import with_sending
+            from shardctl.verbs.into_bucket import reserve_sending_memory
 
-            work = with_sending(work)
+            work = reserve_sending_memory(work)
         yield work
 
 
-def _check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
+def _check_apart(checkpoint: OpenedCheckpoint, destination: str | Path) -> None:
     """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
     source: PurePath
     wanted: PurePath
@@ -55,7 +59,7 @@ def _check_apart(checkpoint: Checkpoint, destination: str | Path) -> None:
         same = source == wanted
     elif isinstance(checkpoint.source, LocalSource):
         source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
-        with told(destination, "looking at"):
+        with translate_os_errors(destination, "looking at"):
             same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
     else:
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardctl.errors import UsageError
 from shardctl.memory.inventory import FLOATING
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.options import PlanOptions
 from shardctl.options.declaration import HelpPanel, find_flag, given_options
 
@@ -32,7 +32,7 @@ def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
     return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
 
 
-def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Serving | Training | None:
+def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
     """What the devices do, with the defaults that the model decides; None to serve one that is not described.
 
     Raises UsageError for options that contradict each other.
@@ -51,8 +51,8 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     limit = about.anatomy.positions if about.anatomy is not None else None
     tokens = options.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
     if use == "serve":
-        return _serving(options, about, tokens)
-    return _training(options, about, tokens)
+        return _build_serving(options, about, tokens)
+    return _build_training(options, about, tokens)
 
 
 def _check_about_use(options: PlanOptions, use: Use) -> None:
@@ -70,7 +70,7 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         )
 
 
-def _serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> Serving:
+def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> ServingWorkload:
     """The work of serving a model that is described; raises UsageError for what it has not."""
     assert about.anatomy is not None  # noqa: S101 - there is no serving of others
     if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
@@ -85,22 +85,22 @@ def _serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> Servin
         raise UsageError(f"{find_flag(PlanOptions, unkept)} needs a model that generates", hint="leave it out")
     if options.max_seqs is not None and (options.batch or 1) > options.max_seqs:
         raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}", hint="raise --max-seqs")
-    work = Serving(
+    work = ServingWorkload(
         tokens,
         options.batch or 1,
         _DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
         source=options.encoder_len,
         rows=options.max_seqs,
     )
-    return replace(work, batched_tokens=_either(options.batched_tokens, work.batched_tokens))
+    return replace(work, batched_tokens=_choose_value(options.batched_tokens, work.batched_tokens))
 
 
-def _training(options: PlanOptions, about: EstimatedModel, tokens: int) -> Training:
-    """The work of training; what was not asked for is as `Training` has it."""
+def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:
+    """The work of training; what was not asked for is as `TrainingWorkload` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
-    usual = Training(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
-    stages = _either(options.virtual_stages, usual.virtual_stages)
-    schedule = _either(options.schedule, "interleaved" if stages > 1 else usual.schedule)
+    usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
+    stages = _choose_value(options.virtual_stages, usual.virtual_stages)
+    schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
     if stages > 1 and schedule != "interleaved":
         raise UsageError(
             f"--vp {stages} is about interleaved pipelines, and this is about {schedule}",
@@ -109,13 +109,13 @@ def _training(options: PlanOptions, about: EstimatedModel, tokens: int) -> Train
     return replace(
         usual,
         microbatches=options.microbatches,
-        profile=_either(options.profile, usual.profile),
-        optimizer=_either(options.optimizer, usual.optimizer),
-        zero=_either(options.zero, usual.zero),
-        recompute=_either(options.recompute, usual.recompute),
+        profile=_choose_value(options.profile, usual.profile),
+        optimizer=_choose_value(options.optimizer, usual.optimizer),
+        zero=_choose_value(options.zero, usual.zero),
+        recompute=_choose_value(options.recompute, usual.recompute),
         schedule=schedule,
         virtual_stages=stages,
-        offload=_either(options.offload, usual.offload),
+        offload=_choose_value(options.offload, usual.offload),
         offload_parameters=options.offload_parameters,
         gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
         sequence_parallel=not options.no_sequence_parallel,
@@ -123,7 +123,7 @@ def _training(options: PlanOptions, about: EstimatedModel, tokens: int) -> Train
     )
 
 
-def _either(value: Value | None, usual: Value) -> Value:
+def _choose_value(value: Value | None, usual: Value) -> Value:
     """What was asked for, else what is usual."""
     return usual if value is None else value
 

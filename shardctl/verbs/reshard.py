@@ -6,36 +6,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardctl.execute.interrupt import stopping
-from shardctl.execute.journal import Journal
-from shardctl.execute.progress import Progress, Silent
-from shardctl.execute.staging import Staging
-from shardctl.record import RECORD, Record, load
-from shardctl.shares import whole
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.journal import BandJournal
+from shardctl.execute.progress import CopyProgress, SilentProgress
+from shardctl.execute.staging import StagingArea
+from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
-from shardctl.verbs.assembling import assembled, result_name
-from shardctl.verbs.frame import framed, overflow_warnings
-from shardctl.verbs.moving import move, versions_of
-from shardctl.verbs.preparing import worked_out
-from shardctl.workers import Stop
+from shardctl.verbs.assembling import assemble_result, hash_result_name
+from shardctl.verbs.frame import draft_record, list_overflow_warnings
+from shardctl.verbs.moving import list_source_versions, move_share
+from shardctl.verbs.preparing import open_conversion
+from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.execute.part import Part
+    from shardctl.execute.part import WorkerPart
     from shardctl.options import ReshardOptions, SourceOptions
-    from shardctl.verbs.drafting import Draft
+    from shardctl.verbs.drafting import PlannedConversion
     from shardctl.verbs.plan_file import PlanFile
 
 
 @dataclass(frozen=True, slots=True)
-class Resharded:
+class ReshardResult:
     """What `reshard` did."""
 
     destination: Path | str
     """A directory, or the address of a place in a bucket."""
-    record: Record
+    record: CheckpointRecord
     warnings: tuple[str, ...]
     read_bytes: int
     written_bytes: int
@@ -58,9 +58,9 @@ def reshard(
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
-    progress: Progress | None = None,
+    progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
-) -> Resharded:
+) -> ReshardResult:
     """Convert the checkpoint at `path` into a new directory `destination`.
 
     With a `plan`, what it says is done, or nothing; `wish`, if given, may then differ from the plan's in memory and
@@ -68,36 +68,38 @@ def reshard(
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
-    progress = progress or Silent()
-    with worked_out(path, destination, wish, reading, plan) as work:
+    progress = progress or SilentProgress()
+    with open_conversion(path, destination, wish, reading, plan) as work:
         if is_bucket(destination):
-            from shardctl.verbs.into_bucket import into_bucket
+            from shardctl.verbs.into_bucket import convert_into_bucket
 
-            record, parts, warnings = into_bucket(
+            record, parts, warnings = convert_into_bucket(
                 work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
             )
-            return _result(work, destination, record, parts, warnings)
-        with Staging(Path(destination), overwrite=overwrite) as staging:
-            return _run(work, staging, resume=resume, sha256=sha256, progress=progress)
+            return _build_result(work, destination, record, parts, warnings)
+        with StagingArea(Path(destination), overwrite=overwrite) as staging:
+            return _run_conversion(work, staging, resume=resume, sha256=sha256, progress=progress)
 
 
-def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress: Progress) -> Resharded:
+def _run_conversion(
+    work: PlannedConversion, staging: StagingArea, *, resume: bool, sha256: bool, progress: CopyProgress
+) -> ReshardResult:
     identity = work.identity()
-    versions = versions_of(work)
+    versions = list_source_versions(work)
     header: dict[str, object] = {"plan": identity, "source": versions, "sha256": sha256}
-    block = Journal.block(staging.journal, header) if resume else None
+    block = BandJournal.block(staging.journal, header) if resume else None
     if block is not None and staging.published:
-        record = load((staging.destination / RECORD).read_bytes())
-        return _result(work, staging.destination, record, None, staging.forget())
+        record = parse_record((staging.destination / RECORD).read_bytes())
+        return _build_result(work, staging.destination, record, None, staging.forget())
     if block is not None:
         work = replace(work, budget=work.budget.with_block(block))
-    staging.begin(result_name(identity, versions, sha256), keep=block is not None)
+    staging.begin(hash_result_name(identity, versions, sha256), keep=block is not None)
     staging.require_space(work.write_bytes)
-    stop = Stop(kept=True)
-    with stopping(stop):
-        part = move(
+    stop = StopRequest(kept=True)
+    with stop_on_signals(stop):
+        part = move_share(
             work,
-            whole(work.plan),
+            share_whole_plan(work.plan),
             work.carried,
             staging.data,
             (staging.journal, {**header, "block": work.budget.block}),
@@ -107,18 +109,22 @@ def _run(work: Draft, staging: Staging, *, resume: bool, sha256: bool, progress:
             progress=progress,
             stop=stop,
         )
-        frame = framed(work, identity)
-        record, warnings = assembled(frame, [part], staging, stop, sha256=sha256)
-    return _result(work, staging.destination, record, [part], (*overflow_warnings(frame, [part]), *warnings))
+        frame = draft_record(work, identity)
+        record, warnings = assemble_result(frame, [part], staging, stop, sha256=sha256)
+    return _build_result(work, staging.destination, record, [part], (*list_overflow_warnings(frame, [part]), *warnings))
 
 
-def _result(
-    work: Draft, destination: Path | str, record: Record, parts: Sequence[Part] | None, warnings: tuple[str, ...]
-) -> Resharded:
+def _build_result(
+    work: PlannedConversion,
+    destination: Path | str,
+    record: CheckpointRecord,
+    parts: Sequence[WorkerPart] | None,
+    warnings: tuple[str, ...],
+) -> ReshardResult:
     """What was done; without parts, an earlier run had done all of it."""
     training = work.checkpoint.stored.training
     tensor_bytes = sum(copy.write_bytes for copy in work.plan.copies)
-    return Resharded(
+    return ReshardResult(
         destination=destination,
         record=record,
         warnings=(*work.have.warnings, *warnings),

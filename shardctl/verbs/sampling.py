@@ -10,14 +10,14 @@ from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from shardctl.workers import spread
+from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from shardctl.storage import Source
     from shardctl.verbs.moving import Versions
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
 WHOLE: Final = 1 << 20
 """Bytes of a file that is sampled whole."""
@@ -28,7 +28,7 @@ _STRETCH: Final = 16 << 10
 _STRETCHES: Final = 16
 
 
-def sample_source(source: Source, versions: Versions, effort: Effort) -> dict[str, str]:
+def sample_source(source: Source, versions: Versions, effort: ExecutionOptions) -> dict[str, str]:
     """A hash of a sample of each file whose content its version does not tell; empty if all versions do.
 
     Everybody samples the same bytes of a file of one name and size: all of it up to 1 MiB, of a larger one 64 KiB at
@@ -46,23 +46,23 @@ def sample_source(source: Source, versions: Versions, effort: Effort) -> dict[st
         buffer = memoryview(bytearray(WHOLE))
 
         def handle(path: str) -> None:
-            found[path] = _sample(source, path, source.files()[path].size, buffer)
+            found[path] = _read_sample(source, path, source.files()[path].size, buffer)
 
         return handle
 
-    spread(iter(paths), worker, effort.threads, effort.stop)
+    run_in_threads(iter(paths), worker, effort.threads, effort.stop)
     return dict(sorted(found.items()))
 
 
-def _sample(source: Source, path: str, size: int, buffer: memoryview) -> str:
+def _read_sample(source: Source, path: str, size: int, buffer: memoryview) -> str:
     state = blake2b(digest_size=16)
-    for start, length in _stretches(path, size):
+    for start, length in _list_stretches(path, size):
         source.read_at(path, start, buffer[:length])
         state.update(buffer[:length])
     return state.hexdigest()
 
 
-def _stretches(path: str, size: int) -> Iterator[tuple[int, int]]:
+def _list_stretches(path: str, size: int) -> Iterator[tuple[int, int]]:
     if size <= WHOLE:
         yield 0, size
         return

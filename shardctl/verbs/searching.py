@@ -7,35 +7,35 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.memory.activations import activations
-from shardctl.memory.cost import Cost, price
-from shardctl.memory.devices import Device, device
-from shardctl.memory.estimate import Estimate
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.holding import Holding
-from shardctl.memory.legal import Law
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.cost import MeshCost, price_mesh
+from shardctl.memory.devices import DeviceSpec, get_device
+from shardctl.memory.estimate import MeshEstimate
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.legal import AllowedDegrees
 from shardctl.memory.search import (
     SERVING,
     TRAINING,
-    Candidate,
-    Found,
-    Quick,
-    Space,
-    at_equal_tokens,
-    microbatches,
-    search,
-    smallest,
+    MeshCandidate,
+    QuickChecks,
+    SearchResult,
+    SearchSpace,
+    count_microbatches,
+    find_fewest_devices,
+    search_meshes,
+    set_equal_tokens,
 )
-from shardctl.memory.term import total
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import EXPERT_FSDP, Mesh
-from shardctl.verbs.forecasting import calibrated, fitted, needs
+from shardctl.verbs.forecasting import apply_calibration, calibrate_from_log, estimate_needs
 from shardctl.verbs.purpose import plan_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.memory.calibrate import Calibration
+    from shardctl.memory.calibrate import FittedCalibration
     from shardctl.memory.estimate import RankEstimate
     from shardctl.options import PlanOptions
     from shardctl.verbs.subject import EstimatedModel
@@ -49,60 +49,62 @@ _STATES: Final = frozenset({"weights", "gradients", "optimizer"})
 
 
 @dataclass(frozen=True, slots=True)
-class Explored:
+class MeshExploration:
     """What was found among all meshes of some devices."""
 
-    found: Found
-    fewest: Candidate | None
+    found: SearchResult
+    fewest: MeshCandidate | None
     """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
     sequences: int | None = None
     """In training, the sequences of one optimizer step, which are the same for every mesh."""
-    calibration: Calibration | None = None
+    calibration: FittedCalibration | None = None
     """What measured peaks made of the estimates."""
 
     def compared(self, purpose: PlanOptions, mesh: Mesh) -> PlanOptions:
         """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
             return purpose
-        many = microbatches(mesh, self.sequences, purpose.batch or 1)
+        many = count_microbatches(mesh, self.sequences, purpose.batch or 1)
         return replace(purpose, microbatches=many, calibration=self.calibration)
 
 
 @dataclass(frozen=True, slots=True)
-class Explorer:
+class MeshExplorer:
     """What a search asks of each mesh."""
 
     about: EstimatedModel
-    work: Serving | Training | None
-    device: Device
-    heaviest: Heaviest
+    work: ServingWorkload | TrainingWorkload | None
+    device: DeviceSpec
+    heaviest: HeaviestRanks
     known: dict[Mesh, dict[int, RankEstimate]] = field(default_factory=dict)
     """What was estimated: by mesh and stage."""
-    calibration: Calibration | None = None
+    calibration: FittedCalibration | None = None
     """What measured peaks make of estimates."""
 
-    def law(self) -> Law:
+    def law(self) -> AllowedDegrees:
         """Which degrees the model allows."""
-        return Law(self.about.inventory, self.work.sequence if isinstance(self.work, Training) else None)
+        return AllowedDegrees(
+            self.about.inventory, self.work.sequence if isinstance(self.work, TrainingWorkload) else None
+        )
 
-    def space(self) -> Space:
+    def space(self) -> SearchSpace:
         """What is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
-        if not isinstance(self.work, Training):
-            return Space(SERVING, self.device.per_node, stored=True)
-        return Space(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
+        if not isinstance(self.work, TrainingWorkload):
+            return SearchSpace(SERVING, self.device.per_node, stored=True)
+        return SearchSpace(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
 
-    def work_on(self, mesh: Mesh) -> Serving | Training | None:
+    def work_on(self, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
         """What a mesh does: in training, meshes of as many ranks take as many sequences a step."""
-        if not isinstance(self.work, Training):
+        if not isinstance(self.work, TrainingWorkload):
             return self.work
-        return at_equal_tokens(self.work, mesh, sequences(self.work, mesh.world))
+        return set_equal_tokens(self.work, mesh, count_step_sequences(self.work, mesh.world))
 
-    def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
+    def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
         """What the heaviest rank of each stage needs."""
         ranks = {one.ranks[0].holding.stage: one.ranks[0] for one in self.glances(mesh, stages)}
-        return Estimate(tuple(ranks[stage] for stage in range(len(stages))))
+        return MeshEstimate(tuple(ranks[stage] for stage in range(len(stages))))
 
-    def glances(self, mesh: Mesh, stages: tuple[int, ...]) -> Iterator[Estimate]:
+    def glances(self, mesh: Mesh, stages: tuple[int, ...]) -> Iterator[MeshEstimate]:
         """The same stage by stage: the first holds most microbatches, and the last has the head."""
         found, last = self.known.setdefault(mesh, {}), len(stages) - 1
         held = self.heaviest.hold(mesh, stages, most=1) if not found else ()
@@ -111,10 +113,10 @@ class Explorer:
                 if stage >= len(held):
                     held = self.heaviest.hold(mesh, stages)
                 seen = self._known(held[stage : stage + 1], mesh, stages)
-                (found[stage],) = calibrated(seen, self.calibration).ranks
-            yield Estimate((found[stage],))
+                (found[stage],) = apply_calibration(seen, self.calibration).ranks
+            yield MeshEstimate((found[stage],))
 
-    def _known(self, held: tuple[Holding, ...], mesh: Mesh, stages: tuple[int, ...]) -> Estimate:
+    def _known(self, held: tuple[RankHolding, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
         """What the ranks of `held` need.
 
         Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
@@ -122,21 +124,21 @@ class Explorer:
         """
         work = self.work_on(mesh)
         try:
-            return needs(self.about, held, mesh, stages, work)
+            return estimate_needs(self.about, held, mesh, stages, work)
         except UnsupportedError as error:
             alone, layers = Mesh.of(), (self.about.inventory.layers,)
-            needs(self.about, self.heaviest.hold(alone, layers), alone, layers, work)
+            estimate_needs(self.about, self.heaviest.hold(alone, layers), alone, layers, work)
             raise UsageError(error.message, hint=error.hint) from error
 
     def once(self, *, expert: bool) -> int:
         """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
         kinds = tuple(kind for kind in self.about.inventory.kinds if kind.spec.of_expert == expert)
-        if not isinstance(self.work, Training) or self.work.offload != "none" or not kinds:
+        if not isinstance(self.work, TrainingWorkload) or self.work.offload != "none" or not kinds:
             return 0
         alone, layers = Mesh.of(), (self.about.inventory.layers,)
-        held = Heaviest(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
+        held = HeaviestRanks(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
         try:
-            terms = needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
+            terms = estimate_needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
         except UsageError:  # nothing of them can be trained
             return 0
         # Of Megatron's states nothing but the padding is not exact; of other runtimes' what comes and goes.
@@ -145,7 +147,7 @@ class Explorer:
 
     def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
         """Of a mesh, the states that some rank must have: the mean over all, of `dense` and `expert` bytes once."""
-        shared = isinstance(self.work, Training) and self.work.zero > 0
+        shared = isinstance(self.work, TrainingWorkload) and self.work.zero > 0
 
         def floor(mesh: Mesh) -> int:
             apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)
@@ -160,7 +162,7 @@ class Explorer:
         None where activations are not what the formulas say, or not known.
         """
         work, anatomy = self.work, self.about.anatomy
-        if not isinstance(work, Training) or anatomy is None or self.calibration is not None:
+        if not isinstance(work, TrainingWorkload) or anatomy is None or self.calibration is not None:
             return None
         known: dict[tuple[object, ...], int] = {}
 
@@ -168,26 +170,26 @@ class Explorer:
             replicas = mesh.degree("dp") * mesh.degree("fsdp")
             key = (stages, replicas, mesh.degree("cp"), mesh.degree("tp"), mesh.ep, mesh.etp)
             if key not in known:
-                first = Holding(0, "", {}, 1, 0, range(stages[0]), ())
+                first = RankHolding(0, "", {}, 1, 0, range(stages[0]), ())
                 at = self.work_on(mesh)
-                assert isinstance(at, Training)  # noqa: S101 - as `work` is
+                assert isinstance(at, TrainingWorkload)  # noqa: S101 - as `work` is
                 try:
-                    known[key] = total(activations(anatomy, first, mesh, at, stages=stages)).nbytes
+                    known[key] = sum_terms(estimate_activations(anatomy, first, mesh, at, stages=stages)).nbytes
                 except UnsupportedError:
                     known[key] = 0
             return known[key] + (floor(mesh) if len(stages) == 1 else 0)
 
         return passing
 
-    def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: Estimate) -> Cost:
+    def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
         """What a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
         work = self.work_on(mesh)
         assert work is not None  # noqa: S101
-        return price(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
+        return price_mesh(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
 
 
-def explore(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> Explored:
+def explore_meshes(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> MeshExploration:
     """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
 
     Raises UsageError for a purpose that contradicts itself.
@@ -195,27 +197,31 @@ def explore(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> E
     work = plan_workload(purpose, about, mesh or Mesh.of())
     if about.anatomy is None:  # compared by weights
         work = None
-    explorer = Explorer(about, work, purpose.device or device(_USUAL), Heaviest(about.inventory))
-    if isinstance(work, Training) and purpose.calibration is not None:
-        explorer = replace(explorer, calibration=fitted(about, work, mesh or Mesh.of(), purpose.calibration))
+    explorer = MeshExplorer(about, work, purpose.device or get_device(_USUAL), HeaviestRanks(about.inventory))
+    if isinstance(work, TrainingWorkload) and purpose.calibration is not None:
+        explorer = replace(
+            explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), purpose.calibration)
+        )
     law, space = explorer.law(), explorer.space()
     budget = purpose.device.usable_bytes if purpose.device is not None else None
-    fewest, quick = None, Quick()
+    fewest, quick = None, QuickChecks()
     if budget is not None:
         dense, expert = explorer.once(expert=False), explorer.once(expert=True)
         floor = explorer.floor(dense, expert)
-        quick = Quick(explorer.glances, floor, explorer.passing(floor))
-        fewest = smallest(law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert)
+        quick = QuickChecks(explorer.glances, floor, explorer.passing(floor))
+        fewest = find_fewest_devices(
+            law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
+        )
     devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
     # In serving the heaviest stage, which rejections name, may be any, and is found soon.
-    found = search(
+    found = search_meshes(
         devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=None if space.stored else quick
     )
-    step = sequences(work, devices) if isinstance(work, Training) else None
-    return Explored(found, fewest[1] if fewest else None, step, explorer.calibration)
+    step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
+    return MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
 
 
-def sequences(work: Training, devices: int) -> int:
+def count_step_sequences(work: TrainingWorkload, devices: int) -> int:
     """The sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
     return devices * work.micro_batch * (work.microbatches or 1)

@@ -5,27 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
-from shardctl.verify.content import replicas
-from shardctl.verify.structure import overlaps
+from shardctl.verify.content import compare_replicas
+from shardctl.verify.structure import find_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.manifest import Tensor
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
 
-def require_agreement(tensors: Sequence[Tensor], reader: Reader, effort: Effort) -> None:
+def require_agreement(tensors: Sequence[Tensor], reader: ByteReader, effort: ExecutionOptions) -> None:
     """Raise SourceError, naming the place, if two stored versions of an element differ: one of them would be lost.
 
     Reads only what is stored more than once. Boxes that overlap in part are refused even where their values agree:
     they are left over from another mesh.
     """
     for tensor in tensors:
-        for found in overlaps(tensor):
+        for found in find_overlaps(tensor):
             raise SourceError(found.message, hint="a file may be left over from a save on another mesh; remove it")
-    for difference in replicas(tensors, reader, effort):
+    for difference in compare_replicas(tensors, reader, effort):
         tensor = next(t for t in tensors if t.name == difference.tensor)
         names = list(dict.fromkeys(chunk.name for chunk in tensor.chunks))
         where = f"differ in {difference.count:,} elements, first at {difference.first} in {difference.file}"

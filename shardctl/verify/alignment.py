@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, disjoint
-from shardctl.errors import some
+from shardctl.box import Box, make_disjoint
+from shardctl.errors import format_first_few
 from shardctl.manifest import Region
 from shardctl.mesh import EXPERT_FSDP
-from shardctl.verify.finding import Finding
-from shardctl.verify.rank_files import rank_of
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
     from shardctl.models import Model, ModelTensor
-    from shardctl.placement import Interval, Spec, Where
+    from shardctl.placement import Interval, PartitionSpec, Where
 
 CHECK: Final = "alignment"
 _SPREADING: Final = frozenset({"fsdp", EXPERT_FSDP})
@@ -47,7 +47,7 @@ _Label = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _DimStretch:
     """Where in a tensor a logical dim lies: along one of its dims, alone or fused with others."""
 
     label: _Label
@@ -63,15 +63,17 @@ class _Stretch:
     def of(self, span: Sequence[Interval]) -> tuple[Interval, ...]:
         """What lies in it of indices along its dim, in elements from its start."""
         stop = self.start + self.size
-        return tuple((max(a, self.start) - self.start, min(b, stop) - self.start) for a, b in span if _meet(a, b, self))
+        return tuple(
+            (max(a, self.start) - self.start, min(b, stop) - self.start) for a, b in span if _has_overlap(a, b, self)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldDim:
     """What one holder has of a logical dim in one tensor."""
 
     tensor: str
-    stretch: _Stretch
+    stretch: _DimStretch
     intervals: tuple[Interval, ...]
     """In elements from the start of the stretch."""
     boxes: tuple[Box, ...]
@@ -99,24 +101,26 @@ class _Held:
         return tuple((a * unit, b * unit) for a, b in units)
 
     def __str__(self) -> str:
-        return _text(self.units) if self.units is not None else f"elements {_text(self.intervals)}"
+        return (
+            _format_intervals(self.units) if self.units is not None else f"elements {_format_intervals(self.intervals)}"
+        )
 
 
 @dataclass(slots=True)
-class _Scope:
+class _AlignmentScope:
     """What holders have of one layer, or of what else lives in one place."""
 
-    held: dict[_Label, dict[_Holder, list[_Held]]] = field(default_factory=dict)
+    held: dict[_Label, dict[_Holder, list[_HeldDim]]] = field(default_factory=dict)
     holders: dict[str, set[_Holder]] = field(default_factory=dict)
     """Of each tensor that is no expert's."""
 
 
-def check_alignment(manifest: Manifest, model: Model, mesh: Mesh | None) -> Iterator[Finding]:
+def check_alignment(manifest: Manifest, model: Model, mesh: Mesh | None) -> Iterator[CheckFinding]:
     """What ranks have that does not belong together; one finding a tensor, none if the files are not those of ranks.
 
     `manifest` has canonical names. `mesh` is the recorded one; without it nothing is said of ranks that lack a tensor.
     """
-    check = _Check(mesh)
+    check = _AlignmentCheck(mesh)
     for tensor in manifest.tensors.values():
         known = model.tensors.get(tensor.name)
         if known is not None and known.spec.cuts:
@@ -129,16 +133,16 @@ def check_alignment(manifest: Manifest, model: Model, mesh: Mesh | None) -> Iter
                 yield found
 
 
-class _Check:
+class _AlignmentCheck:
     """Collects what is held, layer by layer, and compares it."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
-        self.scopes: dict[tuple[Where, int], _Scope] = {}
+        self.scopes: dict[tuple[Where, int], _AlignmentScope] = {}
         self._holders: dict[tuple[str, bool], _Holder | None] = {}
-        self._known: dict[tuple[object, ...], tuple[_Stretch, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[_DimStretch, ...]] = {}
 
-    def take(self, tensor: Tensor, known: ModelTensor) -> Iterator[Finding]:
+    def take(self, tensor: Tensor, known: ModelTensor) -> Iterator[CheckFinding]:
         """Note what each holder has of a tensor; says what is wrong with the tensor by itself."""
         files: dict[_Holder, str] = {}
         boxes: dict[_Holder, dict[Box, None]] = {}
@@ -150,7 +154,7 @@ class _Check:
                     boxes.setdefault(holder, {})[chunk.box] = None
         if not files:
             return
-        scope = self.scopes.setdefault(known.spec.where[0], _Scope())
+        scope = self.scopes.setdefault(known.spec.where[0], _AlignmentScope())
         if known.spec.member is not None:
             yield from self._one_owner(tensor, known.spec.member.axis, files)
         elif not known.spec.of_expert and len(known.spec.where) == 1:
@@ -158,19 +162,21 @@ class _Check:
         stretches = self._stretches(tensor.shape, known)
         for holder, file in files.items():
             mine = tuple(boxes[holder])
-            spans = [_merged((box.origin[dim], box.stop[dim]) for box in mine) for dim in range(len(tensor.shape))]
-            if len(mine) > 1 and not _rectangular(mine, spans):
-                message = f"{tensor.name} on {self._who(file)} has other columns in some rows: {some(mine)}"
-                yield _finding(message, tensor.name, file, mine)
+            spans = [
+                _merge_intervals((box.origin[dim], box.stop[dim]) for box in mine) for dim in range(len(tensor.shape))
+            ]
+            if len(mine) > 1 and not _is_rectangular(mine, spans):
+                message = f"{tensor.name} on {self._who(file)} has other columns in some rows: {format_first_few(mine)}"
+                yield _build_finding(message, tensor.name, file, mine)
             for stretch in stretches:
-                held = _Held(tensor.name, stretch, stretch.of(spans[stretch.dim]), mine, file)
+                held = _HeldDim(tensor.name, stretch, stretch.of(spans[stretch.dim]), mine, file)
                 scope.held.setdefault(stretch.label, {}).setdefault(holder, []).append(held)
 
-    def _holder(self, file: str, spec: Spec) -> _Holder | None:
+    def _holder(self, file: str, spec: PartitionSpec) -> _Holder | None:
         """Who has what is in `file`; None if no rank of the mesh does."""
         key = (file, spec.of_expert)
         if key not in self._holders:
-            rank = rank_of(file)
+            rank = find_rank(file)
             holder: _Holder | None = None
             if rank is not None and self._mesh is None:
                 holder = (rank,)
@@ -180,13 +186,13 @@ class _Check:
             self._holders[key] = holder
         return self._holders[key]
 
-    def _stretches(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[_Stretch, ...]:
+    def _stretches(self, shape: tuple[int, ...], known: ModelTensor) -> tuple[_DimStretch, ...]:
         key = (shape, known.spec.cuts, known.row.dims)
         if key not in self._known:
-            self._known[key] = tuple(_stretches(known))
+            self._known[key] = tuple(_list_stretches(known))
         return self._known[key]
 
-    def _one_owner(self, tensor: Tensor, axis: str, files: Mapping[_Holder, str]) -> Iterator[Finding]:
+    def _one_owner(self, tensor: Tensor, axis: str, files: Mapping[_Holder, str]) -> Iterator[CheckFinding]:
         """One of many is on one rank of the axis that divides them, and its replicas."""
         if self._mesh is None:
             return
@@ -194,9 +200,9 @@ class _Check:
         if len(owners) > 1:
             places = " and ".join(f"{axis}{owner} ({file})" for owner, file in sorted(owners.items())[:_SHOWN])
             message = f"{tensor.name} is on {places}, but {axis} gives each expert to one"
-            yield Finding("error", CHECK, message, tensor.name, next(iter(owners.values())))
+            yield CheckFinding("error", CHECK, message, tensor.name, next(iter(owners.values())))
 
-    def compare(self, scope: _Scope) -> Iterator[Finding]:
+    def compare(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
         """What does not belong together in one layer."""
         if self._mesh is not None:
             yield from self._absent(scope)
@@ -211,7 +217,7 @@ class _Check:
                 for held in holders.values():
                     yield from self._same(label, held)
 
-    def _absent(self, scope: _Scope) -> Iterator[Finding]:
+    def _absent(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
         """Ranks that have some of a layer and nothing of one of its tensors."""
         every = {holder for holders in scope.holders.values() for holder in holders}
         for name, holders in scope.holders.items():
@@ -220,14 +226,14 @@ class _Check:
                 other = next(n for n, found in scope.holders.items() if missing in found)
                 place = " ".join(f"{axis}{index}" for axis, index in zip(_DENSE, missing, strict=True))
                 message = f"{name} is on no rank of {place}, which have {other} of the same layer"
-                yield Finding("error", CHECK, message, name)
+                yield CheckFinding("error", CHECK, message, name)
 
-    def _witness(self, held: Sequence[_Held]) -> _Held | None:
+    def _witness(self, held: Sequence[_HeldDim]) -> _HeldDim | None:
         """The one that says which stretch of a logical dim its holder computes with; None if none can."""
         sure = [one for one in held if self._mesh is not None or not one.stretch.spread]
         return next((one for one in sure if not one.stretch.spread), sure[0] if sure else None)
 
-    def _same(self, label: _Label, held: Sequence[_Held]) -> Iterator[Finding]:
+    def _same(self, label: _Label, held: Sequence[_HeldDim]) -> Iterator[CheckFinding]:
         """One holder has the same stretch of a logical dim in all tensors."""
         witness = self._witness(held)
         if witness is None:
@@ -235,9 +241,9 @@ class _Check:
         if witness.units is None:
             message = (
                 f"{witness.tensor} is cut inside one of {label[1]} {label[0]} of {witness.stretch.unit} elements: "
-                f"{self._who(witness.file)} has {some(witness.boxes)}"
+                f"{self._who(witness.file)} has {format_first_few(witness.boxes)}"
             )
-            yield _finding(message, witness.tensor, witness.file, witness.boxes)
+            yield _build_finding(message, witness.tensor, witness.file, witness.boxes)
             return
         for one in held:
             exact = self._mesh is not None or not one.stretch.spread
@@ -249,33 +255,33 @@ class _Check:
                 f"{one.tensor} {what}: of {label[1]:,} {label[0]}, {self._who(one.file)} has {one} "
                 f"where {witness} belong to it"
             )
-            yield _finding(message, one.tensor, one.file, one.boxes)
+            yield _build_finding(message, one.tensor, one.file, one.boxes)
 
     def _grouped(
-        self, share: int, queries: Mapping[_Holder, Sequence[_Held]], keys: Mapping[_Holder, Sequence[_Held]]
-    ) -> Iterator[Finding]:
+        self, share: int, queries: Mapping[_Holder, Sequence[_HeldDim]], keys: Mapping[_Holder, Sequence[_HeldDim]]
+    ) -> Iterator[CheckFinding]:
         """Each holder has the key/value heads that its queries use: one for `share` neighbouring queries."""
         for holder, held in keys.items():
             witness = self._witness(queries.get(holder, ()))
             if witness is None or witness.units is None:
                 continue
-            used = _merged((a // share, -(-b // share)) for a, b in witness.units)
+            used = _merge_intervals((a // share, -(-b // share)) for a, b in witness.units)
             for one in held:
                 exact = self._mesh is not None or not one.stretch.spread
                 if one.is_just(used) if exact else one.is_within(used):
                     continue
                 message = (
                     f"{one.tensor} is not cut with its queries: {self._who(one.file)} has {_KEYS} {one}, but "
-                    f"its {_QUERIES} {witness}, of {witness.tensor}, use {_text(used)}"
+                    f"its {_QUERIES} {witness}, of {witness.tensor}, use {_format_intervals(used)}"
                 )
-                yield _finding(message, one.tensor, one.file, one.boxes)
+                yield _build_finding(message, one.tensor, one.file, one.boxes)
 
     def _who(self, file: str) -> str:
-        rank = rank_of(file) or 0
+        rank = find_rank(file) or 0
         return f"rank {rank}" if self._mesh is None else f"rank {rank} ({self._mesh.label(rank)})"
 
 
-def _stretches(known: ModelTensor) -> Iterator[_Stretch]:
+def _list_stretches(known: ModelTensor) -> Iterator[_DimStretch]:
     """The logical dims of a tensor that an axis divides exactly: those that other tensors share."""
     words = known.row.dims.split()
     for dim, cuts in enumerate(known.spec.cuts):
@@ -289,20 +295,20 @@ def _stretches(known: ModelTensor) -> Iterator[_Stretch]:
         for name, section in zip(names, cut.sections, strict=True):
             label = (section.noun or name, section.size // section.unit)
             spread = any(other.axis in _SPREADING for other in cuts)
-            yield _Stretch(label, dim, start, section.size, section.unit, spread)
+            yield _DimStretch(label, dim, start, section.size, section.unit, spread)
             start += section.size
 
 
-def _meet(start: int, stop: int, stretch: _Stretch) -> bool:
+def _has_overlap(start: int, stop: int, stretch: _DimStretch) -> bool:
     return start < stretch.start + stretch.size and stretch.start < stop
 
 
-def _rectangular(boxes: Sequence[Box], spans: Sequence[Sequence[Interval]]) -> bool:
+def _is_rectangular(boxes: Sequence[Box], spans: Sequence[Sequence[Interval]]) -> bool:
     """Whether boxes are all elements with these indices."""
-    return prod(sum(b - a for a, b in span) for span in spans) == sum(part.size for _, part in disjoint(boxes))
+    return prod(sum(b - a for a, b in span) for span in spans) == sum(part.size for _, part in make_disjoint(boxes))
 
 
-def _merged(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+def _merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """The same indices in as few intervals as can be, in order."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):
@@ -313,10 +319,10 @@ def _merged(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple(found)
 
 
-def _text(intervals: Sequence[Interval]) -> str:
+def _format_intervals(intervals: Sequence[Interval]) -> str:
     shown = ", ".join(f"{a}:{b}" for a, b in intervals[:_SHOWN])
     return (shown + (" and more" if len(intervals) > _SHOWN else "")) or "none"
 
 
-def _finding(message: str, tensor: str, file: str, boxes: Sequence[Box]) -> Finding:
-    return Finding("error", CHECK, message, tensor, file, some(boxes))
+def _build_finding(message: str, tensor: str, file: str, boxes: Sequence[Box]) -> CheckFinding:
+    return CheckFinding("error", CHECK, message, tensor, file, format_first_few(boxes))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.record import SUMS, hash_parts
-from shardctl.storage import read
+from shardctl.record import SUMS, hash_source_spans
+from shardctl.storage import read_bytes
 from shardctl.storage.byte_names import name_from_bytes
 from shardctl.storage.local import LocalSource
-from shardctl.verify.finding import Finding
+from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from shardctl.storage import Source
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 _NOTES: Final = ".cache/huggingface/download"
 """Where a download into a directory leaves a note of each file: commit, ETag and time, a line each
@@ -29,41 +29,41 @@ _ESCAPED: Final = {b"\\": b"\\", b"n": b"\n", b"r": b"\r"}
 """What a line that begins with a backslash has in the file's name (coreutils, `cksum.c`)."""
 
 
-def check_sums(source: Source, stop: Stop) -> Iterator[Finding]:
+def check_sums(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
     """Read every file that `SHA256SUMS` lists, if there is one; a line that is not understood is a warning."""
     files = source.files()
     if SUMS not in files:
         return
-    for number, line in enumerate(read(source, SUMS).removesuffix(b"\n").split(b"\n"), 1):
+    for number, line in enumerate(read_bytes(source, SUMS).removesuffix(b"\n").split(b"\n"), 1):
         found = _LINE.fullmatch(line.removesuffix(b"\r"))
         if found is None:
-            yield Finding("warning", "sha256", f"line {number} of {SUMS} is not understood", file=SUMS)
+            yield CheckFinding("warning", "sha256", f"line {number} of {SUMS} is not understood", file=SUMS)
             continue
         escaped, sha256, name = found.groups()
         path = name_from_bytes(_ESCAPE.sub(lambda e: _ESCAPED[e[1]], name) if escaped else name).removeprefix("./")
         if path not in files:
-            yield Finding("error", "sha256", f"{path} is missing; {SUMS} lists it", file=path)
+            yield CheckFinding("error", "sha256", f"{path} is missing; {SUMS} lists it", file=path)
             continue
-        known = hash_parts(source, path, [(0, files[path].size)], stop)
+        known = hash_source_spans(source, path, [(0, files[path].size)], stop)
         if known.sha256.encode() != sha256.lower():
-            yield Finding("error", "sha256", f"{path} is not the file that {SUMS} lists", file=path)
+            yield CheckFinding("error", "sha256", f"{path} is not the file that {SUMS} lists", file=path)
 
 
-def check_downloads(source: Source, stop: Stop) -> Iterator[Finding]:
+def check_downloads(source: Source, stop: StopRequest) -> Iterator[CheckFinding]:
     """Read every file of which huggingface_hub noted the SHA-256 that the Hub gave, beside it or in a link's name."""
     if not isinstance(source, LocalSource):
         return
     for path, stat in source.files().items():
-        promised = _noted(source.root, path) or _linked(source.root / path)
+        promised = _read_noted_hash(source.root, path) or _find_linked_hash(source.root / path)
         if promised is None:
             continue
-        known = hash_parts(source, path, [(0, stat.size)], stop)
+        known = hash_source_spans(source, path, [(0, stat.size)], stop)
         if known.sha256 != promised:
             noted = f"its SHA-256 is {known.sha256}, and {promised} was noted when it was downloaded"
-            yield Finding("error", "sha256", f"{path} is not the file that the Hub gave: {noted}", file=path)
+            yield CheckFinding("error", "sha256", f"{path} is not the file that the Hub gave: {noted}", file=path)
 
 
-def _noted(root: Path, path: str) -> str | None:
+def _read_noted_hash(root: Path, path: str) -> str | None:
     """The SHA-256 in the note of a file that was downloaded into the directory."""
     try:
         with (root / _NOTES / f"{path}.metadata").open("rb") as note:
@@ -73,7 +73,7 @@ def _noted(root: Path, path: str) -> str | None:
     return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
 
 
-def _linked(file: Path) -> str | None:
+def _find_linked_hash(file: Path) -> str | None:
     """The SHA-256 by which the cache calls a file: `snapshots/<commit>/<file> -> ../../blobs/<SHA-256>`.
 
     What that is may be a link again, to a store of all repositories, where it has another name (its Xet hash).

@@ -9,7 +9,7 @@ Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """One thing that is wrong (`error`) or odd (`warning`), with its place."""
 
     severity: Severity

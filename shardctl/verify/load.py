@@ -12,18 +12,18 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shardctl.bands import Band, ChunkIndex, split, unit_slices
+from shardctl.bands import Band, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
 from shardctl.errors import CoverageError, Mismatch, SourceError, UnsupportedError
-from shardctl.verify.forward.lens import torch_type
-from shardctl.workers import spread
+from shardctl.verify.forward.lens import get_torch_type
+from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.manifest import Chunk
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
 Torch = Any
 """Tensors, events and streams: torch is imported only when something is loaded."""
@@ -31,7 +31,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[Key]):
+class LoadedTensors(Generic[Key]):
     """Tensors in the memory of one device."""
 
     tensors: dict[Key, Torch]
@@ -43,7 +43,7 @@ class Loaded(Generic[Key]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _BlockCopy:
     """A block on its way."""
 
     chunk: Chunk
@@ -54,7 +54,7 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class BoxGrid:
     """How boxes of a tensor make up an array: side by side, in order."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Grid:
     """For each dim, by where a box begins in the tensor, where it begins in the array."""
 
     @classmethod
-    def of(cls, name: str, boxes: Sequence[Box]) -> Grid:
+    def of(cls, name: str, boxes: Sequence[Box]) -> BoxGrid:
         """The array of what one rank holds; raises SourceError if that overlaps, or has other columns in some rows."""
         dims = range(len(boxes[0].origin))
         spans = [sorted({(box.origin[dim], box.stop[dim]) for box in boxes}) for dim in dims]
@@ -87,7 +87,7 @@ class Grid:
         return tuple(starts[origin] for starts, origin in zip(self.at, box.origin, strict=True))
 
 
-def synchronize(device: str) -> None:
+def synchronize_device(device: str) -> None:
     """Return once all that was asked of the device is done."""
     import torch
 
@@ -96,7 +96,7 @@ def synchronize(device: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedTensor:
     """A tensor that is to be loaded."""
 
     shape: tuple[int, ...]
@@ -105,19 +105,21 @@ class Wanted:
     """Where its elements are stored, and where in it each box begins."""
 
     @classmethod
-    def whole(cls, shape: Sequence[int], chunks: Sequence[Chunk]) -> Wanted:
+    def whole(cls, shape: Sequence[int], chunks: Sequence[Chunk]) -> WantedTensor:
         """A global tensor of `shape`, from disjoint chunks."""
         return cls(tuple(shape), tuple((chunk, chunk.box.origin) for chunk in chunks))
 
     @classmethod
-    def part(cls, name: str, chunks: Sequence[Chunk]) -> Wanted:
+    def part(cls, name: str, chunks: Sequence[Chunk]) -> WantedTensor:
         """What one rank has of it, as an array of its own; raises SourceError if its boxes form none."""
         unique = {chunk.box: chunk for chunk in reversed(chunks)}
-        grid = Grid.of(name, list(unique))
+        grid = BoxGrid.of(name, list(unique))
         return cls(grid.shape, tuple((chunk, grid.place(box)) for box, chunk in unique.items()))
 
 
-def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
+def load_tensors(
+    wanted: Mapping[Key, WantedTensor], reader: ByteReader, device: str, effort: ExecutionOptions
+) -> LoadedTensors[Key]:
     """Each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
 
     Raises Mismatch if the device has not the memory, CoverageError for elements that are stored nowhere,
@@ -126,7 +128,7 @@ def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effo
     import torch
 
     try:
-        return _load(wanted, reader, device, effort)
+        return _load_wanted(wanted, reader, device, effort)
     except torch.OutOfMemoryError as error:
         size = sum(tensor.chunks[0][0].dtype.nbytes(tensor.shape) for tensor in wanted.values())
         raise Mismatch(
@@ -135,7 +137,7 @@ def load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effo
         ) from error
 
 
-def forget(device: str) -> None:
+def empty_device_cache(device: str) -> None:
     """Give memory that no tensor uses any more back to the device."""
     import torch
 
@@ -143,7 +145,9 @@ def forget(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Effort) -> Loaded[Key]:
+def _load_wanted(
+    wanted: Mapping[Key, WantedTensor], reader: ByteReader, device: str, effort: ExecutionOptions
+) -> LoadedTensors[Key]:
     import torch
 
     cuda, before = device.startswith("cuda"), 0
@@ -152,33 +156,33 @@ def _load(wanted: Mapping[Key, Wanted], reader: Reader, device: str, effort: Eff
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     began = time.perf_counter()
-    integers, found, copies, nbytes = _integers(), dict[Key, Torch](), list[_Copy](), 0
+    integers, found, copies, nbytes = _get_integer_types(), dict[Key, Torch](), list[_BlockCopy](), 0
     for key, tensor in wanted.items():
         dtype = tensor.chunks[0][0].dtype
-        kind = torch_type(dtype)
+        kind = get_torch_type(dtype)
         whole = torch.empty(dtype.unit_shape(tensor.shape), dtype=integers[dtype.unit_bytes], device=device)
         nbytes += whole.nbytes
         found[key] = whole.view(kind)
         for chunk, place in tensor.chunks:
-            copies += _copies(chunk, whole, place, effort.block)
-    spread(iter(copies), lambda: _worker(reader, device, effort), effort.threads, effort.stop)
-    synchronize(device)
+            copies += _split_copies(chunk, whole, place, effort.block)
+    run_in_threads(iter(copies), lambda: _make_worker(reader, device, effort), effort.threads, effort.stop)
+    synchronize_device(device)
     peak = torch.cuda.max_memory_allocated(device) - before if cuda else nbytes
-    return Loaded(found, nbytes, time.perf_counter() - began, peak)
+    return LoadedTensors(found, nbytes, time.perf_counter() - began, peak)
 
 
-def _copies(chunk: Chunk, whole: Torch, place: Sequence[int], block: int) -> Iterator[_Copy]:
-    into = whole[unit_slices(Box(tuple(place), chunk.box.shape), chunk.dtype)]
-    for box in split(chunk.box.shape, chunk.dtype, block, origin=chunk.box.origin):
-        yield _Copy(chunk, box, into[unit_slices(box, chunk.dtype, chunk.box.origin)])
+def _split_copies(chunk: Chunk, whole: Torch, place: Sequence[int], block: int) -> Iterator[_BlockCopy]:
+    into = whole[build_unit_slices(Box(tuple(place), chunk.box.shape), chunk.dtype)]
+    for box in split_bands(chunk.box.shape, chunk.dtype, block, origin=chunk.box.origin):
+        yield _BlockCopy(chunk, box, into[build_unit_slices(box, chunk.dtype, chunk.box.origin)])
 
 
-def _worker(reader: Reader, device: str, effort: Effort) -> Callable[[_Copy], None]:
-    staging = Staging(effort.block, device)
+def _make_worker(reader: ByteReader, device: str, effort: ExecutionOptions) -> Callable[[_BlockCopy], None]:
+    staging = HostStaging(effort.block, device)
     band = Band(effort.block)
     direct = device == "cpu"
 
-    def handle(copy: _Copy) -> None:
+    def handle(copy: _BlockCopy) -> None:
         stay = direct and copy.into.is_contiguous()
         nbytes = copy.chunk.dtype.nbytes(copy.box.shape)
         buffer = as_bytes(copy.into) if stay else staging.next()
@@ -191,7 +195,7 @@ def _worker(reader: Reader, device: str, effort: Effort) -> Callable[[_Copy], No
     return handle
 
 
-class Staging:
+class HostStaging:
     """Two blocks of host memory that take turns on the way to a device; for one thread."""
 
     def __init__(self, block: int, device: str) -> None:
@@ -231,12 +235,12 @@ class Staging:
         import torch
 
         if self._stream is None:
-            return _differing(mine, block)
+            return _find_difference(mine, block)
         with torch.cuda.stream(self._stream):
-            return _differing(mine, block.to(mine.device, non_blocking=True))
+            return _find_difference(mine, block.to(mine.device, non_blocking=True))
 
 
-def _differing(mine: Torch, other: Torch) -> tuple[int, int]:
+def _find_difference(mine: Torch, other: Torch) -> tuple[int, int]:
     import torch
 
     if torch.equal(mine, other):
@@ -252,7 +256,7 @@ def as_bytes(tensor: Torch) -> Torch:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _integers() -> dict[int, Torch]:
+def _get_integer_types() -> dict[int, Torch]:
     """Integers by width in bytes: bits are moved and compared, not numbers."""
     import torch
 
@@ -261,10 +265,10 @@ def _integers() -> dict[int, Torch]:
 
 def as_integers(tensor: Torch) -> Torch:
     """The same bits as integers: NaN equals NaN, and zero is not minus zero."""
-    return tensor.view(_integers()[tensor.element_size()])
+    return tensor.view(_get_integer_types()[tensor.element_size()])
 
 
-def devices(kind: str) -> list[str]:
+def list_devices(kind: str) -> list[str]:
     """The devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
 
     Raises UnsupportedError if torch or the device is not there.

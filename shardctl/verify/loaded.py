@@ -10,38 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, split, unit_slices
+from shardctl.bands import Band, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
-from shardctl.cast import cast
-from shardctl.copyplan import cover
-from shardctl.digest import Sums, partial
+from shardctl.cast import cast_elements
+from shardctl.copyplan import cover_tensor
+from shardctl.digest import DigestSums, compute_box_sums
 from shardctl.errors import UnsupportedError
-from shardctl.manifest import Chunk, Region, Tensor, dense_strides
-from shardctl.verify.load import Staging, as_bytes, as_integers, synchronize
-from shardctl.workers import spread
+from shardctl.manifest import Chunk, Region, Tensor, compute_dense_strides
+from shardctl.verify.load import HostStaging, as_bytes, as_integers, synchronize_device
+from shardctl.workers import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.manifest import Manifest
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
 Torch = Any
 Array = tuple[str, str, int]
 """An array of a file: the file's path, the array's name, and where it begins, for a name may have several boxes."""
 
 
-def array_of(chunk: Chunk) -> Array:
+def identify_array(chunk: Chunk) -> Array:
     """The array that a chunk is, of those that have stored names; it lies in a file."""
     assert isinstance(chunk.where, Region)  # noqa: S101 - as promised
     return chunk.where.file, chunk.name, chunk.where.offset
 
 
-def arrays(manifest: Manifest) -> dict[Array, Chunk]:
+def collect_arrays(manifest: Manifest) -> dict[Array, Chunk]:
     """The arrays of a checkpoint; `manifest` has stored names."""
     return {
-        array_of(chunk): chunk
+        identify_array(chunk): chunk
         for tensor in manifest.tensors.values()
         for chunk in tensor.chunks
         if isinstance(chunk.where, Region)
@@ -49,7 +49,7 @@ def arrays(manifest: Manifest) -> dict[Array, Chunk]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LoadedBox:
     """A box of a tensor, in device memory."""
 
     tensor: Tensor
@@ -63,7 +63,7 @@ Parts = Mapping[Array, Sequence[tuple[Tensor, Chunk]]]
 """What each array holds: boxes of tensors, by their canonical names."""
 
 
-def parts_of(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
+def find_array_parts(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
     """What `every` array of a checkpoint holds; `manifest` has canonical names."""
     begins: dict[tuple[str, str], list[int]] = {}
     for file, name, offset in sorted(every):
@@ -78,7 +78,9 @@ def parts_of(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
     return found
 
 
-def placed(parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, Torch]) -> Iterator[Placed]:
+def place_loaded_arrays(
+    parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, Torch]
+) -> Iterator[LoadedBox]:
     """The tensors' boxes in the memory of loaded arrays.
 
     Raises UnsupportedError for an array whose elements lie in its file in another order than in memory.
@@ -87,17 +89,17 @@ def placed(parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, T
         for tensor, chunk in parts.get(key, ()):
             if chunk.affine:
                 raise UnsupportedError(f"{chunk.name} is stored as {chunk.affine}, which is not what is loaded")
-            yield Placed(tensor, chunk, _values(chunk, stored[key], as_integers(memory)))
+            yield LoadedBox(tensor, chunk, _select_values(chunk, stored[key], as_integers(memory)))
 
 
-def _values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:
+def _select_values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:
     """The part of an array that is `chunk`: where it lies in the file says where in memory."""
     assert isinstance(chunk.where, Region)  # noqa: S101 - arrays are stored
     assert isinstance(array.where, Region)  # noqa: S101
     if chunk.where == array.where and chunk.box.shape == array.box.shape:
         return memory
     unit = chunk.dtype.unit_bytes
-    if array.where.strides != dense_strides(array.dtype, array.box.shape):
+    if array.where.strides != compute_dense_strides(array.dtype, array.box.shape):
         raise UnsupportedError(f"{array.name} in {array.where.file} is stored in another order than it is loaded in")
     shape = chunk.dtype.unit_shape(chunk.box.shape)
     strides = tuple(stride // unit for stride in chunk.where.strides)
@@ -105,7 +107,7 @@ def _values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:
 
 
 @dataclass(frozen=True, slots=True)
-class Unequal:
+class LoadedDifference:
     """Where a loaded tensor is not what it should be."""
 
     tensor: str
@@ -116,33 +118,35 @@ class Unequal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    placed: Placed
+class _CompareTask:
+    placed: LoadedBox
     box: Box
     theirs: ChunkIndex | None = None
 
 
-def compare(parts: Sequence[Placed], source: Manifest, reader: Reader, device: str, effort: Effort) -> list[Unequal]:
+def compare_loaded(
+    parts: Sequence[LoadedBox], source: Manifest, reader: ByteReader, device: str, effort: ExecutionOptions
+) -> list[LoadedDifference]:
     """Compare on the device, bits as bits, with the same elements of `source`, cast first if its type is another.
 
     `source` has canonical names; tensors that it lacks are left out.
     """
-    found: dict[tuple[str, str], Unequal] = {}
+    found: dict[tuple[str, str], LoadedDifference] = {}
     lock = threading.Lock()
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Iterator[_CompareTask]:
         for part in parts:
             theirs = source.tensors.get(part.tensor.name)
             if theirs is not None:
-                index = ChunkIndex(cover(theirs))
+                index = ChunkIndex(cover_tensor(theirs))
                 wide = max(theirs.dtype.bits / part.chunk.dtype.bits, 1)
-                yield from _tasks(part, int(effort.block / wide), index)
+                yield from _split_tasks(part, int(effort.block / wide), index)
 
-    def worker() -> Callable[[_Task], None]:
-        staging, band = Staging(effort.block, device), Band(effort.block)
+    def worker() -> Callable[[_CompareTask], None]:
+        staging, band = HostStaging(effort.block, device), Band(effort.block)
         other = np.empty(effort.block, np.uint8)
 
-        def handle(task: _Task) -> None:
+        def handle(task: _CompareTask) -> None:
             assert task.theirs is not None  # noqa: S101 - made above
             dtype, theirs = task.placed.chunk.dtype, task.theirs.chunks[0].dtype
             nbytes, buffer = dtype.nbytes(task.box.shape), staging.next()
@@ -150,39 +154,41 @@ def compare(parts: Sequence[Placed], source: Manifest, reader: Reader, device: s
                 band.read(reader, task.theirs, task.box, buffer.numpy())
             else:
                 band.read(reader, task.theirs, task.box, other)
-                cast(other[: theirs.nbytes(task.box.shape)], theirs, dtype, buffer.numpy()[:nbytes])
-            mine = _part(task)
+                cast_elements(other[: theirs.nbytes(task.box.shape)], theirs, dtype, buffer.numpy()[:nbytes])
+            mine = _select_box(task)
             wanted = buffer[:nbytes].view(mine.dtype).reshape(mine.shape)
             first, count = staging.differing(mine, wanted)
             if count:
-                unequal = _unequal(task, first, count)
+                unequal = _build_difference(task, first, count)
                 with lock:
                     before = found.get((unequal.tensor, unequal.file))
-                    found[unequal.tensor, unequal.file] = unequal if before is None else _together(before, unequal)
+                    found[unequal.tensor, unequal.file] = (
+                        unequal if before is None else _merge_differences(before, unequal)
+                    )
             effort.watcher.advance(nbytes)
 
         return handle
 
-    spread(tasks(), worker, effort.threads, effort.stop)
-    synchronize(device)
+    run_in_threads(tasks(), worker, effort.threads, effort.stop)
+    synchronize_device(device)
     return list(found.values())
 
 
 @dataclass(slots=True)
-class Digests:
+class LoadedDigests:
     """The sums over what was loaded, box by box, until all ranks have been."""
 
-    sums: dict[tuple[str, Box], Sums] = field(default_factory=dict)
+    sums: dict[tuple[str, Box], DigestSums] = field(default_factory=dict)
 
-    def add(self, parts: Sequence[Placed], effort: Effort) -> list[Unequal]:
+    def add(self, parts: Sequence[LoadedBox], effort: ExecutionOptions) -> list[LoadedDifference]:
         """Sum up the loaded elements; returns boxes that are not what the first rank that held them had."""
-        totals: dict[int, Sums] = {}
+        totals: dict[int, DigestSums] = {}
         lock = threading.Lock()
 
-        def worker() -> Callable[[_Task], None]:
-            def handle(task: _Task) -> None:
-                data = as_bytes(_part(task).contiguous()).cpu().numpy()
-                one = partial(data, task.placed.chunk.dtype, task.box, task.placed.tensor.shape)
+        def worker() -> Callable[[_CompareTask], None]:
+            def handle(task: _CompareTask) -> None:
+                data = as_bytes(_select_box(task).contiguous()).cpu().numpy()
+                one = compute_box_sums(data, task.placed.chunk.dtype, task.box, task.placed.tensor.shape)
                 with lock:
                     key = id(task.placed)
                     totals[key] = totals[key] + one if key in totals else one
@@ -190,40 +196,42 @@ class Digests:
 
             return handle
 
-        spread((task for part in parts for task in _tasks(part, effort.block)), worker, effort.threads, effort.stop)
+        run_in_threads(
+            (task for part in parts for task in _split_tasks(part, effort.block)), worker, effort.threads, effort.stop
+        )
         wrong = []
         for part in parts:
-            total = totals.get(id(part), Sums.zero(part.chunk.dtype))
+            total = totals.get(id(part), DigestSums.zero(part.chunk.dtype))
             before = self.sums.setdefault((part.tensor.name, part.chunk.box), total)
             if before != total:
-                wrong.append(Unequal(part.tensor.name, _file(part), 0, part.chunk.box))
+                wrong.append(LoadedDifference(part.tensor.name, _get_file(part), 0, part.chunk.box))
         return wrong
 
-    def of(self, tensor: Tensor) -> Sums:
+    def of(self, tensor: Tensor) -> DigestSums:
         """The sums over all of a tensor; what was stored more than once counts once."""
-        total = Sums.zero(tensor.dtype)
+        total = DigestSums.zero(tensor.dtype)
         for box in dict.fromkeys(chunk.box for chunk in tensor.chunks):
-            total += self.sums.get((tensor.name, box), Sums.zero(tensor.dtype))
+            total += self.sums.get((tensor.name, box), DigestSums.zero(tensor.dtype))
         return total
 
 
-def _tasks(part: Placed, block: int, theirs: ChunkIndex | None = None) -> Iterator[_Task]:
-    for box in split(part.chunk.box.shape, part.chunk.dtype, block, origin=part.chunk.box.origin):
-        yield _Task(part, box, theirs)
+def _split_tasks(part: LoadedBox, block: int, theirs: ChunkIndex | None = None) -> Iterator[_CompareTask]:
+    for box in split_bands(part.chunk.box.shape, part.chunk.dtype, block, origin=part.chunk.box.origin):
+        yield _CompareTask(part, box, theirs)
 
 
-def _part(task: _Task) -> Torch:
+def _select_box(task: _CompareTask) -> Torch:
     """The box's values."""
     chunk = task.placed.chunk
-    return task.placed.values[unit_slices(task.box, chunk.dtype, chunk.box.origin)]
+    return task.placed.values[build_unit_slices(task.box, chunk.dtype, chunk.box.origin)]
 
 
-def _file(part: Placed) -> str:
+def _get_file(part: LoadedBox) -> str:
     assert isinstance(part.chunk.where, Region)  # noqa: S101 - it was loaded from a file
     return part.chunk.where.file
 
 
-def _unequal(task: _Task, first: int, count: int) -> Unequal:
+def _build_difference(task: _CompareTask, first: int, count: int) -> LoadedDifference:
     shape = task.placed.chunk.dtype.unit_shape(task.box.shape)
     at = [int(index) for index in np.unravel_index(first, shape)] if shape else []
     per = task.placed.chunk.dtype.unit_elements
@@ -231,9 +239,9 @@ def _unequal(task: _Task, first: int, count: int) -> Unequal:
         at[-1] *= per
     origin = tuple(a + b for a, b in zip(task.box.origin, at, strict=True))
     extents = (*(1 for _ in origin[:-1]), per) if origin else ()
-    return Unequal(task.placed.tensor.name, _file(task.placed), count, Box(origin, extents))
+    return LoadedDifference(task.placed.tensor.name, _get_file(task.placed), count, Box(origin, extents))
 
 
-def _together(one: Unequal, other: Unequal) -> Unequal:
+def _merge_differences(one: LoadedDifference, other: LoadedDifference) -> LoadedDifference:
     first = min(one.first, other.first, key=lambda box: box.origin)
-    return Unequal(one.tensor, one.file, one.count + other.count, first)
+    return LoadedDifference(one.tensor, one.file, one.count + other.count, first)

@@ -74,7 +74,7 @@ class NotStartedError(ShardctlError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankProcess:
     """What a worker is told of itself."""
 
     number: int
@@ -87,7 +87,7 @@ class Rank:
         self.beats[self.number] += 1
 
 
-def usual_environment(world: int) -> dict[str, str]:
+def build_environment(world: int) -> dict[str, str]:
     """What ranks that share this machine should find in their environment: a share of the cores, and no network."""
     threads = str(max((os.cpu_count() or 1) // world, 1))
     return {
@@ -100,7 +100,7 @@ def usual_environment(world: int) -> dict[str, str]:
 
 
 def run_ranks(
-    work: Callable[[Rank], object],
+    work: Callable[[RankProcess], object],
     world: int,
     *,
     start: Start = "forkserver",
@@ -124,23 +124,23 @@ def run_ranks(
     if start == "forkserver":
         context.set_forkserver_preload([*preload])
     pickled = pickle.dumps(work)
-    variables = usual_environment(world) if environment is None else dict(environment)
+    variables = build_environment(world) if environment is None else dict(environment)
     beats = context.RawArray("q", world)
     with TemporaryDirectory(prefix="shardctl-ranks-", ignore_cleanup_errors=True) as folder:
         processes = [
             context.Process(
-                target=_work,
-                args=(pickled, Rank(number, world, beats), folder, variables),
+                target=_run_worker,
+                args=(pickled, RankProcess(number, world, beats), folder, variables),
                 name=f"rank {number}",
                 daemon=True,
             )
             for number in range(world)
         ]
-        run = _Run(processes, Path(folder), beats)
+        run = _ProcessRun(processes, Path(folder), beats)
         try:
-            with _no_script(pickled):
+            with _hide_main_script(pickled):
                 for process in processes:
-                    _start(process)
+                    _start_process(process)
             run.watch(deadline, idle, silence)
             return [json.loads(run.result(number).read_bytes())["result"] for number in range(world)]
         finally:
@@ -148,7 +148,7 @@ def run_ranks(
 
 
 @contextmanager
-def _no_script(pickled: bytes) -> Iterator[None]:
+def _hide_main_script(pickled: bytes) -> Iterator[None]:
     """Keep new processes from running the caller's script again, which they do to find what is defined there.
 
     A script without `if __name__ == "__main__"` would there start processes of its own; nothing of ours is in it.
@@ -162,7 +162,7 @@ def _no_script(pickled: bytes) -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def _start(process: BaseProcess) -> None:
+def _start_process(process: BaseProcess) -> None:
     try:
         process.start()
     except (OSError, EOFError, RuntimeError) as error:
@@ -171,7 +171,7 @@ def _start(process: BaseProcess) -> None:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ProcessRun:
     """The processes of one run, seen from outside."""
 
     processes: list[BaseProcess]
@@ -216,9 +216,11 @@ class _Run:
         gone = [number for number in failed if not self.result(number).exists()]
         if gone:
             number, output = gone[0], self._output(gone[0])
-            told = _lines(output)
-            message = f"rank {number} {_ending(self.processes[number].exitcode)}"
-            return RankError(message + _quoted(told), ranks=gone, output=output, hint=_death_hint(self, number))
+            told = _select_last_lines(output)
+            message = f"rank {number} {_describe_exit(self.processes[number].exitcode)}"
+            return RankError(
+                message + _quote_lines(told), ranks=gone, output=output, hint=_find_death_hint(self, number)
+            )
         raised = {number: json.loads(self.result(number).read_bytes()) for number in failed}
         number = min(raised, key=lambda n: raised[n]["time"])
         error = raised[number]
@@ -234,8 +236,8 @@ class _Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[number].pid or 0, signal.SIGUSR1)  # the workers have faulthandler write stacks
         time.sleep(_GRACE)
-        stacks = {number: _innermost(self._output(number)) for number in alive}
-        waiting = [number for number in alive if _collective(self._output(number))]
+        stacks = {number: _find_innermost_frame(self._output(number)) for number in alive}
+        waiting = [number for number in alive if _is_in_collective(self._output(number))]
         guilty = [number for number in alive if number not in waiting] or alive
         fewest = min(self.beats[number] for number in guilty)
         guilty = [number for number in guilty if self.beats[number] == fewest]
@@ -255,7 +257,7 @@ class _Run:
         for process in self.processes:
             if process.pid is None or process.exitcode is not None:
                 continue
-            found = _used(process.pid)
+            found = _read_process_usage(process.pid)
             if found is None:
                 return None
             seconds, waits = seconds + found[0], waits + found[1]
@@ -278,9 +280,9 @@ class _Run:
                 process.close()
 
 
-def _work(pickled: bytes, rank: Rank, folder: str, environment: Mapping[str, str]) -> None:
+def _run_worker(pickled: bytes, rank: RankProcess, folder: str, environment: Mapping[str, str]) -> None:
     """The life of a rank's process; it never returns."""
-    _isolate(Path(folder, f"{rank.number}.log"))
+    _isolate_process(Path(folder, f"{rank.number}.log"))
     os.environ.update(environment)
     torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" in environment:  # imported before it could be told
@@ -305,7 +307,7 @@ def _work(pickled: bytes, rank: Rank, folder: str, environment: Mapping[str, str
     os._exit(code)  # not to wait for threads of a communication library that wait for others
 
 
-def _isolate(log: Path) -> None:
+def _isolate_process(log: Path) -> None:
     """A process group of its own, output to a file, stacks on demand, and death with the parent."""
     import ctypes
     import faulthandler
@@ -338,7 +340,7 @@ def _end_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _used(pid: int) -> tuple[float, int] | None:
+def _read_process_usage(pid: int) -> tuple[float, int] | None:
     """Processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
 
     `proc(5)`: state is the third field of `stat`, after a name in parentheses; utime and stime are the 14th and 15th.
@@ -354,7 +356,7 @@ def _used(pid: int) -> tuple[float, int] | None:
     return ticks / os.sysconf("SC_CLK_TCK"), sum(map(int, counted)) + waiting
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
@@ -362,33 +364,33 @@ def _ending(code: int | None) -> str:
     return f"exited with code {code} before it had a result"
 
 
-def _death_hint(run: _Run, number: int) -> str | None:
+def _find_death_hint(run: _ProcessRun, number: int) -> str | None:
     if run.processes[number].exitcode != -signal.SIGKILL:
         return None
     return "the system may have run out of memory; fewer processes need less"
 
 
-def _lines(output: str) -> list[str]:
+def _select_last_lines(output: str) -> list[str]:
     return [line.strip() for line in output.splitlines() if line.strip()][-_TOLD:]
 
 
-def _quoted(lines: Sequence[str]) -> str:
+def _quote_lines(lines: Sequence[str]) -> str:
     return f"; the last it said: {' | '.join(lines)}" if lines else ""
 
 
-def _innermost(output: str) -> str:
+def _find_innermost_frame(output: str) -> str:
     """Where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
-    frames = _main_stack(output)
+    frames = _list_main_stack(output)
     found = re.search(r'File "([^"]*)", line (\d+) in (.+)', frames[0]) if frames else None
     return f"{found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
 
 
-def _collective(output: str) -> bool:
+def _is_in_collective(output: str) -> bool:
     """Whether the main thread waits in torch's communication."""
-    return any("torch/distributed" in frame for frame in _main_stack(output))
+    return any("torch/distributed" in frame for frame in _list_main_stack(output))
 
 
-def _main_stack(output: str) -> list[str]:
+def _list_main_stack(output: str) -> list[str]:
     """The frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
     dump = output.rpartition("(most recent call first):")[2]
     return [line for line in dump.splitlines() if line.lstrip().startswith("File ")]

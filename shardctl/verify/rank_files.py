@@ -21,7 +21,7 @@ _EXPERT: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which ranks agree that hold the same: experts, and all else."""
 
 
-def rank_of(file: str) -> int | None:
+def find_rank(file: str) -> int | None:
     """The rank, counted from 0, whose file this is; None for a file of no rank.
 
     >>> rank_of("shard-00002-model-00001-of-00001.safetensors")
@@ -31,16 +31,16 @@ def rank_of(file: str) -> int | None:
     return int(found[1]) - 1 if found else None
 
 
-def ranks_of(manifest: Manifest) -> list[int]:
+def list_ranks(manifest: Manifest) -> list[int]:
     """The ranks that have files, in order; none if the files are not those of ranks."""
-    found = {rank_of(path) for path in manifest.files}
+    found = {find_rank(path) for path in manifest.files}
     return sorted(rank for rank in found if rank is not None) if None not in found else []
 
 
-def distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
+def list_distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
     """The first of each group of ranks that hold the same; without a mesh those that have files."""
     if mesh is None:
-        return ranks_of(manifest)
+        return list_ranks(manifest)
     firsts: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.world):
         at = mesh.coordinate(rank)
@@ -48,7 +48,7 @@ def distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
     return list(firsts.values())
 
 
-def arrays_of_experts(manifest: Manifest, model: Model) -> frozenset[str]:
+def list_expert_arrays(manifest: Manifest, model: Model) -> frozenset[str]:
     """The stored names of arrays that ep divides; `manifest` has canonical names."""
     return frozenset(
         chunk.name
@@ -58,7 +58,9 @@ def arrays_of_experts(manifest: Manifest, model: Model) -> frozenset[str]:
     )
 
 
-def held_by(rank: int, stored: Manifest, mesh: Mesh | None, experts: Collection[str]) -> Iterator[tuple[str, Chunk]]:
+def list_held_chunks(
+    rank: int, stored: Manifest, mesh: Mesh | None, experts: Collection[str]
+) -> Iterator[tuple[str, Chunk]]:
     """Each stored name and chunk that a rank computes with; what ranks of dp and cp share, only one of them wrote.
 
     `stored` has stored names, of which `experts` are those that ep divides. Its own files come first.
@@ -69,7 +71,7 @@ def held_by(rank: int, stored: Manifest, mesh: Mesh | None, experts: Collection[
         """0 for the rank's own files, 1 for those of one that holds the same, 2 for others."""
         key = (file, expert)
         if key not in places:
-            other = rank_of(file)
+            other = find_rank(file)
             if other == rank:
                 places[key] = 0
             elif other is None or mesh is None or max(other, rank) >= mesh.world:

@@ -5,35 +5,35 @@ from __future__ import annotations
 import stat
 from typing import TYPE_CHECKING, Final
 
-from shardctl.box import Box, BoxIndex, disjoint, subtract_known
-from shardctl.errors import some
-from shardctl.manifest import Fill
-from shardctl.record import RECORD, hash_parts
-from shardctl.verify.finding import Finding
+from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
+from shardctl.errors import format_first_few
+from shardctl.manifest import ConstantFill
+from shardctl.record import RECORD, hash_source_spans
+from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.record import Record
-    from shardctl.storage import Source, Stat
+    from shardctl.record import CheckpointRecord
+    from shardctl.storage import FileStat, Source
 
 _SHOWN: Final = 3
 
 
-def check_files(record: Record, files: Mapping[str, Stat]) -> Iterator[Finding]:
+def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
     """Files that `shardctl.json` names and that are absent or of another size, and files that it does not name."""
     for path, size in record.files.items():
         if path not in files:
-            yield Finding("error", "files", f"{path} is missing; {RECORD} lists it with {size:,} bytes", file=path)
+            yield CheckFinding("error", "files", f"{path} is missing; {RECORD} lists it with {size:,} bytes", file=path)
         elif files[path].size != size:
             found = files[path].size
-            yield Finding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
+            yield CheckFinding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
     for path in files:
         if path not in record.files and path != RECORD:
             weights = path.endswith((".safetensors", ".bin", ".pt", ".pth"))
-            yield Finding(
+            yield CheckFinding(
                 "error" if weights else "warning",
                 "files",
                 f"{path} is not part of this checkpoint" + (": a loader would take it for one" if weights else ""),
@@ -41,50 +41,51 @@ def check_files(record: Record, files: Mapping[str, Stat]) -> Iterator[Finding]:
             )
 
 
-def check_hashes(record: Record, source: Source) -> Iterator[Finding]:
+def check_hashes(record: CheckpointRecord, source: Source) -> Iterator[CheckFinding]:
     """Headers, indexes and side files whose bytes are not those that were written."""
     for path, hashed in record.hashes.items():
-        if hash_parts(source, path, hashed.spans) != hashed:
+        if hash_source_spans(source, path, hashed.spans) != hashed:
             part = "" if hashed.spans == ((0, record.files[path]),) else "the header of "
             message = f"{part}{path} has changed: its SHA-256 is not the one in {RECORD}"
-            yield Finding("error", "hash", message, file=path)
+            yield CheckFinding("error", "hash", message, file=path)
 
 
-def check_modes(root: Path, files: Mapping[str, Stat]) -> Iterator[Finding]:
+def check_modes(root: Path, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
     """Files that only their owner can read, next to others that everyone can."""
     modes = {path: (root / path).stat().st_mode for path in files if (root / path).is_file()}  # Orbax's arrays are none
     if not any(mode & stat.S_IROTH for mode in modes.values()):
         return
     for path, mode in modes.items():
         if not mode & stat.S_IROTH:
-            yield Finding(
+            yield CheckFinding(
                 "warning", "modes", f"{path} has mode {stat.S_IMODE(mode):04o}; others cannot read it", file=path
             )
 
 
-def check_coverage(manifest: Manifest) -> Iterator[Finding]:
+def check_coverage(manifest: Manifest) -> Iterator[CheckFinding]:
     """Elements stored nowhere, and chunks that overlap others in part."""
     for tensor in manifest.tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
             continue
-        yield from _holes(tensor)
-        yield from overlaps(tensor)
+        yield from _find_holes(tensor)
+        yield from find_overlaps(tensor)
 
 
-def _holes(tensor: Tensor) -> Iterator[Finding]:
+def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
     index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    for hole in subtract_known(Box.whole(tensor.shape), index)[:_SHOWN]:
+    for hole in subtract_indexed(Box.whole(tensor.shape), index)[:_SHOWN]:
         files = sorted(tensor.files)
-        yield Finding(
+        yield CheckFinding(
             "error",
             "coverage",
-            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in {some(files)}",
+            f"{tensor.name} {list(tensor.shape)}: elements {hole} are stored in no file; the rest is in "
+            f"{format_first_few(files)}",
             tensor=tensor.name,
             box=str(hole),
         )
 
 
-def overlaps(tensor: Tensor) -> Iterator[Finding]:
+def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
     """The first place where two chunks overlap without being copies of each other, if there is one.
 
     Only chunks of one array in several files may not: an embedding that is whole in one array, and cut in that of a
@@ -92,19 +93,19 @@ def overlaps(tensor: Tensor) -> Iterator[Finding]:
     """
     arrays: dict[str, dict[Box, set[str]]] = {}
     for chunk in tensor.chunks:
-        file = chunk.where.file if not isinstance(chunk.where, Fill) else ""
+        file = chunk.where.file if not isinstance(chunk.where, ConstantFill) else ""
         arrays.setdefault(chunk.name, {}).setdefault(chunk.box, set()).add(file)
     for places in arrays.values():
         boxes = list(places)
-        if sum(box.size for box in boxes) == sum(part.size for _, part in disjoint(boxes)):
+        if sum(box.size for box in boxes) == sum(part.size for _, part in make_disjoint(boxes)):
             continue
         index = BoxIndex(boxes)
         for position, box in enumerate(boxes):
             for other, common in index.overlapping(box):
                 files = sorted(places[box] | places[boxes[other]])
                 if other > position and len(files) > 1:
-                    message = f"chunks {box} and {boxes[other]} overlap in {common} ({some(files)})"
-                    yield Finding(
+                    message = f"chunks {box} and {boxes[other]} overlap in {common} ({format_first_few(files)})"
+                    yield CheckFinding(
                         "error",
                         "overlap",
                         f"{tensor.name} {list(tensor.shape)}: {message}",
@@ -115,29 +116,29 @@ def overlaps(tensor: Tensor) -> Iterator[Finding]:
                     return  # one place a tensor is enough to look at
 
 
-def check_record(record: Record, manifest: Manifest) -> Iterator[Finding]:
+def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[CheckFinding]:
     """Tensors, types, shapes and places as `shardctl.json` has them, against the headers."""
     for name, expected in record.tensors.items():
         tensor = manifest.tensors.get(name)
         if tensor is None:
-            yield Finding("error", "record", f"{name} is in {RECORD} but in no file", tensor=name)
+            yield CheckFinding("error", "record", f"{name} is in {RECORD} but in no file", tensor=name)
             continue
         if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
-            yield Finding(
+            yield CheckFinding(
                 "error",
                 "record",
                 f"{name} is {tensor.dtype} {list(tensor.shape)}; {RECORD} says {expected.dtype} {list(expected.shape)}",
                 tensor=name,
             )
             continue
-        found = {(c.where.file, c.name, c.box) for c in tensor.chunks if not isinstance(c.where, Fill)}
+        found = {(c.where.file, c.name, c.box) for c in tensor.chunks if not isinstance(c.where, ConstantFill)}
         wanted = {(s.file, s.name, s.box) for s in expected.stored}
         for file, stored, box in sorted(wanted - found, key=str)[:_SHOWN]:
             message = f"{name} {box} should be in {file} as {stored}, and is not"
-            yield Finding("error", "record", message, tensor=name, file=file, box=str(box))
+            yield CheckFinding("error", "record", message, tensor=name, file=file, box=str(box))
         for file, stored, box in sorted(found - wanted, key=str)[:_SHOWN]:
             message = f"{name} {box} is in {file} as {stored}, where {RECORD} has none"
-            yield Finding("error", "record", message, tensor=name, file=file, box=str(box))
+            yield CheckFinding("error", "record", message, tensor=name, file=file, box=str(box))
     for name in manifest.tensors:
         if name not in record.tensors:
-            yield Finding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)
+            yield CheckFinding("error", "record", f"{name} is stored but not in {RECORD}", tensor=name)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 _WATCHED = ("NO_COLOR", "FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TERM", "COLUMNS", "SHARDCTL_DEBUG")
@@ -26,7 +26,7 @@ def llama(place: Path, config: str = "llama", **changes: object) -> Path:
     """A checkpoint with random float32 weights, a config and a tokenizer file."""
     random = np.random.default_rng(7)
     said = told(config, **changes)
-    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe(said).own()}
+    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe_model(said).own()}
     place.mkdir(parents=True)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "model.safetensors").chmod(0o644)
@@ -40,7 +40,7 @@ def large(place: Path) -> Path:
     said = told(vocab_size=80_000, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=12)
     header: dict[str, object] = {}
     end = 0
-    for tensor in describe(said).own():
+    for tensor in describe_model(said).own():
         size = int(np.prod(tensor.shape)) * 4
         header[tensor.name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + size]}
         end += size

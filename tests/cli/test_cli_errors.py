@@ -170,20 +170,20 @@ def test_json_has_a_last_record_also_for_a_bad_command_line(say):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_after_the_work_is_done_does_not_call_it_failed(monkeypatch, say, source, tmp_path, number):
-    monkeypatch.setattr(streams, "show", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr(streams, "print_view", lambda _: signal.raise_signal(number))
     assert say("reshard", source, tmp_path / "out").code == 0
     assert (tmp_path / "out" / "shardctl.json").exists()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
 
 
 def test_a_terminal_that_goes_away_stops_the_work_tidily(monkeypatch, say, source, tmp_path):
-    inside = shardctl.verbs.reshard.assembled
+    inside = shardctl.verbs.reshard.assemble_result
 
     def gone(*args, **kwargs):
         signal.raise_signal(signal.SIGHUP)
         return inside(*args, **kwargs)
 
-    monkeypatch.setattr(shardctl.verbs.reshard, "assembled", gone)
+    monkeypatch.setattr(shardctl.verbs.reshard, "assemble_result", gone)
     assert say("reshard", source, tmp_path / "out").code == 143
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()

@@ -121,7 +121,7 @@ def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
 
     lines = ("reshard: 50 bytes of 100 bytes (50 %)", "reshard: 100 bytes of 100 bytes (100 %)")
     for stream, expected in (("err", lines), ("out", ('"done_bytes": 50,', '"done_bytes": 100,'))):
-        with progress.watching("reshard", json=stream == "out") as watch:
+        with progress.watch_progress("reshard", json=stream == "out") as watch:
             watch.begin(100, 1)
             for text in expected:
                 watch.advance(50)
@@ -135,4 +135,4 @@ def test_lines_and_records_come_while_the_work_goes_on(monkeypatch, capfd):
 
 
 def test_memory_held_is_known_on_linux():
-    assert progress.memory_held() > 1 << 20 or progress.memory_held() == 0
+    assert progress.measure_held_memory() > 1 << 20 or progress.measure_held_memory() == 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from cli_checkpoints import large, shardctl, start
 
-from shardctl.record import dump, load
+from shardctl.record import encode_record, parse_record
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +130,11 @@ def test_an_interrupted_run_keeps_its_state_and_the_same_command_finishes(heavy,
 def test_a_record_whose_spellings_would_give_two_tensors_one_name_is_the_sources_fault(say, source, tmp_path, names):
     made = tmp_path / "made"
     assert say("reshard", source, made, "--tp", 2).code == 0
-    record = load((made / "shardctl.json").read_bytes())
+    record = parse_record((made / "shardctl.json").read_bytes())
     tensors = dict(record.tensors)
     for name in ("model.norm.weight", "lm_head.weight"):
         tensors[name] = replace(tensors[name], spelling=tuple(names))
-    (made / "shardctl.json").write_bytes(dump(replace(record, tensors=tensors)))
+    (made / "shardctl.json").write_bytes(encode_record(replace(record, tensors=tensors)))
     for verb in (["plan", made], ["reshard", made, tmp_path / "out", "--to", "hf"]):
         found = say(*verb)
         assert found.code == 4
@@ -144,10 +144,10 @@ def test_a_record_whose_spellings_would_give_two_tensors_one_name_is_the_sources
 def test_a_record_that_calls_a_tensor_by_a_name_that_the_model_has_not_is_the_sources_fault(say, source, tmp_path):
     made = tmp_path / "made"
     assert say("reshard", source, made).code == 0
-    record = load((made / "shardctl.json").read_bytes())
+    record = parse_record((made / "shardctl.json").read_bytes())
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors = {known.upper() if known == name else known: tensor for known, tensor in record.tensors.items()}
-    (made / "shardctl.json").write_bytes(dump(replace(record, tensors=tensors)))
+    (made / "shardctl.json").write_bytes(encode_record(replace(record, tensors=tensors)))
     for verb in (["inspect", made], ["plan", made, "--tp", 2], ["plan", made, "--for", "serve"]):
         found = say(*verb)
         assert found.code == 4

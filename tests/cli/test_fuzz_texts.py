@@ -42,7 +42,7 @@ def test_a_bug_would_be_seen(fuzzer, monkeypatch):
     def failing(*_args, **_kwargs):
         raise KeyError("x")
 
-    monkeypatch.setattr("shardctl.verbs.inspect._describe", failing)
+    monkeypatch.setattr("shardctl.verbs.inspect._build_result", failing)
     found = fuzzer.outcome(FuzzCase("config", ("inspect", str(fuzzer.source)), b"", {}))
     assert found.code not in ALLOWED
     assert found.wrong == "exit code 1"

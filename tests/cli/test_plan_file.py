@@ -14,10 +14,10 @@ from shardctl.errors import ChangedError, DestinationError, SourceError, UsageEr
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD
-from shardctl.record import load as load_record
+from shardctl.record import parse_record as load_record
 from shardctl.verbs import plan_file
-from shardctl.verbs.drafting import draft
-from shardctl.verbs.opening import opened
+from shardctl.verbs.drafting import plan_conversion
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 WISHES = {
@@ -31,8 +31,8 @@ WISHES = {
 
 def decide(source, path, wish=WISHES["ranks"], reading=None):
     """What `shardctl plan --out` does."""
-    with opened(source, reading) as checkpoint:
-        plan_file.save(path, draft(checkpoint, wish), reading)
+    with open_checkpoint(source, reading) as checkpoint:
+        plan_file.write_plan_file(path, plan_conversion(checkpoint, wish), reading)
     return path
 
 
@@ -63,7 +63,7 @@ def test_reshard_does_what_the_plan_says(say, source, tmp_path, name):
 def test_the_plan_is_what_the_record_says_was_done(say, source, tmp_path):
     plan = decide(source, tmp_path / "plan.json")
     assert say("reshard", "--plan", plan, tmp_path / "out").code == 0
-    assert load_record((tmp_path / "out" / RECORD).read_bytes()).plan == plan_file.load(plan).identity
+    assert load_record((tmp_path / "out" / RECORD).read_bytes()).plan == plan_file.read_plan_file(plan).identity
 
 
 def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
@@ -73,7 +73,7 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
     shutil.copy(source / "config.json", config)
     reading = SourceOptions(config=config, kv_heads="replicate", strict=True)
     plan = decide(bare, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(tp=4)), reading)
-    assert plan_file.load(plan).reading == reading
+    assert plan_file.read_plan_file(plan).reading == reading
     said = say("reshard", "--plan", plan, tmp_path / "out")
     assert said.code == 0, said.err
     config.write_text(config.read_text() + " ")
@@ -94,15 +94,15 @@ def test_a_plan_says_all_that_shapes_the_result(plan):
 
 def test_balanced_stages_are_decided_in_the_plan(source, tmp_path):
     plan = decide(source, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(pp=2)))
-    assert plan_file.load(plan).wish.stages == "1,1"
+    assert plan_file.read_plan_file(plan).wish.stages == "1,1"
 
 
 @pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
 def test_a_plan_reads_back_as_it_was(source, tmp_path, wish):
-    read = plan_file.load(decide(source, tmp_path / "plan.json", wish))
+    read = plan_file.read_plan_file(decide(source, tmp_path / "plan.json", wish))
     assert read.source == str(source.absolute())
-    with opened(source) as checkpoint:
-        work = draft(checkpoint, wish)
+    with open_checkpoint(source) as checkpoint:
+        work = plan_conversion(checkpoint, wish)
         assert read.drafted(checkpoint, read.wish).identity() == work.identity() == read.identity
         with pytest.raises(UsageError, match="another conversion"):
             read.drafted(checkpoint, ReshardOptions(mesh=Mesh.of(tp=4)))
@@ -273,7 +273,7 @@ class TestMalformedPlans:
     def test_a_mesh_that_is_none(self, plan):
         self.edited(plan, ["wish", "mesh", "ep"], 7)
         with pytest.raises(SourceError, match=r"wish\.mesh that is no mesh: ep=7"):
-            plan_file.load(plan)
+            plan_file.read_plan_file(plan)
 
     def test_a_value_that_means_nothing(self, say, plan, tmp_path):
         self.edited(plan, ["wish", "experts"], "some")
@@ -295,7 +295,7 @@ class TestWriting:
 
     def test_an_earlier_plan_is_replaced(self, source, plan):
         decide(source, plan, WISHES["hf"])
-        assert plan_file.load(plan).wish.to == "hf"
+        assert plan_file.read_plan_file(plan).wish.to == "hf"
 
     def test_nothing_else_is(self, source, tmp_path):
         path = tmp_path / "notes.json"
@@ -317,7 +317,7 @@ class TestWriting:
 
 def test_a_file_as_source(copied, tmp_path):
     plan = decide(copied / "model.safetensors", copied / "plan.json")
-    read = plan_file.load(plan)
+    read = plan_file.read_plan_file(plan)
     done = reshard(read.source, tmp_path / "out", plan=read)
     assert done.record.plan == read.identity
     (copied / "config.json").write_text((copied / "config.json").read_text() + "\n")

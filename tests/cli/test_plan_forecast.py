@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from shardctl.memory.devices import device
+from shardctl.memory.devices import get_device
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
-from shardctl.report.planning import planning
-from shardctl.verbs.opening import opened
+from shardctl.report.planning import render_plan
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.plan import plan
 
 ROOT = Path(__file__).parents[2]
@@ -167,9 +167,9 @@ def test_options_that_would_change_nothing_are_refused(say, config, options, mes
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=8, pp=2), Mesh.of(tp=4), Mesh.of(pp=3, tp=2), Mesh.of(dp=64)], ids=str)
 def test_bars_and_pictures_keep_to_a_narrow_terminal(columns, mesh):
-    planned = plan(LLAMA, ReshardOptions(mesh=mesh), purpose=PlanOptions(device=device("h100")))
+    planned = plan(LLAMA, ReshardOptions(mesh=mesh), purpose=PlanOptions(device=get_device("h100")))
     console = Console(width=1000, file=StringIO())
-    console.print(planning(planned, "stage", columns))
+    console.print(render_plan(planned, "stage", columns))
     lines = [text.rstrip() for text in console.file.getvalue().splitlines()]
     drawn = [text for text in lines if text.startswith("  ") and ("[" in text or "rank" in text)]
     assert max(map(len, drawn)) <= columns
@@ -196,7 +196,7 @@ def test_a_config_without_dtype_leaves_the_cache_in_the_type_of_the_weights(say,
         k: v for k, v in json.loads((ROOT / "fixtures/configs/llama.json").read_text()).items() if "dtype" not in k
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with opened(tmp_path, SourceOptions(described=True)) as described:
+    with open_checkpoint(tmp_path, SourceOptions(described=True)) as described:
         tensors = {t.name: np.zeros(t.shape, ml_dtypes.bfloat16) for t in described.manifest.tensors.values()}
     save_file(tensors, tmp_path / "model.safetensors")
     found = checked(say("plan", tmp_path, "--json").out)

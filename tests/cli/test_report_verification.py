@@ -1,25 +1,25 @@
 from xml.etree import ElementTree as ET
 
-from shardctl.report.junit import junit
-from shardctl.report.summary import summary
-from shardctl.report.verification import SHOWN, verification
-from shardctl.report.visible import visible
-from shardctl.verbs.verify import Level, Verified
-from shardctl.verify.finding import Finding
+from shardctl.report.junit import build_junit_report
+from shardctl.report.summary import format_summary
+from shardctl.report.verification import SHOWN, render_verification
+from shardctl.report.visible import escape_control_characters
+from shardctl.verbs.verify import LevelResult, VerifyResult
+from shardctl.verify.finding import CheckFinding
 
 
 def verified(*findings):
-    level = Level("content", tensors=3, nbytes=10**9, seconds=2.0)
+    level = LevelResult("content", tensors=3, nbytes=10**9, seconds=2.0)
     level.add(iter(findings))
-    return Verified("a|b", "", "", (level, Level("identity", "skipped", "no source")))
+    return VerifyResult("a|b", "", "", (level, LevelResult("identity", "skipped", "no source")))
 
 
 def lines(result):
-    return [text.plain for text in verification(result).renderables[1:]]
+    return [text.plain for text in render_verification(result).renderables[1:]]
 
 
-ERROR = Finding("error", "digest", "w has changed", "w", "f.safetensors", "[0:1]")
-WARNING = Finding("warning", "values", "w holds 1 NaN", "w")
+ERROR = CheckFinding("error", "digest", "w has changed", "w", "f.safetensors", "[0:1]")
+WARNING = CheckFinding("warning", "values", "w holds 1 NaN", "w")
 
 
 def test_errors_come_before_warnings_and_say_the_place_that_the_message_leaves_out():
@@ -44,8 +44,8 @@ def test_a_thousand_findings_are_counted_and_not_all_shown():
 
 
 def test_junit_is_xml_whatever_the_names_hold():
-    nasty = Finding("error", "digest", "\x1b[2J\x00 <w> ]]> & \ud800 \ufffe", "w")
-    root = ET.fromstring(junit(verified(nasty, WARNING)))  # noqa: S314 - our own text
+    nasty = CheckFinding("error", "digest", "\x1b[2J\x00 <w> ]]> & \ud800 \ufffe", "w")
+    root = ET.fromstring(build_junit_report(verified(nasty, WARNING)))  # noqa: S314 - our own text
     failure = root.find("testsuite/testcase/failure")
     assert failure.get("message") == "\ufffd[2J\ufffd <w> ]]> & \ufffd \ufffd"
     assert root.find("testsuite/system-out").text == "warning: w holds 1 NaN; tensor w"
@@ -53,11 +53,11 @@ def test_junit_is_xml_whatever_the_names_hold():
 
 
 def test_markdown_cells_stay_cells():
-    text = summary(verified(Finding("error", "digest", "a|b\n<script>", "w_x_")))
+    text = format_summary(verified(CheckFinding("error", "digest", "a|b\n<script>", "w_x_")))
     assert "| error | digest | a\\|b\\\\n\\<script\\> |  | w\\_x\\_ |  |\n" in text
     assert "skipped: no source" in text
 
 
 def test_text_is_left_alone_unless_it_steers():
-    assert visible("layer.0 [2, 3] é 模型") == "layer.0 [2, 3] é 模型"
-    assert visible("\u2028\u200f\ud800\x9b") == "\\u2028\\u200f\\ud800\\x9b"
+    assert escape_control_characters("layer.0 [2, 3] é 模型") == "layer.0 [2, 3] é 模型"
+    assert escape_control_characters("\u2028\u200f\ud800\x9b") == "\\u2028\\u200f\\ud800\\x9b"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 CONFIG = Path(__file__).parents[2] / "fixtures" / "configs" / "llama.json"
 
@@ -15,7 +15,7 @@ def llama(place, **changes):
     """A small Llama with random weights, a tokenizer and a file in a folder."""
     config = {**json.loads(CONFIG.read_text()), "dtype": "float32", **changes}
     random = np.random.default_rng(3)
-    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe(config).own()}
+    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe_model(config).own()}
     place.mkdir(parents=True)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(config))

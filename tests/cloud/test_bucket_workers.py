@@ -11,12 +11,12 @@ import pytest
 from cloud_models import llama, on_disk
 
 from shardctl.errors import DestinationError, Mismatch, SourceError
-from shardctl.execute.uploads import Uploads
-from shardctl.execute.worker import Worker
+from shardctl.execute.uploads import BucketUploads
+from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
-from shardctl.storage.cloud.bucket import Bucket
+from shardctl.storage.cloud.bucket import CloudBucket
 from shardctl.verbs.contribute import contribute
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
@@ -39,7 +39,7 @@ def s3_place(open_place):
 
 
 def work(source, place, number, wish=TP2, **options):
-    return contribute(source, place.address("out"), wish, worker=Worker(number, COUNT), **options)
+    return contribute(source, place.address("out"), wish, worker=WorkerId(number, COUNT), **options)
 
 
 def all_work(source, place, order=range(COUNT), **options):
@@ -132,7 +132,7 @@ def test_two_plans_for_one_destination_are_refused(s3_place, source, options, sa
 def test_what_an_interrupted_machine_left_makes_way_for_workers(s3_place, source, tmp_path, monkeypatch):
     reshard(source, tmp_path / "one", TP2)
     with monkeypatch.context() as patched:
-        patched.setattr(Uploads, "publish", lambda *_: (_ for _ in ()).throw(DestinationError("x")))
+        patched.setattr(BucketUploads, "publish", lambda *_: (_ for _ in ()).throw(DestinationError("x")))
         with pytest.raises(DestinationError):
             reshard(source, s3_place.address("out"), SMALL)
     all_work(source, s3_place)
@@ -143,8 +143,8 @@ def test_what_an_interrupted_machine_left_makes_way_for_workers(s3_place, source
 def test_a_finished_checkpoint_is_replaced_when_the_new_one_is_complete(place, source, tmp_path, monkeypatch):
     reshard(source, place.address("out"), SMALL)
     old = result(place)
-    seen, publish = [], Uploads.publish
-    monkeypatch.setattr(Uploads, "publish", lambda *args: (seen.append(result(place)), publish(*args))[1])
+    seen, publish = [], BucketUploads.publish
+    monkeypatch.setattr(BucketUploads, "publish", lambda *args: (seen.append(result(place)), publish(*args))[1])
     with pytest.raises(DestinationError, match="already holds a finished checkpoint") as refused:
         reshard(source, place.address("out"), ONE)
     assert "--overwrite" in refused.value.hint
@@ -192,7 +192,7 @@ def killed_at(monkeypatch, step):
     calls = []
 
     def dying(name):
-        usual = getattr(Bucket, name)
+        usual = getattr(CloudBucket, name)
 
         def act(self, *args):
             calls.append((name, args[0]))
@@ -203,7 +203,7 @@ def killed_at(monkeypatch, step):
         return act
 
     for name in ("write", "upload", "copy", "delete"):
-        monkeypatch.setattr(Bucket, name, dying(name))
+        monkeypatch.setattr(CloudBucket, name, dying(name))
     return calls
 
 

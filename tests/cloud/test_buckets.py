@@ -10,16 +10,16 @@ import pytest
 from cloud_models import held, llama, on_disk, put, unfinished
 
 from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
-from shardctl.execute.progress import Silent
-from shardctl.execute.uploads import Uploads
+from shardctl.execute.progress import SilentProgress
+from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage import patience
-from shardctl.storage.cloud.bucket import PIECE, Bucket
+from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.rehearse import rehearse
+from shardctl.verbs.rehearse import rehearse_reshard
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -83,11 +83,13 @@ def test_from_a_bucket_into_a_bucket(s3, bucket, source, tmp_path):
 def order(monkeypatch):
     """The keys in the order in which objects were put."""
     written = []
-    upload, write = Bucket.upload, Bucket.write
+    upload, write = CloudBucket.upload, CloudBucket.write
     monkeypatch.setattr(
-        Bucket, "upload", lambda self, path, *rest: (written.append(path), upload(self, path, *rest))[1]
+        CloudBucket, "upload", lambda self, path, *rest: (written.append(path), upload(self, path, *rest))[1]
     )
-    monkeypatch.setattr(Bucket, "write", lambda self, path, *rest: (written.append(path), write(self, path, *rest))[1])
+    monkeypatch.setattr(
+        CloudBucket, "write", lambda self, path, *rest: (written.append(path), write(self, path, *rest))[1]
+    )
     return written
 
 
@@ -105,7 +107,7 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
     s3, bucket, heavy, tmp_path, monkeypatch
 ):
     wanted = reshard(heavy, tmp_path / "out", TP2)
-    pieces, sent = Bucket._pieces, []
+    pieces, sent = CloudBucket._pieces, []
 
     def interrupted(self, file, piece):
         for part in pieces(self, file, piece):
@@ -115,7 +117,7 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
             yield part
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bucket, "_pieces", interrupted)
+        patched.setattr(CloudBucket, "_pieces", interrupted)
         with pytest.raises(Interrupted) as raised:
             reshard(heavy, f"s3://{bucket}/out", TP2)
     assert raised.value.exit_code == 143
@@ -127,7 +129,7 @@ def test_an_upload_that_is_interrupted_leaves_no_object_and_the_same_command_goe
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
-class Told(Silent):
+class Told(SilentProgress):
     """Which files were done, of how many."""
 
     def begin(self, total_bytes, files):  # noqa: ARG002 - the protocol has it
@@ -140,7 +142,7 @@ class Told(Silent):
 def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_path, monkeypatch):
     wish = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
     wanted = reshard(source, tmp_path / "out", wish)
-    upload, sent = Bucket.upload, []
+    upload, sent = CloudBucket.upload, []
 
     def failing(self, path, *rest):
         if len(sent) == 3:
@@ -149,7 +151,7 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
         return upload(self, path, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Bucket, "upload", failing)
+        patched.setattr(CloudBucket, "upload", failing)
         with pytest.raises(DestinationError, match="network"):
             reshard(source, f"s3://{bucket}/out", wish)
     assert "shardctl.json" not in held(s3, bucket, "out/")
@@ -169,14 +171,14 @@ def test_an_earlier_run_may_have_had_another_room_for_groups(s3, bucket, source,
     wanted = reshard(source, tmp_path / "out", TP2)
     one_file = max(size for path, size in wanted.record.files.items() if path.endswith(".safetensors")) + 1
     before, now = [one_file, 1 << 30][::order]
-    upload = Uploads.upload
+    upload = BucketUploads.upload
     with monkeypatch.context() as patched:
-        patched.setattr("shardctl.verbs.into_bucket.free_space", lambda _: before)
-        patched.setattr(Uploads, "upload", lambda self, n, *rest: upload(self, n, *rest) if n < 1 else 1 / 0)
+        patched.setattr("shardctl.verbs.into_bucket.measure_free_space", lambda _: before)
+        patched.setattr(BucketUploads, "upload", lambda self, n, *rest: upload(self, n, *rest) if n < 1 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             reshard(source, f"s3://{bucket}/out", TP2)
     assert ".shardctl/group-00000" in held(s3, bucket, "out/")
-    monkeypatch.setattr("shardctl.verbs.into_bucket.free_space", lambda _: now)
+    monkeypatch.setattr("shardctl.verbs.into_bucket.measure_free_space", lambda _: now)
     assert reshard(source, f"s3://{bucket}/out", TP2).record == wanted.record
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
@@ -194,7 +196,7 @@ def test_folders_that_were_made_in_a_web_page_are_no_files(s3, bucket, source):
 
 
 def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, monkeypatch):
-    wish, publish = ReshardOptions(to="hf", max_shard_size=30_000), Uploads.publish
+    wish, publish = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.publish
 
     def beaten(self, record, sizes):
         path = min(path for path in sizes if path.endswith(".safetensors"))
@@ -202,7 +204,7 @@ def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, mon
         publish(self, record, sizes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Uploads, "publish", beaten)
+        patched.setattr(BucketUploads, "publish", beaten)
         with pytest.raises(DestinationError, match="was changed by another program"):
             reshard(source, f"s3://{bucket}/out", wish)
     assert "shardctl.json" not in held(s3, bucket, "out/")
@@ -217,10 +219,10 @@ def killed(*_):
 def test_a_run_that_was_killed_when_all_was_there_is_found_finished(s3, bucket, source, tmp_path, monkeypatch, left):
     """The record is written, and notes are not yet removed."""
     wanted = reshard(source, tmp_path / "out", TP2)
-    delete, removed = Bucket.delete, []
+    delete, removed = CloudBucket.delete, []
     with monkeypatch.context() as patched:
         patched.setattr(
-            Bucket, "delete", lambda *args: removed.append(delete(*args)) if len(removed) < left else killed()
+            CloudBucket, "delete", lambda *args: removed.append(delete(*args)) if len(removed) < left else killed()
         )
         with pytest.raises(RuntimeError):
             reshard(source, f"s3://{bucket}/out", TP2)
@@ -241,7 +243,7 @@ def test_a_plan_that_was_damaged_is_said(s3, bucket, source, content):
 
 
 def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
-    wish, upload, others = ReshardOptions(to="hf", max_shard_size=30_000), Uploads.upload, []
+    wish, upload, others = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.upload, []
 
     def overtaken(self, number, part, tree):
         if number == 1 and not others:
@@ -250,7 +252,7 @@ def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, s
             others.append(held(s3, bucket, "out/"))
         return upload(self, number, part, tree)
 
-    monkeypatch.setattr(Uploads, "upload", overtaken)
+    monkeypatch.setattr(BucketUploads, "upload", overtaken)
     with pytest.raises(DestinationError, match="was taken by another run"):
         reshard(source, f"s3://{bucket}/out", wish)
     assert held(s3, bucket, "out/") == others[1]
@@ -288,7 +290,7 @@ def test_a_process_that_is_killed_in_the_middle_leaves_nothing_that_looks_finish
 
 def test_a_destination_that_is_not_ours_is_refused(s3, bucket, source):
     s3.put_object(Bucket=bucket, Key="mine/thesis.txt", Body=b"")
-    for verb in (reshard, rehearse):
+    for verb in (reshard, rehearse_reshard):
         with pytest.raises(DestinationError, match=r"not empty and was not written by shardctl: it holds thesis.txt"):
             verb(source, f"s3://{bucket}/mine", TP2)
     reshard(source, f"s3://{bucket}/out", TP2)
@@ -301,7 +303,7 @@ def test_a_destination_that_is_not_ours_is_refused(s3, bucket, source):
 
 
 def test_a_rehearsal_writes_nothing(s3, bucket, source):
-    rehearse(source, f"s3://{bucket}/out", TP2)
+    rehearse_reshard(source, f"s3://{bucket}/out", TP2)
     assert held(s3, bucket) == {}
 
 
@@ -320,7 +322,7 @@ def test_what_is_not_there_is_said(bucket, source):
 
 def test_an_object_that_changes_under_the_reader_is_an_error(s3, bucket, heavy):
     put(s3, bucket, "m/", heavy)
-    place = Bucket(f"s3://{bucket}/m")
+    place = CloudBucket(f"s3://{bucket}/m")
     etag = place.objects()["model.safetensors"].etag
     content = bytearray((heavy / "model.safetensors").read_bytes())
     into = bytearray(100)
@@ -335,7 +337,7 @@ def test_an_object_that_changes_under_the_reader_is_an_error(s3, bucket, heavy):
 def test_trouble_that_passes_is_tried_again_and_answers_are_measured(s3, bucket, source, monkeypatch):
     put(s3, bucket, "m/", source)
     monkeypatch.setattr(patience, "FIRST_WAIT", 0.01)
-    place = Bucket(f"s3://{bucket}/m")
+    place = CloudBucket(f"s3://{bucket}/m")
     library, calls = place._obstore, []
     get = library.get
 
@@ -363,9 +365,9 @@ def test_small_reads_are_merged(s3, bucket, tmp_path, monkeypatch):
     source = llama(tmp_path / "source", num_hidden_layers=12)
     put(s3, bucket, "m/", source)
     fetched = []
-    fetch = Bucket.fetch
+    fetch = CloudBucket.fetch
     monkeypatch.setattr(
-        Bucket,
+        CloudBucket,
         "fetch",
         lambda self, path, offset, into, etag: (fetched.append(len(into)), fetch(self, path, offset, into, etag))[1],
     )
@@ -380,5 +382,5 @@ def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     with pytest.raises(UsageError) as raised:
-        Bucket("s3://x/y")
+        CloudBucket("s3://x/y")
     assert raised.value.hint == "pip install 'shardctl[cloud]'"

@@ -8,7 +8,7 @@ from shardctl.errors import AccessError, DestinationError, SourceError, Transien
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage import patience
-from shardctl.storage.cloud.bucket import Bucket
+from shardctl.storage.cloud.bucket import CloudBucket
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 
@@ -152,14 +152,14 @@ def test_a_look_at_the_destination_that_fails_is_the_destinations_fault(s3_place
 
 
 def test_an_object_that_somebody_else_wrote_is_the_destinations_fault(s3_place, source, monkeypatch):
-    upload = Bucket.upload
+    upload = CloudBucket.upload
 
     def overtaken(self, path, file, size):
         head = self.head
         monkeypatch.setattr(self, "head", lambda path: (s3_place.put(f"out/{path}", bytes(size)), head(path))[1])
         return upload(self, path, file, size)
 
-    monkeypatch.setattr(Bucket, "upload", overtaken)
+    monkeypatch.setattr(CloudBucket, "upload", overtaken)
     with pytest.raises(DestinationError, match="was written by somebody else"):
         reshard(source, s3_place.address("out"), TP2)
 

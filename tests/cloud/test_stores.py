@@ -13,7 +13,7 @@ from cloud_models import llama, on_disk
 from shardctl.errors import ChangedError, DestinationError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage.cloud.bucket import PIECE, Bucket
+from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
@@ -71,7 +71,7 @@ def test_from_a_store_into_the_same_store(place, source):
 
 def test_an_object_that_changes_under_the_reader_is_an_error(place, source):
     place.fill("m/", source)
-    bucket = Bucket(place.address("m"))
+    bucket = CloudBucket(place.address("m"))
     etag = bucket.objects()["model.safetensors"].etag
     assert bucket.head("model.safetensors").etag == etag, "a listing and a look speak of one object"
     content = bytearray((source / "model.safetensors").read_bytes())
@@ -86,7 +86,7 @@ def test_an_object_that_changes_under_the_reader_is_an_error(place, source):
 
 def test_what_is_not_there_can_be_removed(place):
     place.put("x/there", b"1")
-    Bucket(place.address("x"), writing=True).delete(["there", "gone"])
+    CloudBucket(place.address("x"), writing=True).delete(["there", "gone"])
     assert place.keys("x/") == set()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parents[1] / "fixtures" / "configs" / "llama.json"
@@ -23,7 +23,7 @@ def checkpoint(place, seed=0):
     """A small Llama in two files, with side files, one of them in a folder."""
     config = {**json.loads(CONFIG.read_text()), "dtype": "float32"}
     random = np.random.default_rng(seed)
-    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe(config).own()}
+    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe_model(config).own()}
     place.mkdir(parents=True)
     halves = sorted(tensors)[::2], sorted(tensors)[1::2]
     weight_map = {}

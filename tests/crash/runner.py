@@ -22,7 +22,7 @@ from faults import Faults
 
 from shardctl.errors import ShardctlError
 from shardctl.execute import engine
-from shardctl.execute.worker import Worker
+from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.storage import descriptors, direct, local
 from shardctl.verbs import contribute as contributing
@@ -37,9 +37,9 @@ assert direct  # imported before a child becomes a user who may not read the int
 
 def make_everything_small():
     """Blocks of a few kB, a journal that grows every few of them, and direct I/O for anything that fills a page."""
-    usual = drafting.budget
+    usual = drafting.divide_host_memory
     contributing.PATIENCE = 1
-    drafting.budget = lambda *args, **options: replace(usual(*args, **options), block=BLOCK)
+    drafting.divide_host_memory = lambda *args, **options: replace(usual(*args, **options), block=BLOCK)
     engine.SYNC_BYTES = 3 * BLOCK
     local._LARGE = 4096
 
@@ -53,7 +53,7 @@ def run(job):
     if "largest_file" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
     if "descriptors" in job:
-        descriptors.usual_number = lambda: job["descriptors"]
+        descriptors.choose_descriptor_count = lambda: job["descriptors"]
     if "user" in job:
         os.setuid(job["user"])
     faults = Faults(**job.get("faults", {}))
@@ -70,7 +70,7 @@ def run(job):
     faults.install()
     try:
         if "worker" in job:
-            worker = Worker(*job["worker"])
+            worker = WorkerId(*job["worker"])
             part = contribute(job["source"], job["destination"], wish, worker=worker, run=job.get("run", ""), **options)
             return {
                 "code": 0,

@@ -10,7 +10,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from shardctl import formats
-from shardctl.manifest import Fill
+from shardctl.manifest import ConstantFill
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def scan(path: Path, weights: str | None = None) -> Manifest:
     """The manifest of a directory or file."""
     with closing(LocalSource(path)) as source:
-        return formats.scan(source, weights=weights)
+        return formats.scan_checkpoint(source, weights=weights)
 
 
 def gather(root: Path, tensor: Tensor) -> bytes:
@@ -32,7 +32,7 @@ def gather(root: Path, tensor: Tensor) -> bytes:
     filled = np.zeros((*tensor.shape, width), np.uint8)
     times = np.zeros(tensor.shape, int)
     for chunk in tensor.chunks:
-        if isinstance(chunk.where, Fill):
+        if isinstance(chunk.where, ConstantFill):
             continue
         content = np.fromfile(root / chunk.where.file, np.uint8)[chunk.where.offset :]
         reach = sum((n - 1) * s for n, s in zip(chunk.box.shape, chunk.where.strides, strict=True)) + width

@@ -24,14 +24,14 @@ from stored_bytes import check, scan
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
-from shardctl.formats.dcp.items import Items
-from shardctl.formats.dcp.metadata import Item
+from shardctl.formats.dcp.items import ItemReader
+from shardctl.formats.dcp.metadata import StoredItem
 from shardctl.formats.dcp.save import _check_disjoint
-from shardctl.layouts.torch_item import tensor_item
+from shardctl.layouts.torch_item import encode_tensor
 from shardctl.manifest import Region
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -410,7 +410,7 @@ WRAPPED = {
 def test_names_are_known_in_the_wrappers_of_trainers(wrapping, tmp_path):
     rename = WRAPPED[wrapping]
     place = saved({"model": {rename(name): value for name, value in weights().items()}}, tmp_path / "wrapped")
-    with opened(place, SourceOptions(config=FIXTURES / "config.json")) as checkpoint:
+    with open_checkpoint(place, SourceOptions(config=FIXTURES / "config.json")) as checkpoint:
         assert checkpoint.model_error is None
         check(place, checkpoint.manifest.tensors, weights())
         assert all(tensor.spelling == () for tensor in checkpoint.manifest.tensors.values())
@@ -496,15 +496,15 @@ def test_parameters_of_a_flattened_optimizer_are_grouped_by_their_settings(tmp_p
 def test_an_item_of_more_than_four_gigabytes_is_found(tmp_path):
     """Sizes and offsets beyond 32 bits, in a file with a hole in place of the data."""
     shape = ((1 << 30) + 3,)
-    head, tail = tensor_item(BY_NAME["F32"], shape)
+    head, tail = encode_tensor(BY_NAME["F32"], shape)
     nbytes = 4 * shape[0]
     with (tmp_path / "__0_0.distcp").open("wb") as file:
         file.write(head)
         file.seek(nbytes, io.SEEK_CUR)
         file.write(tail)
-    item = Item("__0_0.distcp", 0, len(head) + nbytes + len(tail))
+    item = StoredItem("__0_0.distcp", 0, len(head) + nbytes + len(tail))
     with closing(LocalSource(tmp_path)) as source:
-        assert Items(source).region(item, "big", BY_NAME["F32"], shape) == Region("__0_0.distcp", len(head), (4,))
+        assert ItemReader(source).region(item, "big", BY_NAME["F32"], shape) == Region("__0_0.distcp", len(head), (4,))
     with zipfile.ZipFile(tmp_path / "__0_0.distcp") as archive:
         assert archive.getinfo("archive/data/0").file_size == nbytes
         assert archive.read("archive/version") == b"3\n"
@@ -529,7 +529,7 @@ def test_the_flavour_of_safetensors_keeps_scalars_and_integers(tmp_path):
 
 def test_flat_parameters_are_refused_with_a_reason(tmp_path):
     place = saved({"model": {"_flat_param": torch.zeros(9), "layers.0._flat_param": torch.zeros(9)}}, tmp_path / "flat")
-    with pytest.raises(UnsupportedError, match="in one row, and not which ones, in what order"), opened(place):
+    with pytest.raises(UnsupportedError, match="in one row, and not which ones, in what order"), open_checkpoint(place):
         pass
 
 
@@ -543,7 +543,7 @@ def test_flat_parameters_of_a_known_model_are_taken_apart(tmp_path):
         ]
         flat[f"{unit}_flat_param"] = torch.cat(inside)
     place = saved({"model": flat}, tmp_path / "flat")
-    with opened(place, SourceOptions(config=pickled / "flat.json")) as checkpoint:
+    with open_checkpoint(place, SourceOptions(config=pickled / "flat.json")) as checkpoint:
         check(place, checkpoint.manifest.tensors, weights)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
-from shardctl.formats import detect, scan
+from shardctl.formats import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
@@ -54,8 +54,8 @@ class TestReading:
         assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
 
     def test_it_is_recognised_and_its_mesh_is_known(self, place):
-        assert detect(LocalSource(place)).name == "deepseek"
-        dialect = scan(LocalSource(place)).dialect
+        assert detect_format(LocalSource(place)).name == "deepseek"
+        dialect = scan_checkpoint(LocalSource(place)).dialect
         assert (str(dialect.mesh), len(dialect.ranks)) == ("tp4 x ep4", 4)
 
     def test_without_a_config_one_is_asked_for(self, place):
@@ -65,7 +65,7 @@ class TestReading:
 
     def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
         shutil.copy(FIXTURES / "bf16" / "source" / "model.safetensors", place)
-        assert detect(LocalSource(place)).name == "safetensors"
+        assert detect_format(LocalSource(place)).name == "safetensors"
 
 
 class TestWriting:
@@ -136,20 +136,20 @@ class TestRefusals:
     def test_a_file_that_is_missing(self, place):
         (place / "model1-mp4.safetensors").unlink()
         with pytest.raises(SourceError, match=r"model1-mp4\.safetensors is missing: 3 of 4 files"):
-            scan(LocalSource(place))
+            scan_checkpoint(LocalSource(place))
         (place / "model2-mp4.safetensors").unlink()
         with pytest.raises(SourceError, match=r"model1-mp4\.safetensors and 1 more files are missing"):
-            scan(LocalSource(place))
+            scan_checkpoint(LocalSource(place))
 
     def test_files_of_two_conversions(self, place):
         shutil.copy(FIXTURES / "bf16" / "mp1" / "model0-mp1.safetensors", place)
         with pytest.raises(SourceError, match="several conversions: mp1 and mp4"):
-            scan(LocalSource(place))
+            scan_checkpoint(LocalSource(place))
 
     def test_a_rank_too_many(self, place):
         shutil.copy(place / "model0-mp4.safetensors", place / "model4-mp4.safetensors")
         with pytest.raises(SourceError, match=r"model4-mp4\.safetensors is none of 4 files"):
-            scan(LocalSource(place))
+            scan_checkpoint(LocalSource(place))
 
     def test_files_of_two_models(self, place):
         arrays = load_file(place / "model2-mp4.safetensors")
@@ -173,4 +173,4 @@ class TestRefusals:
         (place / "model1-mp4.safetensors").rename(tmp_path / "elsewhere")
         (place / "model1-mp4.safetensors").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
-            scan(LocalSource(place))
+            scan_checkpoint(LocalSource(place))

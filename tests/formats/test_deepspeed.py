@@ -22,7 +22,7 @@ from stored_bytes import bits, gather, scan
 from shardctl import formats
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.formats.deepspeed import geometry
-from shardctl.formats.deepspeed.patterns import Patterns
+from shardctl.formats.deepspeed.patterns import NamePatterns
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
@@ -214,7 +214,7 @@ def test_joined_parts_are_those_of_one_long_array(shapes, ranks, data):
     for rank in range(ranks):
         part = line[rank * length : (rank + 1) * length]
         covered = np.zeros(length)
-        for name, run in geometry.joined(shapes, geometry.Partition(rank, ranks), length, paddings):
+        for name, run in geometry.list_joined_runs(shapes, geometry.FlatPartition(rank, ranks), length, paddings):
             stretch = part[run.at : run.at + run.stop - run.start]
             assert (stretch == int(name[1:]) + 1).all()
             assert run.start == seen[name]
@@ -533,7 +533,7 @@ def test_safetensors_beside_win_and_say_so(tmp_path):
     assert found.format == "safetensors"
     assert "global_step2/ is left behind" in " ".join(found.warnings)
     with closing(LocalSource(place)) as source:
-        found = formats.scan(source, override="deepspeed")
+        found = formats.scan_checkpoint(source, override="deepspeed")
     check(place, found.tensors, whole("z2")["master"])
 
 
@@ -560,20 +560,20 @@ def test_parts_of_tensor_parallel_ranks_need_the_rules_of_the_writer(tmp_path):
     ("a*b+", "aa", False), ("", "anything", True), ("^$", "a", False),
 ])  # fmt: skip
 def test_patterns_are_matched_as_python_does(pattern, name, fits):
-    assert (Patterns([pattern]).find(name) == pattern) is fits
+    assert (NamePatterns([pattern]).find(name) == pattern) is fits
     assert (re.match(pattern, name) is not None) is fits
 
 
 def test_a_pattern_made_to_take_years_takes_none(monkeypatch):
     monkeypatch.setattr("shardctl.formats.deepspeed.patterns._MOST", 100_000)
-    assert Patterns([".*" * 20 + "x"]).find("a" * 100) is None
+    assert NamePatterns([".*" * 20 + "x"]).find("a" * 100) is None
     with pytest.raises(HostileError, match="take too long"):
-        Patterns([".*" * 499 + "x"]).find("a" * 100_000)
+        NamePatterns([".*" * 499 + "x"]).find("a" * 100_000)
     with pytest.raises(UnsupportedError, match="does not understand"):
-        Patterns(["(a+)+b"])
+        NamePatterns(["(a+)+b"])
 
 
 def test_many_plain_patterns_cost_nothing():
-    many = Patterns(f"^model\\.layers\\.{n}\\.weight$" for n in range(3_000))
+    many = NamePatterns(f"^model\\.layers\\.{n}\\.weight$" for n in range(3_000))
     assert all(many.find(f"model.layers.{n}.weight") for n in range(3_000))
     assert many.find("model.layers.1.weights") is None

@@ -13,7 +13,7 @@ from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
 from shardctl.errors import SourceError
-from shardctl.formats import scan
+from shardctl.formats import scan_checkpoint
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.reshard import reshard
 
@@ -22,7 +22,7 @@ SECOND = {"a": torch.zeros(3), "b": torch.ones(2)}
 
 
 def warnings(path):
-    return scan(LocalSource(path)).warnings
+    return scan_checkpoint(LocalSource(path)).warnings
 
 
 def test_records_that_nothing_refers_to(tmp_path):
@@ -54,7 +54,7 @@ def test_a_second_save_behind_the_first_in_a_legacy_file(tmp_path):
     assert warnings(tmp_path / "m.bin") == (
         f"m.bin: {size - first} bytes behind the first save, a second one, are left behind, as torch.load leaves them",
     )
-    assert scan(LocalSource(tmp_path / "m.bin")).tensors.keys() == {"a"}
+    assert scan_checkpoint(LocalSource(tmp_path / "m.bin")).tensors.keys() == {"a"}
 
 
 def test_bytes_behind_a_legacy_file_that_are_no_pickle_are_damage(tmp_path):
@@ -78,7 +78,7 @@ def test_several_variants_are_one_warning_that_names_each_and_their_indexes_do_n
     torch.save(SECOND, tmp_path / "pytorch_model.bin")
     variant = {"weight_map": dict.fromkeys(SECOND, "model.fp16-00001-of-00001.safetensors")}
     (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps(variant))
-    manifest = scan(LocalSource(tmp_path))
+    manifest = scan_checkpoint(LocalSource(tmp_path))
     (warning,) = manifest.warnings
     assert warning.startswith("model.fp16-00001-of-00001.safetensors, pytorch_model.bin hold weights that are not part")
     assert [item.name for item in manifest.objects if item.policy == "carry"] == []

@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect, scan
-from shardctl.layouts.megatron import Wanted, _first_and_last
+from shardctl.formats import detect_format, scan_checkpoint
+from shardctl.layouts.megatron import MegatronOptions, _find_end_stages
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.schemas.megatron.names import engine_name, local_name
-from shardctl.schemas.megatron.ranks import folders, least_mesh
+from shardctl.schemas.megatron.names import find_engine_name, find_local_name
+from shardctl.schemas.megatron.ranks import build_least_mesh, list_mesh_folders
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -143,7 +143,7 @@ class TestReading:
 
     @pytest.mark.parametrize("name", CASES)
     def test_the_config_is_that_of_the_model(self, name):
-        made = scan(LocalSource(FIXTURES / name)).own_config.values
+        made = scan_checkpoint(LocalSource(FIXTURES / name)).own_config.values
         config = json.loads((source(name) / "config.json").read_text())
         config |= {"rope_theta": config.get("rope_parameters", {}).get("rope_theta")}
         unlike = {key for key in made.keys() & config.keys() if made[key] != config[key]}
@@ -151,10 +151,10 @@ class TestReading:
         assert unlike == UNLIKE.get(name, set()) | vocabulary
 
     def test_the_mesh_and_the_stages_are_known(self):
-        found = scan(LocalSource(FIXTURES / "llama-vp2-pp2")).dialect
+        found = scan_checkpoint(LocalSource(FIXTURES / "llama-vp2-pp2")).dialect
         assert (str(found.mesh), found.stages, found.facts["layers"]) == ("pp2", (2, 2), (1, 1, 1, 1))
-        assert scan(LocalSource(FIXTURES / "llama-uneven")).dialect.stages == (1, 3)
-        experts = scan(LocalSource(FIXTURES / "qwen3-moe-ep2-etp1")).dialect
+        assert scan_checkpoint(LocalSource(FIXTURES / "llama-uneven")).dialect.stages == (1, 3)
+        experts = scan_checkpoint(LocalSource(FIXTURES / "qwen3-moe-ep2-etp1")).dialect
         assert (experts.mesh.ep, experts.mesh.etp) == (2, 1)
         assert list(experts.ranks.values()) == ["mp_rank_00_000/", "mp_rank_01_001/"]
         assert (
@@ -165,20 +165,20 @@ class TestReading:
     def test_one_iteration_is_read_and_others_are_said_to_be_left(self, tmp_path):
         shutil.copytree(FIXTURES / "llama-tp4", tmp_path, dirs_exist_ok=True)
         shutil.copytree(tmp_path / "iter_0000010", tmp_path / "iter_0000008")
-        assert "iter_0000008 is left behind" in scan(LocalSource(tmp_path)).warnings[-1]
+        assert "iter_0000008 is left behind" in scan_checkpoint(LocalSource(tmp_path)).warnings[-1]
         (tmp_path / "latest_checkpointed_iteration.txt").unlink()
         with pytest.raises(SourceError, match="several iterations and no latest_checkpointed_iteration"):
-            scan(LocalSource(tmp_path))
-        assert detect(LocalSource(tmp_path / "iter_0000008")).name == "megatron"
-        assert len(scan(LocalSource(tmp_path / "iter_0000008")).files) == 4
+            scan_checkpoint(LocalSource(tmp_path))
+        assert detect_format(LocalSource(tmp_path / "iter_0000008")).name == "megatron"
+        assert len(scan_checkpoint(LocalSource(tmp_path / "iter_0000008")).files) == 4
 
     def test_what_trains_is_left_behind_and_said_so(self):
-        found = scan(LocalSource(FIXTURES / "llama-trained"))
+        found = scan_checkpoint(LocalSource(FIXTURES / "llama-trained"))
         assert any("the optimizer's states are left behind" in note for note in found.training.notes)
         left = {each.name for each in found.objects if each.policy == "drop"}
         assert {"optimizer", "rng_state", "iter_0000010/mp_rank_00/distrib_optim.pt"} <= left
         assert all(each.policy == "drop" for each in found.objects)
-        engine = scan(LocalSource(FIXTURES / "llama-te"))
+        engine = scan_checkpoint(LocalSource(FIXTURES / "llama-te"))
         assert any("_extra_state of Transformer Engine's layers" in note for note in engine.training.notes)
 
     def test_layers_that_predict_further_tokens_are_left_behind(self, written, tmp_path):
@@ -197,7 +197,7 @@ class TestReading:
             saved = load(path)
             saved["args"].model_parallel_size = saved["args"].__dict__.pop("tensor_model_parallel_size")
             torch.save(saved, path)
-        assert scan(LocalSource(written)).dialect.mesh.degree("tp") == 2
+        assert scan_checkpoint(LocalSource(written)).dialect.mesh.degree("tp") == 2
 
     def test_another_config_overrides_the_args(self, tmp_path):
         made = reshard(
@@ -281,7 +281,7 @@ class TestWriting:
         (at / "config.json").write_text(json.dumps(config))
         reshard(at, tmp_path / "out", ReshardOptions(to="megatron"))
         assert load(tmp_path / "out" / "release" / "mp_rank_00" / FILE)["args"].window_size == (15, 0)
-        made = scan(LocalSource(tmp_path / "out")).own_config.values
+        made = scan_checkpoint(LocalSource(tmp_path / "out")).own_config.values
         assert (made["model_type"], made["sliding_window"]) == ("mistral", 16)
 
     def test_layers_that_predict_further_tokens_are_left_and_said_so(self, tmp_path):
@@ -300,23 +300,23 @@ class TestRefusals:
         file = next(where.rglob(FILE))
         file.with_name(f"{FILE}.aria2").write_bytes(b"")
         with pytest.raises(SourceError, match=r"is not completely downloaded"):
-            scan(LocalSource(where))
+            scan_checkpoint(LocalSource(where))
 
     def test_a_missing_diagonal_folder_is_named(self, written):
         shutil.rmtree(written / "release" / "mp_rank_01_001")
         with pytest.raises(SourceError, match=r"release/mp_rank_01_001 is missing: the args say tp=2, pp=1, ep=2"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_a_folder_too_many_is_named(self, written):
         shutil.copytree(written / "release" / "mp_rank_01_001", written / "release" / "mp_rank_02_000")
         with pytest.raises(SourceError, match="mp_rank_02_000 is there, but the args say"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     @pytest.mark.parametrize("version", [1.5, 4.0, "new"])
     def test_an_unknown_version(self, written, version):
         change(written, checkpoint_version=version)
         with pytest.raises(UnsupportedError, match="checkpoint_version that is not known"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_a_vocabulary_that_cannot_be_known(self, written, tmp_path):
         change(written, args_vocab_size=None)
@@ -333,10 +333,10 @@ class TestRefusals:
             reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         change(written, args_num_layers=3)
         with pytest.raises(SourceError, match=r"the files hold 2 layers, but the args of .* say 3"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
         change(written, args_tensor_model_parallel_size="two")
         with pytest.raises(SourceError, match="tensor_model_parallel_size 'two' among its args, which is no degree"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_args_of_a_model_that_no_config_describes(self, written, tmp_path):
         change(written, args_hybrid_override_pattern="M*M*")
@@ -349,7 +349,7 @@ class TestRefusals:
         saved["checkpoint_version"] = 2.0
         torch.save(saved, path)
         with pytest.raises(SourceError, match=r"has checkpoint_version 2, but .* 3"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_a_file_that_runs_code(self, written):
         class Attack:
@@ -358,17 +358,17 @@ class TestRefusals:
 
         change(written, rng_state=Attack())
         with pytest.raises(HostileError):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_no_args(self, written):
         change(written, args=None)
         with pytest.raises(SourceError, match="has no args of Megatron-LM, so its mesh is not known"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_a_tracker_that_names_what_is_not_there(self, written):
         (written / "latest_checkpointed_iteration.txt").write_text("30")
         with pytest.raises(SourceError, match="names iter_0000030, of which there are no ranks"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     @pytest.mark.parametrize(
         ("wanted", "message"),
@@ -393,11 +393,11 @@ class TestRefusals:
         reshard(model, tmp_path / "good", ReshardOptions(to="megatron", mesh=Mesh.of(pp=3), stages="2,1,1"))
         args = load(tmp_path / "good" / "release" / "mp_rank_00_000" / FILE)["args"]
         assert (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) == (2, None)
-        assert _first_and_last((3, 3, 3)) == (None, None)
-        assert _first_and_last((1, 3)) == (1, None)
-        assert _first_and_last((1, 3, 3, 2)) == (1, 2)
+        assert _find_end_stages((3, 3, 3)) == (None, None)
+        assert _find_end_stages((1, 3)) == (1, None)
+        assert _find_end_stages((1, 3, 3, 2)) == (1, 2)
         with pytest.raises(CutError, match="1,2,3,1 differ in the middle"):
-            _first_and_last((1, 2, 3, 1))
+            _find_end_stages((1, 2, 3, 1))
 
     def test_models_that_have_other_arrays(self, tmp_path):
         at = tmp_path / "granite"
@@ -434,35 +434,41 @@ class TestNames:
         for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight"):
             full = f"decoder.layers.3.{name}"
             for experts in (True, False):
-                assert local_name(engine_name(full, experts=experts, latent=False)) == full
+                assert find_local_name(find_engine_name(full, experts=experts, latent=False)) == full
         expert = "decoder.layers.0.mlp.experts.local_experts.12.linear_fc2.weight"
-        grouped = engine_name(expert, experts=True, latent=False, grouped=True)
+        grouped = find_engine_name(expert, experts=True, latent=False, grouped=True)
         assert grouped == "decoder.layers.0.mlp.experts.linear_fc2.weight12"
-        assert local_name(grouped) == expert
+        assert find_local_name(grouped) == expert
         latent = "decoder.layers.0.self_attention.q_layernorm.weight"
-        assert engine_name(latent, experts=False, latent=False) == latent
-        assert local_name(engine_name(latent, experts=False, latent=True)) == latent
+        assert find_engine_name(latent, experts=False, latent=False) == latent
+        assert find_local_name(find_engine_name(latent, experts=False, latent=True)) == latent
 
     def test_folders(self):
-        assert list(folders(least_mesh(tp=2, pp=1, ep=2, etp=1))) == ["mp_rank_00_000", "mp_rank_01_001"]
-        assert list(folders(least_mesh(tp=1, pp=2, ep=1, etp=1))) == ["mp_rank_00_000", "mp_rank_00_001"]
+        assert list(list_mesh_folders(build_least_mesh(tp=2, pp=1, ep=2, etp=1))) == [
+            "mp_rank_00_000",
+            "mp_rank_01_001",
+        ]
+        assert list(list_mesh_folders(build_least_mesh(tp=1, pp=2, ep=1, etp=1))) == [
+            "mp_rank_00_000",
+            "mp_rank_00_001",
+        ]
         for tp, ep, etp in ((2, 2, 2), (4, 2, 1), (2, 3, 1), (4, 4, 2), (6, 4, 3)):
-            mesh = least_mesh(tp=tp, pp=2, ep=ep, etp=etp)
-            assert len(set(folders(mesh))) == mesh.world, "each rank has a folder of its own"
+            mesh = build_least_mesh(tp=tp, pp=2, ep=ep, etp=etp)
+            assert len(set(list_mesh_folders(mesh))) == mesh.world, "each rank has a folder of its own"
         with pytest.raises(UnsupportedError, match="etp=2 does not divide tp=1"):
-            folders(least_mesh(tp=1, pp=1, ep=2, etp=2))
+            list_mesh_folders(build_least_mesh(tp=1, pp=1, ep=2, etp=2))
 
     def test_args_that_say_endless_ranks_are_refused_at_once(self, written):
         change(written, args_pipeline_model_parallel_size=1 << 19, args_expert_model_parallel_size=1 << 19)
         with pytest.raises(SourceError, match=r"args that cannot be: a mesh of 2[0-9,]+ ranks is larger"):
-            scan(LocalSource(written))
+            scan_checkpoint(LocalSource(written))
 
     def test_what_is_asked_for(self):
-        assert Wanted.parse("") == Wanted()
+        assert MegatronOptions.parse("") == MegatronOptions()
         with pytest.raises(UsageError, match="virtual=0"):
-            Wanted.parse("virtual=0")
+            MegatronOptions.parse("virtual=0")
         with pytest.raises(UsageError, match="layers=local"):
-            Wanted.parse("layers=local,layers=local")
+            MegatronOptions.parse("layers=local,layers=local")
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
@@ -473,7 +479,7 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path):
 
 def test_a_vocabulary_that_is_said_too_small_is_noticed():
     """What is left behind as padding is not zero then; it may also be padding that was trained, so it is a warning."""
-    with opened(FIXTURES / "mistral-tp2", SourceOptions(true_vocab=50)) as checkpoint:
+    with open_checkpoint(FIXTURES / "mistral-tp2", SourceOptions(true_vocab=50)) as checkpoint:
         (said,) = [text for text in checkpoint.manifest.warnings if "behind the last token are not zero" in text]
     assert "--true-vocab" in said
 
@@ -489,7 +495,7 @@ def test_norms_that_are_kept_less_one_are_read_and_that_is_said(tmp_path):
                 tensor.sub_(1)
         torch.save(saved, path)
     given = SourceOptions(true_vocab=100)
-    with opened(tmp_path / "in", given) as checkpoint:
+    with open_checkpoint(tmp_path / "in", given) as checkpoint:
         assert any("are stored as gamma-1 in BF16" in text for text in checkpoint.manifest.warnings)
     reshard(tmp_path / "in", tmp_path / "out", ReshardOptions(to="hf"), reading=given)
     ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", source("llama-tp2-pp2")))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect, scan
+from shardctl.formats import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.storage import read
-from shardctl.storage.orbax import OrbaxSource, is_orbax, runs
+from shardctl.storage import read_bytes
+from shardctl.storage.orbax import OrbaxSource, is_orbax, list_run_slices
 from shardctl.storage.places import open_source
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -59,18 +59,18 @@ class TestReading:
         found = inspect(ORBAX / "ocdbt")
         names = {line.name for line in found.tensors}
         assert {"params.embedder.embedding", "params.layers.attention.query.kernel", "step"} <= names
-        assert detect(open_source(ORBAX / "ocdbt")).name == "orbax"
+        assert detect_format(open_source(ORBAX / "ocdbt")).name == "orbax"
 
     def test_any_run_of_bytes_can_be_read(self):
         source = open_source(ORBAX / "zarr3")
         path = "arrays/params.layers.attention.query.kernel"
-        whole = read(source, path)
+        whole = read_bytes(source, path)
         assert len(whole) == source.files()[path].size
         for start, stop in ((0, 1), (3, 777), (1023, 1026), (5000, 8191), (2, len(whole)), (9, 9)):
-            assert read(source, path, start, stop - start) == whole[start:stop]
+            assert read_bytes(source, path, start, stop - start) == whole[start:stop]
 
     def test_what_orbax_keeps_for_itself_does_not_travel(self):
-        manifest = scan(open_source(ORBAX / "ocdbt"))
+        manifest = scan_checkpoint(open_source(ORBAX / "ocdbt"))
         assert manifest.objects == ()
         assert manifest.warnings == ()
 
@@ -124,7 +124,7 @@ def test_runs_are_all_elements_in_order(shape, data):
     array = np.arange(int(np.prod(shape))).reshape(shape)
     start = data.draw(st.integers(0, array.size))
     stop = data.draw(st.integers(start, array.size))
-    found = list(runs(shape, start, stop))
+    found = list(list_run_slices(shape, start, stop))
     taken = [array[index].reshape(-1) for index in found]
     assert np.concatenate([*taken, []]).tolist() == list(range(start, stop))
     assert len(found) <= max(2 * len(shape) - 1, 1)

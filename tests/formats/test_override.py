@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.formats import FORMATS, scan
+from shardctl.formats import FORMATS, scan_checkpoint
 from shardctl.storage.places import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -33,6 +33,6 @@ def test_what_is_something_else_is_refused(what, format_, tmp_path):
     if format_.detect(source):
         return
     with pytest.raises(SourceError) as error:
-        scan(source, override=format_.name)
+        scan_checkpoint(source, override=format_.name)
     named = [source.name, *source.files()]
     assert any(name in error.value.message for name in named)

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl.errors import HostileError, ShardctlError, SourceError, UnsupportedError
-from shardctl.formats.pickle_machine import load
-from shardctl.formats.pickle_state import Limits, TruncatedError
-from shardctl.formats.pickle_tree import Call, Global, mapping
+from shardctl.formats.pickle_machine import parse_pickle
+from shardctl.formats.pickle_state import PickleLimits, TruncatedError
+from shardctl.formats.pickle_tree import CallNode, GlobalNode, as_mapping
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -35,7 +35,7 @@ DATA = st.recursive(
 
 
 def value(data: bytes, **limits: int) -> object:
-    return load(data, "x.bin", limits=Limits(**limits)).value
+    return parse_pickle(data, "x.bin", limits=PickleLimits(**limits)).value
 
 
 # What is right is read right
@@ -76,10 +76,10 @@ class Thing:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_object_is_a_note_of_how_to_make_it(protocol):
     node = value(pickle.dumps(Thing(3), protocol))
-    assert isinstance(node, Call)
+    assert isinstance(node, CallNode)
     assert node.state == {"a": 3}
     assert str(Thing.__name__) in {
-        str(g).rpartition(".")[2] for g in (node.function, *node.args) if isinstance(g, Global)
+        str(g).rpartition(".")[2] for g in (node.function, *node.args) if isinstance(g, GlobalNode)
     }
 
 
@@ -88,15 +88,15 @@ def test_collections_are_mappings(protocol):
     ordered = collections.OrderedDict(a=1, b=2)
     ordered.note = "kept"  # type: ignore[attr-defined]
     node = value(pickle.dumps(ordered, protocol))
-    assert mapping(node) == {"a": 1, "b": 2}
-    assert mapping(value(pickle.dumps(collections.defaultdict(list, c=[3]), protocol))) == {"c": [3]}
-    assert mapping(value(pickle.dumps(collections.OrderedDict(), protocol))) == {}
-    assert mapping(value(pickle.dumps(Thing(1), protocol))) is None
+    assert as_mapping(node) == {"a": 1, "b": 2}
+    assert as_mapping(value(pickle.dumps(collections.defaultdict(list, c=[3]), protocol))) == {"c": [3]}
+    assert as_mapping(value(pickle.dumps(collections.OrderedDict(), protocol))) == {}
+    assert as_mapping(value(pickle.dumps(Thing(1), protocol))) is None
 
 
 def test_an_ordered_dict_of_python_2_is_a_mapping():
     data = b"ccollections\nOrderedDict\n((lp0\n(lp1\nS'a'\naI1\naa(lp2\nS'b'\naI2\naatR."
-    assert mapping(value(data)) == {"a": 1, "b": 2}
+    assert as_mapping(value(data)) == {"a": 1, "b": 2}
 
 
 def test_text_of_python_2_is_utf8_or_bytes():
@@ -107,22 +107,22 @@ def test_text_of_python_2_is_utf8_or_bytes():
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_sets_and_keyword_arguments_are_inert(protocol):
     node = value(pickle.dumps({1, 2}, protocol))
-    assert isinstance(node, Call)
+    assert isinstance(node, CallNode)
     assert str(node.function).endswith(".set")
     path = value(pickle.dumps(pathlib.PurePosixPath("a/b"), protocol))
-    assert isinstance(path, Call)
+    assert isinstance(path, CallNode)
 
 
 def test_enums_reach_their_members_through_inert_getattr():
     """ShardedTensor does: the name becomes longer, nothing is fetched."""
     data = b"c__builtin__\ngetattr\n(ctorch.distributed\nPlacement\nX\x03\0\0\0CPUtR."
-    assert value(data) == Global("torch.distributed", "Placement.CPU")
+    assert value(data) == GlobalNode("torch.distributed", "Placement.CPU")
 
 
 def test_one_pickle_after_another():
     data = pickle.dumps(1, 2) + pickle.dumps("b", 4)
-    first = load(data, "x")
-    assert (first.value, load(data, "x", start=first.end).value) == (1, "b")
+    first = parse_pickle(data, "x")
+    assert (first.value, parse_pickle(data, "x", start=first.end).value) == (1, "b")
 
 
 # Nothing runs
@@ -210,12 +210,12 @@ def test_naming_a_module_does_not_import_it(tmp_path, monkeypatch):
     (tmp_path / "innocent_looking.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
     node = value(b"cinnocent_looking\nrun\n)R.")
-    assert isinstance(node, Call)
+    assert isinstance(node, CallNode)
     assert "innocent_looking" not in sys.modules
 
 
 def test_a_name_cannot_write_to_the_terminal():
-    assert str(Global("a", "\x1b[2J")) == r"'a.\x1b[2J'"
+    assert str(GlobalNode("a", "\x1b[2J")) == r"'a.\x1b[2J'"
 
 
 # Limits

@@ -16,7 +16,7 @@ from zip_builder import Entry, build
 from shardctl.errors import HostileError, SourceError
 from shardctl.formats import torch_save
 from shardctl.formats.pickle_budget import PickleBudget, budget_of
-from shardctl.formats.pickle_machine import load
+from shardctl.formats.pickle_machine import parse_pickle
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def write(path: Path, content: bytes) -> Path:
 def scan(path: Path):
     source = LocalSource(path)
     try:
-        return torch_save.scan(source)
+        return torch_save.scan_torch_save(source)
     finally:
         source.close()
 
@@ -176,9 +176,9 @@ def test_a_shared_tuple_costs_its_length_once_or_is_charged(tmp_path, content, e
 def test_all_pickles_of_a_checkpoint_share_a_budget(tmp_path):
     budget = PickleBudget(opcodes=1_000)
     pickle = b"N0" * 300 + b"N."
-    load(pickle, "x", budget=budget)
+    parse_pickle(pickle, "x", budget=budget)
     with pytest.raises(HostileError, match="opcodes, or those of the checkpoint's files do together"):
-        load(pickle, "y", budget=budget)
+        parse_pickle(pickle, "y", budget=budget)
     (tmp_path / "m.pt").write_bytes(bytes(1 << 20))
     source = LocalSource(tmp_path)
     assert budget_of(source) is budget_of(source)
@@ -212,7 +212,7 @@ def test_a_shared_dict_is_walked_a_bounded_number_of_times(tmp_path):
     write(tmp_path / "model_world_size_2_rank_1.pt", b"\x80\x02" + levels + b".")
     source = LocalSource(path.parent)
     with pytest.raises(HostileError, match="same dicts and lists inside of each other"):
-        pickled_ranks.scan(source)
+        pickled_ranks.scan_pickled_ranks(source)
     source.close()
 
 
@@ -232,19 +232,19 @@ def ties(path: Path, count: int) -> Path:
 
 def test_names_that_share_a_storage_are_not_written_out_beyond_a_factor(tmp_path):
     from shardctl.options import ReshardOptions
-    from shardctl.verbs.drafting import draft
-    from shardctl.verbs.opening import opened
+    from shardctl.verbs.drafting import plan_conversion
+    from shardctl.verbs.opening import open_checkpoint
 
     path = ties(tmp_path / "m.pt", 80)
-    with opened(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         with pytest.raises(
             HostileError, match=r"the source stores 4\.2 MB, but its tensors would take 335\.5 MB"
         ) as caught:
-            draft(checkpoint, ReshardOptions())
+            plan_conversion(checkpoint, ReshardOptions())
         assert "--allow-expansion" in (caught.value.hint or "")
-        assert draft(checkpoint, ReshardOptions(allow_expansion=True)).write_bytes > 300_000_000
-    with opened(ties(tmp_path / "n.pt", 60)) as checkpoint:
-        assert draft(checkpoint, ReshardOptions()).write_bytes > 240_000_000
+        assert plan_conversion(checkpoint, ReshardOptions(allow_expansion=True)).write_bytes > 300_000_000
+    with open_checkpoint(ties(tmp_path / "n.pt", 60)) as checkpoint:
+        assert plan_conversion(checkpoint, ReshardOptions()).write_bytes > 240_000_000
 
 
 def test_the_command_line_refuses_it_and_says_how_to_allow_it(tmp_path, capsys):
@@ -262,24 +262,24 @@ def test_the_command_line_refuses_it_and_says_how_to_allow_it(tmp_path, capsys):
 def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
     from shardctl.options import ReshardOptions
     from shardctl.verbs import expansion
-    from shardctl.verbs.drafting import draft
-    from shardctl.verbs.opening import opened
+    from shardctl.verbs.drafting import plan_conversion
+    from shardctl.verbs.opening import open_checkpoint
 
     monkeypatch.setattr(expansion, "_FREE", 0)
     torch.save({"w": torch.zeros(1000, 100, dtype=torch.bfloat16)}, tmp_path / "m.pt")
-    with opened(tmp_path / "m.pt") as checkpoint:
-        assert draft(checkpoint, ReshardOptions(dtype="fp32")).write_bytes > 400_000
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint:
+        assert plan_conversion(checkpoint, ReshardOptions(dtype="fp32")).write_bytes > 400_000
 
 
 def test_memory_for_too_many_tensors_is_refused_before_a_plan_is_made(tmp_path, monkeypatch):
     from shardctl.errors import MemoryBudgetError
     from shardctl.options import ReshardOptions
     from shardctl.verbs import drafting
-    from shardctl.verbs.opening import opened
+    from shardctl.verbs.opening import open_checkpoint
 
     torch.save({f"t{n}": torch.zeros(1) for n in range(3000)}, tmp_path / "m.pt")
-    monkeypatch.setattr(drafting, "join", lambda *_: pytest.fail("a plan is made"))
+    monkeypatch.setattr(drafting, "join_manifests", lambda *_: pytest.fail("a plan is made"))
     refused = pytest.raises(MemoryBudgetError, match=r"--memory 60MiB cannot hold .* needs more than 68 MiB")
-    with opened(tmp_path / "m.pt") as checkpoint, refused as caught:
-        drafting.draft(checkpoint, ReshardOptions(host_memory=60 << 20))
+    with open_checkpoint(tmp_path / "m.pt") as checkpoint, refused as caught:
+        drafting.plan_conversion(checkpoint, ReshardOptions(host_memory=60 << 20))
     assert "3,000 tensors in 3,000 chunks" in (caught.value.hint or "")

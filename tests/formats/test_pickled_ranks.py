@@ -19,10 +19,10 @@ from stored_bytes import check, scan
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError
-from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_shape
-from shardctl.formats.rank_files import rank_file
+from shardctl.formats.pickled_ranks.placements import AxisPlacement, compute_local_shape, list_local_boxes
+from shardctl.formats.rank_files import parse_rank_file_name
 from shardctl.options import SourceOptions
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "pickled_ranks"
 DCP = FIXTURES.parent / "dcp"
@@ -91,29 +91,32 @@ def placed(draw):
 def test_boxes_are_those_of_torch(case):
     shape, mesh, at, placements = case
     ours = tuple(
-        Placement(size, index, getattr(p, "dim", None), getattr(p, "split_factor", 1))
+        AxisPlacement(size, index, getattr(p, "dim", None), getattr(p, "split_factor", 1))
         for size, index, p in zip(mesh, at, placements, strict=True)
     )
     expected = by_torch(shape, mesh, at, placements)
-    extents = local_shape(shape, ours)
+    extents = compute_local_shape(shape, ours)
     if not expected.numel():
         assert 0 in extents
         return
     assert extents == tuple(expected.shape)
     found = np.full(extents, -1)
     numbers = np.arange(int(np.prod(shape))).reshape(shape)
-    for box, start in boxes(shape, ours):
+    for box, start in list_local_boxes(shape, ours):
         found[tuple(slice(a, a + n) for a, n in zip(start, box.shape, strict=True))] = numbers[box.slices()]
     assert (found == expected.numpy()).all()
 
 
 def test_placements_into_very_many_boxes_are_hostile():
     with pytest.raises(HostileError, match="more than 4,096 parts"):
-        boxes((1 << 62,), (Placement(2, 1, 0, 1 << 62),))
+        list_local_boxes((1 << 62,), (AxisPlacement(2, 1, 0, 1 << 62),))
     with pytest.raises(HostileError, match="more than 4,096 stretches"):
-        boxes((1 << 20,), (Placement(2, 0, 0, 1 << 12), Placement(2, 0, 0, 1 << 12), Placement(2, 0, 0, 3_000)))
+        list_local_boxes(
+            (1 << 20,),
+            (AxisPlacement(2, 0, 0, 1 << 12), AxisPlacement(2, 0, 0, 1 << 12), AxisPlacement(2, 0, 0, 3_000)),
+        )
     with pytest.raises(HostileError, match="more than 4,096 boxes"):
-        boxes((1 << 12, 1 << 12), (Placement(2, 0, 0, 1 << 10), Placement(2, 0, 1, 1 << 10)))
+        list_local_boxes((1 << 12, 1 << 12), (AxisPlacement(2, 0, 0, 1 << 10), AxisPlacement(2, 0, 1, 1 << 10)))
 
 
 # What is wrong has a verdict
@@ -206,7 +209,7 @@ def test_one_file_given_alone_is_not_the_model():
 def test_flat_parameters_without_a_model_are_refused_with_a_reason(name):
     with (
         pytest.raises(UnsupportedError, match=r"'.*_flat_param' holds all parameters of a module of FSDP1") as caught,
-        opened(FIXTURES / name),
+        open_checkpoint(FIXTURES / name),
     ):
         pass
     assert caught.value.hint.startswith("say which model it is with --config")
@@ -218,7 +221,7 @@ def test_flat_parameters_of_another_model_are_refused(change, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with (
         pytest.raises(SourceError, match=r"_flat_param has [0-9,]+ elements, but the"),
-        opened(FIXTURES / "local", SourceOptions(config=tmp_path)),
+        open_checkpoint(FIXTURES / "local", SourceOptions(config=tmp_path)),
     ):
         pass
 
@@ -310,7 +313,7 @@ def test_a_link_that_leaves_the_directory_is_hostile(place, tmp_path):
     ],
 )
 def test_names_of_ranks_files(path, kind, rank):
-    found = rank_file(path)
+    found = parse_rank_file_name(path)
     assert (found.kind, found.rank, found.of(rank)) == (kind, rank, path)
 
 
@@ -322,4 +325,4 @@ def test_names_of_ranks_files(path, kind, rank):
     ],
 )
 def test_other_names(path):
-    assert rank_file(path) is None
+    assert parse_rank_file_name(path) is None

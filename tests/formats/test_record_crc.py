@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardctl.errors import SourceError
-from shardctl.formats import scan
+from shardctl.formats import scan_checkpoint
 from shardctl.formats.torch_save import read_saved
 from shardctl.formats.zip_records import read_archive
 from shardctl.storage.local import LocalSource
@@ -53,7 +53,7 @@ def test_an_item_of_a_distributed_save_is_no_exception(tmp_path):
     path = tmp_path / "__0_0.distcp"
     flip(path, path.read_bytes().index(b"FloatStorage"))
     with pytest.raises(SourceError, match=r"__0_0.distcp: the record 'data.pkl' is damaged"):
-        scan(LocalSource(tmp_path))
+        scan_checkpoint(LocalSource(tmp_path))
 
 
 def test_what_torch_writes_without_a_crc_has_none_to_compare(tmp_path):
@@ -66,4 +66,4 @@ def test_what_torch_writes_without_a_crc_has_none_to_compare(tmp_path):
     with zipfile.ZipFile(tmp_path / "m.bin") as archive:
         assert {info.CRC for info in archive.infolist()} == {0}
         assert archive.testzip() == "m/data.pkl"
-    assert set(scan(LocalSource(tmp_path / "m.bin")).tensors) == set(WEIGHTS)
+    assert set(scan_checkpoint(LocalSource(tmp_path / "m.bin")).tensors) == set(WEIGHTS)

@@ -17,14 +17,14 @@ from safetensors_corpus import build
 from shardctl import formats
 from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
 from shardctl.formats import safetensors
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
 
 INDEX = "model.safetensors.index.json"
 
 
 def scan(path, **options):
-    return formats.scan(LocalSource(path), **options)
+    return formats.scan_checkpoint(LocalSource(path), **options)
 
 
 def gather(path, manifest, name) -> np.ndarray:
@@ -37,7 +37,7 @@ def gather(path, manifest, name) -> np.ndarray:
     for chunk in tensor.chunks:
         assert chunk.dtype == tensor.dtype
         assert chunk.name == name
-        data = np.frombuffer(read(source, chunk.where.file), np.uint8)[chunk.where.offset :]
+        data = np.frombuffer(read_bytes(source, chunk.where.file), np.uint8)[chunk.where.offset :]
         shape = chunk.dtype.unit_shape(chunk.box.shape)
         if chunk.box.size:
             view = np.lib.stride_tricks.as_strided(data, (*shape, width), (*chunk.where.strides, 1), writeable=False)
@@ -388,12 +388,12 @@ def test_a_gguf_file_is_named(tmp_path):
 
 def test_an_override_chooses_the_format(tmp_path):
     save_file(some_tensors(), tmp_path / "x.bin")
-    manifest = formats.scan(LocalSource(tmp_path / "x.bin"), override="safetensors")
+    manifest = formats.scan_checkpoint(LocalSource(tmp_path / "x.bin"), override="safetensors")
     assert_holds(tmp_path / "x.bin", manifest, some_tensors())
     with pytest.raises(UsageError, match="there is no format 'tensorstore'") as raised:
-        formats.scan(LocalSource(tmp_path / "x.bin"), override="tensorstore")
+        formats.scan_checkpoint(LocalSource(tmp_path / "x.bin"), override="tensorstore")
     assert "safetensors" in raised.value.hint
-    assert formats.detect(LocalSource(tmp_path / "x.bin")) is safetensors.FORMAT
+    assert formats.detect_format(LocalSource(tmp_path / "x.bin")) is safetensors.FORMAT
 
 
 # A distributed save

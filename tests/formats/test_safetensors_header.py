@@ -17,12 +17,12 @@ from safetensors_corpus import BAD, ODD, Bad, Odd, build
 
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.safetensors_header import Header, encode_header, looks_like_header, read_header
-from shardctl.storage import read
+from shardctl.formats.safetensors_header import SafetensorsHeader, encode_header, looks_like_header, read_header
+from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
 
 
-def header_of(content: bytes, path) -> Header:
+def header_of(content: bytes, path) -> SafetensorsHeader:
     path.write_bytes(content)
     source = LocalSource(path)
     try:
@@ -31,7 +31,7 @@ def header_of(content: bytes, path) -> Header:
         source.close()
 
 
-def verdict(content: bytes, path) -> tuple[Header | None, str]:
+def verdict(content: bytes, path) -> tuple[SafetensorsHeader | None, str]:
     try:
         return header_of(content, path), ""
     except SourceError as error:
@@ -305,4 +305,4 @@ def test_only_the_header_is_read(tmp_path):
     source = Counting(path)
     read_header(source, path.name)
     assert source.read <= 1 << 16
-    assert read(source, path.name, 8, 4) == b'{"a"'
+    assert read_bytes(source, path.name, 8, 4) == b'{"a"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardctl.errors import HostileError
-from shardctl.formats.side_files import side_files
+from shardctl.formats.side_files import list_side_files
 from shardctl.storage.local import LocalSource
 
 CARRIED = """
@@ -43,7 +43,7 @@ def listed(tmp_path, *paths, weights=("model.safetensors",)):
         full = tmp_path / path
         full.parent.mkdir(parents=True, exist_ok=True)
         full.write_bytes(b"x" * 7)
-    return side_files(LocalSource(tmp_path), set(weights))
+    return list_side_files(LocalSource(tmp_path), set(weights))
 
 
 @pytest.mark.parametrize("path", CARRIED)
@@ -96,7 +96,7 @@ def test_a_folder_left_behind_is_named_once(tmp_path):
 
 def test_nothing_travels_with_a_single_file(tmp_path):
     listed(tmp_path, "config.json")
-    assert side_files(LocalSource(tmp_path / "model.safetensors"), {"model.safetensors"}) == ((), ())
+    assert list_side_files(LocalSource(tmp_path / "model.safetensors"), {"model.safetensors"}) == ((), ())
 
 
 def test_a_link_to_a_secret_is_not_published(tmp_path):

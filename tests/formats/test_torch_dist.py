@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect
+from shardctl.formats import detect_format
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.training import split_state
+from shardctl.training import split_state_name
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import draft
+from shardctl.verbs.drafting import plan_conversion
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -106,7 +106,7 @@ def test_every_checkpoint_is_the_model_to_the_bit(name, config):
     where = HERE / name / "iter"
     given = model(name) if config == "the model's" else None
     trained = name.startswith("trained") or name == "core_0_15"
-    with opened(where, SourceOptions(config=given, weights="module" if trained else None)) as checkpoint:
+    with open_checkpoint(where, SourceOptions(config=given, weights="module" if trained else None)) as checkpoint:
         assert checkpoint.manifest.format == "torch_dist"
         check(where, checkpoint.manifest.tensors, published(name))
 
@@ -122,40 +122,40 @@ def test_inspect_says_which_mesh_wrote_it(name):
 @pytest.mark.parametrize("name", ["trained", "core_0_15", "trained_plain"])
 def test_optimizer_states_are_those_of_the_models_tensors(name):
     where, weights = HERE / name / "iter", published(name)
-    with opened(where) as checkpoint:
+    with open_checkpoint(where) as checkpoint:
         training = checkpoint.manifest.training
         halves = weights["lm_head.weight"].dtype == torch.bfloat16
         masters = {k: v.float() * MASTER if halves else v for k, v in weights.items()}
         check(where, checkpoint.manifest.tensors, masters)
-        assert {split_state(state) for state in training.states} == {
+        assert {split_state_name(state) for state in training.states} == {
             (state, weight) for weight in weights for state in ("exp_avg", "exp_avg_sq")
         }
         for state, tensor in training.states.items():
-            kind, weight = split_state(state)
+            kind, weight = split_state_name(state)
             value = masters[weight] * 0.25 if kind == "exp_avg" else masters[weight] * masters[weight]
             assert gather(where, tensor) == bits(value), state
         assert training.step == 2
 
 
 def test_the_modules_own_weights_are_read_if_they_are_asked_for():
-    with opened(HERE / "trained" / "iter", SourceOptions(weights="module")) as checkpoint:
+    with open_checkpoint(HERE / "trained" / "iter", SourceOptions(weights="module")) as checkpoint:
         assert {t.dtype.name for t in checkpoint.manifest.tensors.values()} == {"BF16"}
     with (
         pytest.raises(SourceError, match="no weights of an optimizer"),
-        opened(HERE / "stacked" / "iter", SourceOptions(weights="master")),
+        open_checkpoint(HERE / "stacked" / "iter", SourceOptions(weights="master")),
     ):
         pass
 
 
 def test_states_in_buckets_are_left_behind_and_said_so():
-    with opened(HERE / "trained_buckets" / "iter") as checkpoint:
+    with open_checkpoint(HERE / "trained_buckets" / "iter") as checkpoint:
         assert not checkpoint.manifest.training.states
         assert any("buckets of its own order" in warning for warning in checkpoint.manifest.warnings)
 
 
 def test_states_travel_to_trainers(tmp_path):
     reshard(HERE / "trained" / "iter", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2)))
-    with opened(tmp_path / "dcp", SourceOptions(config=model("trained"))) as checkpoint:
+    with open_checkpoint(tmp_path / "dcp", SourceOptions(config=model("trained"))) as checkpoint:
         assert len(checkpoint.manifest.training.states) == 2 * len(published("trained"))
 
 
@@ -174,7 +174,7 @@ def test_the_folder_above_is_that_of_its_last_iteration(place, folder):
     shutil.copytree(HERE / "qwen3" / "iter", root / "iter_0000005")
     (root / "latest_checkpointed_iteration.txt").write_text("release" if folder == "release" else "10\n")
     (root / "tokenizer.json").write_text("{}")
-    with opened(root) as checkpoint:
+    with open_checkpoint(root) as checkpoint:
         check(root, checkpoint.manifest.tensors, published("stacked"))
         assert [o.name for o in checkpoint.manifest.objects if o.policy == "carry"] == ["tokenizer.json"]
         assert not any("iter_0000005" in o.name for o in checkpoint.manifest.objects)
@@ -186,7 +186,7 @@ def test_the_weights_of_nemo_are_beside_its_description(place):
     (root / "context").mkdir(parents=True)
     (root / "context" / "model.yaml").write_text("_target_: LlamaModel\n")
     iteration.rename(root / "weights")
-    with opened(root) as checkpoint:
+    with open_checkpoint(root) as checkpoint:
         check(root, checkpoint.manifest.tensors, published("stacked"))
         assert [o.name for o in checkpoint.manifest.objects if o.policy == "carry"] == ["context/model.yaml"]
 
@@ -218,7 +218,7 @@ def test_what_wrappers_put_before_the_names_is_left_out(place, wrapper):
         }
 
     edited(where, rename)
-    with opened(where) as checkpoint:
+    with open_checkpoint(where) as checkpoint:
         check(where, checkpoint.manifest.tensors, published("trained_plain"))
         assert len(checkpoint.manifest.training.states) == 2 * len(published("trained_plain"))
         assert any(wrapper in note for note in checkpoint.manifest.training.notes)
@@ -227,7 +227,7 @@ def test_what_wrappers_put_before_the_names_is_left_out(place, wrapper):
 def test_newer_versions_keep_what_is_common_in_an_item(place):
     """Made by hand from what 0.16 wrote, as `dist_checkpointing/serialization.py` of 0.19 has it."""
     where = place()
-    with opened(where) as checkpoint:
+    with open_checkpoint(where) as checkpoint:
         said = dict(checkpoint.config)
     args = argparse.Namespace(
         num_layers=2,
@@ -262,7 +262,7 @@ def test_newer_versions_keep_what_is_common_in_an_item(place):
     edited(where, add)
     (where / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (where / "integrity.json").write_text("{}")
-    with opened(where) as checkpoint:
+    with open_checkpoint(where) as checkpoint:
         assert dict(checkpoint.config) == said
         check(where, checkpoint.manifest.tensors, published("stacked"))
         assert not [o.name for o in checkpoint.manifest.objects if o.policy == "carry"]
@@ -378,20 +378,23 @@ def common(where: Path, **changed) -> None:
 def test_other_backends_are_refused_by_name(place, said, what):
     where = place()
     (where / "metadata.json").write_text(json.dumps(said))
-    with pytest.raises(UnsupportedError, match=what), opened(where):
+    with pytest.raises(UnsupportedError, match=what), open_checkpoint(where):
         pass
 
 
 def test_an_unknown_checkpoint_version_is_refused(place):
     where = place()
     common(where, checkpoint_version=1.0)
-    with pytest.raises(UnsupportedError, match="checkpoint_version 1"), opened(where, SourceOptions(config=HERE)):
+    with (
+        pytest.raises(UnsupportedError, match="checkpoint_version 1"),
+        open_checkpoint(where, SourceOptions(config=HERE)),
+    ):
         pass
 
 
 def test_a_vocabulary_that_cannot_be_known_is_asked_for(place):
     where = place()
-    with opened(where) as checkpoint:
+    with open_checkpoint(where) as checkpoint:
         heads = checkpoint.config["num_attention_heads"]
     common(
         where,
@@ -410,31 +413,31 @@ def test_a_vocabulary_that_cannot_be_known_is_asked_for(place):
             padded_vocab_size=64,
         ),
     )
-    with pytest.raises(SourceError, match="how many tokens the vocabulary has") as error, opened(where):
+    with pytest.raises(SourceError, match="how many tokens the vocabulary has") as error, open_checkpoint(where):
         pass
     assert "--true-vocab" in error.value.hint
-    with opened(where, SourceOptions(true_vocab=60)) as checkpoint:
+    with open_checkpoint(where, SourceOptions(true_vocab=60)) as checkpoint:
         check(where, checkpoint.manifest.tensors, published("stacked"))
 
 
 def test_without_common_pt_a_config_is_asked_for(place):
     where = place()
     (where / "common.pt").unlink()
-    with pytest.raises(SourceError, match="only a config says") as error, opened(where):
+    with pytest.raises(SourceError, match="only a config says") as error, open_checkpoint(where):
         pass
     assert "--config" in error.value.hint
-    with opened(where, SourceOptions(config=model("stacked"))) as checkpoint:
+    with open_checkpoint(where, SourceOptions(config=model("stacked"))) as checkpoint:
         check(where, checkpoint.manifest.tensors, published("stacked"))
 
 
 def test_a_save_that_did_not_finish_is_refused(place):
     where = place()
     (where / ".metadata").unlink()
-    with pytest.raises(SourceError, match=r"metadata\.json is there, but \.metadata is not"), opened(where):
+    with pytest.raises(SourceError, match=r"metadata\.json is there, but \.metadata is not"), open_checkpoint(where):
         pass
     where = place("qwen3")
     (where / "__1_1.distcp").unlink()
-    with pytest.raises(SourceError, match=r"__1_1\.distcp is missing"), opened(where):
+    with pytest.raises(SourceError, match=r"__1_1\.distcp is missing"), open_checkpoint(where):
         pass
 
 
@@ -448,7 +451,7 @@ def test_code_in_common_pt_is_refused(place):
             return os.system, ("true",)
 
     common(where, args=Attack())
-    with pytest.raises(HostileError, match=r"system"), opened(where):
+    with pytest.raises(HostileError, match=r"system"), open_checkpoint(where):
         pass
 
 
@@ -462,14 +465,17 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
     ):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config | changed))
-        with pytest.raises((SourceError, UnsupportedError), match=what), opened(place(), SourceOptions(config=path)):
+        with (
+            pytest.raises((SourceError, UnsupportedError), match=what),
+            open_checkpoint(place(), SourceOptions(config=path)),
+        ):
             pass
         shutil.rmtree(tmp_path / "stacked")
 
 
 def drafted(name: str, **wish) -> None:
-    with opened(model(name)) as checkpoint:
-        draft(checkpoint, ReshardOptions(to="torch_dist", **wish))
+    with open_checkpoint(model(name)) as checkpoint:
+        plan_conversion(checkpoint, ReshardOptions(to="torch_dist", **wish))
 
 
 def test_what_megatron_has_no_place_for_is_refused_by_name():
@@ -486,5 +492,5 @@ def test_what_megatron_has_no_place_for_is_refused_by_name():
 
 
 def test_a_checkpoint_of_torch_alone_is_none_of_megatron():
-    assert detect(LocalSource(FIXTURES / "dcp" / "fsdp2")).name == "dcp"
-    assert detect(LocalSource(HERE / "stacked" / "iter")).name == "torch_dist"
+    assert detect_format(LocalSource(FIXTURES / "dcp" / "fsdp2")).name == "dcp"
+    assert detect_format(LocalSource(HERE / "stacked" / "iter")).name == "torch_dist"

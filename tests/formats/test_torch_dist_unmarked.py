@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.formats import detect
+from shardctl.formats import detect_format
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 
 HERE = Path(__file__).parents[2] / "fixtures" / "torch_dist"
 
@@ -21,7 +21,7 @@ def test_a_tracker_that_names_no_iteration_is_none(tmp_path, number):
     """Of whatever checkpoint it lies beside: Python refuses to read a number of so many digits."""
     where = shutil.copytree(HERE / "stacked" / "iter", tmp_path / "iter")
     (where / "latest_checkpointed_iteration.txt").write_text(number)
-    assert detect(LocalSource(where)).name == "torch_dist"
+    assert detect_format(LocalSource(where)).name == "torch_dist"
 
 
 @pytest.mark.parametrize("content", [None, "", '{"sharded_backend": "torch_', "[]"])
@@ -31,7 +31,7 @@ def test_they_are_not_taken_for_checkpoints_of_torch(tmp_path, content):
     mark.unlink()
     if content is not None:
         mark.write_text(content)
-    assert detect(LocalSource(where)).name == "torch_dist"
+    assert detect_format(LocalSource(where)).name == "torch_dist"
     reading = SourceOptions(config=HERE / "hf" / "llama")
-    with pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"), opened(where, reading):
+    with pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"), open_checkpoint(where, reading):
         pass

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def scan(path: Path):
     source = LocalSource(path)
     try:
-        return torch_save.scan(source)
+        return torch_save.scan_torch_save(source)
     finally:
         source.close()
 
@@ -292,7 +292,7 @@ TRAINER = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth",
 def test_the_state_of_a_trainer_is_no_model(tmp_path):
     for name in TRAINER:
         torch.save({"w": noise((2,))}, tmp_path / name)
-    assert not torch_save.detect(LocalSource(tmp_path))
+    assert not torch_save.detect_torch_save(LocalSource(tmp_path))
     torch.save({"w": noise((3,))}, tmp_path / "pytorch_model.bin")
     manifest = scan(tmp_path)
     check(tmp_path, manifest, {"w": noise((3,))})
@@ -318,15 +318,15 @@ def test_the_state_of_a_trainer_is_no_model(tmp_path):
 def test_a_directory_is_known_by_its_marks(tmp_path, name, content, detected):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "config.json").write_text("{}")
-    assert torch_save.detect(LocalSource(tmp_path)) is detected
+    assert torch_save.detect_torch_save(LocalSource(tmp_path)) is detected
 
 
 @pytest.mark.parametrize("name", ["m.bin", "m.pt", "m.pth", "m.ckpt", "m"])
 def test_a_file_is_known_by_its_suffix_or_its_first_bytes(tmp_path, name):
     torch.save({"w": noise((2,))}, tmp_path / name)
-    assert torch_save.detect(LocalSource(tmp_path / name))
+    assert torch_save.detect_torch_save(LocalSource(tmp_path / name))
     (tmp_path / "other.txt").write_bytes(b"PK\x03\x04" + bytes(100))
-    assert not torch_save.detect(LocalSource(tmp_path / "other.txt"))
+    assert not torch_save.detect_torch_save(LocalSource(tmp_path / "other.txt"))
 
 
 # What is wrong
@@ -403,7 +403,7 @@ def test_errors_reach_through_the_package(tmp_path):
     if torch_save.FORMAT not in formats.FORMATS:
         pytest.skip("not yet listed")
     with pytest.raises(UnsupportedError):
-        formats.scan(LocalSource(tmp_path / "m.bin"))
+        formats.scan_checkpoint(LocalSource(tmp_path / "m.bin"))
 
 
 # Bounds

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect, scan
-from shardctl.formats.trtllm.config import describe
+from shardctl.formats import detect_format, scan_checkpoint
+from shardctl.formats.trtllm.config import interpret_config
 from shardctl.mesh import Mesh
-from shardctl.models.config import Config
+from shardctl.models.config import ModelConfig
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.pieces import even_stages
+from shardctl.pieces import split_layers_evenly
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
@@ -78,7 +78,7 @@ class TestReading:
 
     @pytest.mark.parametrize("name", CASES)
     def test_the_config_is_that_of_the_model(self, name):
-        made = scan(LocalSource(FIXTURES / name / "exported")).own_config.values
+        made = scan_checkpoint(LocalSource(FIXTURES / name / "exported")).own_config.values
         config = json.loads((FIXTURES / name / "source" / "config.json").read_text())
         config |= {"rope_theta": config["rope_parameters"]["rope_theta"]}
         unlike = {key for key in made.keys() & config.keys() if made[key] != config[key] is not None}
@@ -87,8 +87,8 @@ class TestReading:
 
     def test_it_is_recognised_and_its_mesh_is_known(self):
         source = LocalSource(FIXTURES / "llama_tp2_pp2" / "exported")
-        assert detect(source).name == "trtllm"
-        dialect = scan(source).dialect
+        assert detect_format(source).name == "trtllm"
+        dialect = scan_checkpoint(source).dialect
         assert (str(dialect.mesh), dialect.stages, dict(dialect.ranks)) == (
             "pp2 x tp2",
             (1, 1),
@@ -100,7 +100,7 @@ class TestReading:
     def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
         at = place("llama_tp8")
         shutil.copy(FIXTURES / "llama_tp8" / "source" / "model.safetensors", at)
-        assert detect(LocalSource(at)).name == "safetensors"
+        assert detect_format(LocalSource(at)).name == "safetensors"
 
 
 class TestWriting:
@@ -205,7 +205,7 @@ class TestWriting:
         for layers in range(1, 20):
             for count in range(1, layers + 1):
                 parts = torch.tensor_split(torch.arange(layers), count)
-                assert even_stages(layers, count) == tuple(len(part) for part in parts)
+                assert split_layers_evenly(layers, count) == tuple(len(part) for part in parts)
 
 
 class TestRefusals:
@@ -235,22 +235,22 @@ class TestRefusals:
         at = place("llama_tp8")
         (at / "rank3.safetensors").unlink()
         with pytest.raises(SourceError, match=r"rank3\.safetensors is missing: rank7\.safetensors is there"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         (at / "rank7.safetensors").rename(at / "rank3.safetensors")
         with pytest.raises(SourceError, match=r"rank7\.safetensors is missing: config\.json says tp8, which has 8"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_a_mapping_that_contradicts_the_files(self, place):
         at = place("llama_tp8")
         say(at, mapping={"world_size": 4, "tp_size": 4, "pp_size": 1})
         with pytest.raises(SourceError, match=r"rank4\.safetensors is there, but config\.json says tp4"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         say(at, mapping={"world_size": 8, "tp_size": 4, "pp_size": 1})
         with pytest.raises(SourceError, match="mapping of 8 ranks, but tp=4 x pp=1 x cp=1"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         say(at, mapping={"world_size": 8, "tp_size": 8, "moe_tp_size": 4, "moe_ep_size": 4})
         with pytest.raises(SourceError, match="moe_tp=4 x moe_ep=4 ranks, but tp=8"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_a_mapping_of_as_many_ranks_and_other_shapes(self, place):
         at = place("llama_tp2_pp2")
@@ -263,7 +263,7 @@ class TestRefusals:
         at = place("llama_tp8")
         say(at, quantization={key: "FP8"})
         with pytest.raises(UnsupportedError, match=f"quantised \\({key} is 'FP8'\\)"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     @pytest.mark.parametrize("name", ["mlp.fc.weights_scaling_factor", "mlp.fc.per_channel_scale", "mlp.fc.weight"])
     def test_quantised_by_its_arrays(self, place, name):
@@ -272,7 +272,7 @@ class TestRefusals:
         value = torch.zeros(6, 64, dtype=torch.int8) if name == "mlp.fc.weight" else torch.ones(1)
         save_file({**arrays, f"transformer.layers.0.{name}": value}, at / "rank2.safetensors")
         with pytest.raises(UnsupportedError, match=r"rank2\.safetensors .*quantised checkpoints .* are not read"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_a_quantised_model(self, tmp_path):
         source = FIXTURES.parent / "deepseek_mp" / "fp8" / "source"
@@ -288,7 +288,7 @@ class TestRefusals:
         at = place("llama_tp8")
         say(at, architecture="GPTForCausalLM")
         with pytest.raises(UnsupportedError, match="describes 'GPTForCausalLM', whose arrays are not known"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     @pytest.mark.parametrize(
         ("changed", "message"),
@@ -308,19 +308,19 @@ class TestRefusals:
         at = place("llama_tp8")
         say(at, **changed)
         with pytest.raises(SourceError, match=message):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_a_config_that_is_none(self, place):
         at = place("llama_tp8")
         (at / "config.json").write_text("[")
         with pytest.raises(SourceError, match="is not JSON"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         (at / "config.json").write_text('{"model_type": "llama"}')
         with pytest.raises(SourceError, match="names no architecture"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         (at / "config.json").unlink()
         with pytest.raises(SourceError, match=r"no config\.json beside rank0\.safetensors"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_an_array_too_many_and_one_too_few(self, place):
         at = place("llama_tp8")
@@ -369,7 +369,7 @@ class TestConfigs:
             "rotary_scaling": {"type": "llama3", "factor": 8.0},
             **said,
         }
-        found = describe(Config(config), {f"transformer.layers.0.{name}" for name in arrays}).config.values
+        found = interpret_config(ModelConfig(config), {f"transformer.layers.0.{name}" for name in arrays}).config.values
         assert found["model_type"] == kind
         assert found["rope_scaling"]["rope_type"] == "llama3"
         assert found.get("num_experts", found.get("num_local_experts")) == (4 if "router" in str(arrays) else None)

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect, scan
+from shardctl.formats import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.schemas.vllm import FAMILIES
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import draft
+from shardctl.verbs.drafting import plan_conversion
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
-from shardctl.verbs.plan_file import load, save
+from shardctl.verbs.opening import open_checkpoint
+from shardctl.verbs.plan_file import read_plan_file, write_plan_file
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -121,8 +121,8 @@ class TestReading:
     )
     def test_the_files_say_what_they_are(self, owner, mesh, facts):
         at = LocalSource(FIXTURES / owner)
-        assert detect(at).name == "vllm"
-        found = scan(at).dialect
+        assert detect_format(at).name == "vllm"
+        found = scan_checkpoint(at).dialect
         assert (str(found.mesh), dict(found.facts)) == (mesh, {**facts, "vocabulary_type": "BF16"})
         assert inspect(FIXTURES / owner).format == "vllm"
 
@@ -137,11 +137,11 @@ class TestReading:
     def test_other_safetensors_files_beside_them_are_the_checkpoint(self, place):
         at = place("llama/0.25-tp2")
         shutil.copy(source("llama/") / "model.safetensors", at)
-        assert detect(LocalSource(at)).name == "safetensors"
+        assert detect_format(LocalSource(at)).name == "safetensors"
 
     def test_a_file_alone_is_a_safetensors_file(self):
         at = FIXTURES / "llama" / "0.25-tp2" / "model-rank-0-part-0.safetensors"
-        assert detect(LocalSource(at)).name == "safetensors"
+        assert detect_format(LocalSource(at)).name == "safetensors"
 
 
 class TestWriting:
@@ -206,9 +206,9 @@ class TestWriting:
         assert verify(tmp_path / "out").ok
 
     def test_a_plan_keeps_the_profile(self, tmp_path):
-        with opened(source("llama/")) as checkpoint:
-            save(tmp_path / "plan.json", draft(checkpoint, wish("llama/0.11-tp2")))
-        assert load(tmp_path / "plan.json").wish.vllm_profile == "0.11"
+        with open_checkpoint(source("llama/")) as checkpoint:
+            write_plan_file(tmp_path / "plan.json", plan_conversion(checkpoint, wish("llama/0.11-tp2")))
+        assert read_plan_file(tmp_path / "plan.json").wish.vllm_profile == "0.11"
 
 
 def test_no_model_is_known_whose_arrays_vllm_has_not_shown():
@@ -282,7 +282,7 @@ class TestRefusals:
         at = place("llama/0.25-tp2")
         change(at, 1, **{name: value})
         with pytest.raises(UnsupportedError, match=rf"model-rank-1-part-0\.safetensors {message}: quantised models"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_factors_of_a_cache_in_8_bits(self, place):
         at = place("llama/0.25-tp2")
@@ -315,7 +315,7 @@ class TestRefusals:
         at = place(owner)
         renamed(at, old, new)
         with pytest.raises(UnsupportedError, match=f"no version of vLLM that is known: .*{message}"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_an_array_too_many_and_one_too_few(self, place):
         at = place("llama/0.25-tp2")
@@ -353,7 +353,7 @@ class TestRefusals:
         at = place("llama/0.25-tp8")
         (at / "model-rank-3-part-0.safetensors").unlink()
         with pytest.raises(SourceError, match=r"no file of rank 3, but model-rank-7-part-0\.safetensors is there"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_the_last_rank_that_is_missing(self, place):
         """The shapes then are those of another number of ranks."""
@@ -370,15 +370,15 @@ class TestRefusals:
         at = place("llama/0.25-tp2")
         (at / "model-rank-1-part-0.safetensors").rename(at / "model-rank-1-part-1.safetensors")
         with pytest.raises(SourceError, match=r"model-rank-1-part-0\.safetensors is missing"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
         shutil.copy(at / "model-rank-1-part-1.safetensors", at / "model-rank-1-part-0.safetensors")
         with pytest.raises(SourceError, match=r"is in model-rank-1-part-1\.safetensors and in model-rank-1-part-0"):
-            scan(LocalSource(at))
+            scan_checkpoint(LocalSource(at))
 
     def test_no_config(self, place):
         at = place("llama/0.25-tp2")
         (at / "config.json").unlink()
         with pytest.raises(SourceError, match="only a config says which model's tensors"):
             digest(at)
-        with opened(at, SourceOptions(config=source("llama/"))) as found:
+        with open_checkpoint(at, SourceOptions(config=source("llama/"))) as found:
             assert found.model is not None

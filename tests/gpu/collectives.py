@@ -6,7 +6,7 @@ import functools
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from shardctl.verify.processes import Rank, RankError, run_ranks
+from shardctl.verify.processes import RankError, RankProcess, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def outcome(backend: str, operation: str, devices: list[str]) -> str:
     return "right" if all(found) else "wrong values"
 
 
-def one(rank: Rank, backend: str, operation: str, devices: list[str], store: str) -> bool:
+def one(rank: RankProcess, backend: str, operation: str, devices: list[str], store: str) -> bool:
     """One operation on one rank; whether its result is right."""
     import torch
     import torch.distributed as dist

@@ -10,8 +10,8 @@ import torch
 from gpu_models import LLAMA, MIXTRAL, cut, random_checkpoint
 
 from shardctl.options import SourceOptions, VerifyOptions
-from shardctl.verbs.on_devices import forward_level
-from shardctl.verbs.opening import opened
+from shardctl.verbs.on_devices import run_forward_level
+from shardctl.verbs.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +64,11 @@ def one(model: str, mesh: str, source: Path, place: Path, dtype: str, device: st
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     reading = SourceOptions(kv_heads="replicate")
-    with opened(place, reading) as checkpoint, opened(source, reading) as other:
+    with open_checkpoint(place, reading) as checkpoint, open_checkpoint(source, reading) as other:
         began = time.perf_counter()
-        level = forward_level(checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), strict=False)
+        level = run_forward_level(
+            checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), strict=False
+        )
         seconds = time.perf_counter() - began
     result = level.forward
     peak = torch.cuda.max_memory_allocated(device) if cuda else None

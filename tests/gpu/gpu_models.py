@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.reshard import reshard
 
@@ -95,7 +95,7 @@ def random_checkpoint(place: Path, config: dict[str, Any], seed: int = 3) -> Pat
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(config))
     index, total = {}, 0
-    for number, tensor in enumerate(describe(config).own()):
+    for number, tensor in enumerate(describe_model(config).own()):
         value = torch.empty(tensor.shape).normal_(generator=generator)
         value = value * tensor.shape[-1] ** -0.5 if len(tensor.shape) > 1 else 1 + 0.1 * value
         file = f"part-{number:05d}.safetensors"

@@ -12,22 +12,22 @@ import torch
 from gpu_models import LLAMA, MIXTRAL, QWEN
 
 from shardctl.manifest import Tensor
-from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
-from shardctl.memory.serving import serve
-from shardctl.memory.term import total
-from shardctl.memory.training import train
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.inventory import build_inventory
+from shardctl.memory.serving import list_serving_terms
+from shardctl.memory.term import sum_terms
+from shardctl.memory.training import list_training_terms
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models import describe
-from shardctl.models.anatomy import anatomy
+from shardctl.models import describe_model
+from shardctl.models.anatomy import build_anatomy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpu_models import Scale
 
-    from shardctl.memory.term import Term
+    from shardctl.memory.term import MemoryTerm
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def peaks(scale: Scale, cases: tuple[Case, ...] = CASES) -> Iterator[Peaked]:
         config = scale.config(case.base, case.layers)
         sequence = 32 if scale.tiny else case.sequence
         said = [term for term in planned(config, case, sequence) if term.category != "runtime"]
-        expected = total(said)
+        expected = sum_terms(said)
         measured, problem = None, ""
         try:
             measured = (
@@ -98,18 +98,20 @@ def peaks(scale: Scale, cases: tuple[Case, ...] = CASES) -> Iterator[Peaked]:
         yield Peaked(case, measured, expected.nbytes, expected.low, expected.high, problem)
 
 
-def planned(config: dict[str, Any], case: Case, sequence: int) -> tuple[Term, ...]:
+def planned(config: dict[str, Any], case: Case, sequence: int) -> tuple[MemoryTerm, ...]:
     """What the estimator says that one device needs."""
-    model, mesh, stages = describe(config), Mesh.of(), [case.layers]
+    model, mesh, stages = describe_model(config), Mesh.of(), [case.layers]
     tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.own()]
-    inventory = take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
-    (holding,) = hold(inventory, mesh, stages)
-    described = anatomy(config)
+    inventory = build_inventory(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    (holding,) = list_holdings(inventory, mesh, stages)
+    described = build_anatomy(config)
     if case.use == "serve":
-        work = Serving(context=sequence, batch=case.batch, batched_tokens=case.batch * sequence)
-        return serve(described, holding, mesh, work, dtype="BF16")
-    training = Training(sequence, micro_batch=case.batch, profile=case.use, recompute=case.recompute, microbatches=1)
-    return train(described, holding, mesh, training, stages=stages)
+        work = ServingWorkload(context=sequence, batch=case.batch, batched_tokens=case.batch * sequence)
+        return list_serving_terms(described, holding, mesh, work, dtype="BF16")
+    training = TrainingWorkload(
+        sequence, micro_batch=case.batch, profile=case.use, recompute=case.recompute, microbatches=1
+    )
+    return list_training_terms(described, holding, mesh, training, stages=stages)
 
 
 def built(config: dict[str, Any], dtype: torch.dtype, device: str) -> Any:

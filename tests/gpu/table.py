@@ -26,13 +26,13 @@ import transformers
 from gpu_models import Scale
 
 import shardctl
-from shardctl.amounts import file_size, rate
+from shardctl.amounts import format_file_size, format_rate
 
 Rows = Iterator[tuple[object, ...]]
 
 
 def size(nbytes: int | None) -> str:
-    return "" if nbytes is None else file_size(nbytes)
+    return "" if nbytes is None else format_file_size(nbytes)
 
 
 def collective_rows(scale: Scale, _folder: Path) -> Rows:
@@ -62,11 +62,11 @@ def loading_rows(scale: Scale, folder: Path) -> Rows:
             way.cache,
             size(way.nbytes),
             f"{way.seconds:.2f} s",
-            rate(way.nbytes, way.seconds),
+            format_rate(way.nbytes, way.seconds),
         )
     level = loading.proved(folder, scale)
     for rank in level.ranks:
-        speed = rate(rank.nbytes, rank.seconds)
+        speed = format_rate(rank.nbytes, rank.seconds)
         yield f"verify --level load, rank {rank.rank}", "", size(rank.nbytes), f"{rank.seconds:.2f} s", speed
     yield "the same, all of it compared with the source", "", size(level.nbytes), f"{level.seconds:.2f} s", ""
     for rank in level.ranks:

@@ -20,7 +20,7 @@ from gpu_models import LLAMA, MIXTRAL, Scale, cut, random_checkpoint
 import shardctl
 from shardctl.options import VerifyOptions
 from shardctl.verbs.verify import verify
-from shardctl.verify.load import devices
+from shardctl.verify.load import list_devices
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(
@@ -73,7 +73,9 @@ def test_every_way_of_loading_loads_the_same_bytes(tmp_path):
     assert len({way.nbytes for way in found}) == 1
     assert {way.cache for way in found} == {"warm", "cold"}
     level = loading.proved(tmp_path, ON)
-    assert [rank.device for rank in level.ranks] == [devices("auto")[n % len(devices("auto"))] for n in range(2)]
+    assert [rank.device for rank in level.ranks] == [
+        list_devices("auto")[n % len(list_devices("auto"))] for n in range(2)
+    ]
 
 
 def test_a_rank_takes_what_plan_says(tmp_path):
@@ -118,13 +120,13 @@ def test_a_bit_that_is_wrong_on_the_device_is_found(tmp_path):
 @needs_gpu
 def test_loading_many_small_blocks_overlaps_copies_and_loses_none(tmp_path):
     from shardctl.verbs.load import load
-    from shardctl.workers import Effort
+    from shardctl.workers import ExecutionOptions
 
     source = random_checkpoint(tmp_path / "source", ON.config(LLAMA, 2))
     place = cut(source, tmp_path / "ranks", tp=2)
     plain = shardctl.load(place, rank=1)
     for block in (64, 4096, 1 << 20):
-        found = load(place, rank=1, device="cuda:0", effort=Effort(threads=8, block=block))
+        found = load(place, rank=1, device="cuda:0", effort=ExecutionOptions(threads=8, block=block))
         assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in plain.items())
 
 

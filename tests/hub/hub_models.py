@@ -6,7 +6,7 @@ import numpy as np
 from hub_server import Sparse
 from safetensors.numpy import save
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ SHARDS = 200
 def large(shards=SHARDS, *, hashed=False, **changes):
     """A repository of 812 GB in 200 shards: headers are real, elements are zeros that nobody stores."""
     config = {**LARGE, **changes}
-    tensors = list(describe(config).own())
+    tensors = list(describe_model(config).own())
     parts = [tensors[i * len(tensors) // shards : (i + 1) * len(tensors) // shards] for i in range(shards)]
     files, weight_map = {}, {}
     for number, shard in enumerate(parts, 1):
@@ -62,7 +62,7 @@ def model(shards=3, seed=7, **changes):
     """A tiny Llama as files by path: shards with an index, a config, a tokenizer and a page."""
     config = {**CONFIG, **changes}
     random = np.random.default_rng(seed)
-    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe(config).own()}
+    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe_model(config).own()}
     names = sorted(tensors)
     parts = [names[i::shards] for i in range(shards)]
     paths = [f"model-{i:05}-of-{shards:05}.safetensors" for i in range(1, shards + 1)]

@@ -10,7 +10,7 @@ import pytest
 from shardctl.errors import ChangedError
 from shardctl.storage import file_hashes
 from shardctl.storage.file_hashes import FileHashes, PromisedHash
-from shardctl.workers import Stop
+from shardctl.workers import StopRequest
 
 CONTENT = random.Random(7).randbytes(1_000_003)
 
@@ -51,7 +51,7 @@ class Reader:
         self.prove()
 
     def prove(self, whole=()):
-        return self.hashes.prove(whole, Stop())
+        return self.hashes.prove(whole, StopRequest())
 
     @property
     def proved(self):

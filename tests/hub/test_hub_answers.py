@@ -5,9 +5,9 @@ from huggingface_hub import close_session
 
 from shardctl.errors import SourceError, TransientError, UsageError
 from shardctl.storage.hub import open_hub
-from shardctl.storage.hub.address import Address
-from shardctl.storage.hub.listing import take_listing
-from shardctl.workers import Stop
+from shardctl.storage.hub.address import HubAddress
+from shardctl.storage.hub.listing import list_repository
+from shardctl.workers import StopRequest
 
 ENTRY = {"type": "file", "path": "config.json", "size": 2, "oid": "0" * 40}
 
@@ -30,7 +30,7 @@ def test_a_timeout_that_it_can(monkeypatch, hub, value):
 def listing(hub, *entries):
     hub.add("me/model", {"config.json": b"{}"})
     hub.fail("tree", *[lambda handler, *_: handler.json(list(entries))] * 3)
-    return take_listing(Address("me/model"), Stop())
+    return list_repository(HubAddress("me/model"), StopRequest())
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64, 10**30, -1, 0.5, "2", None])

@@ -4,7 +4,7 @@ import pytest
 from hub_models import model, write
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.storage.hub.address import Address
+from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
@@ -16,22 +16,22 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("owner/name", Address("owner/name")),
-        ("owner/name@v1.0", Address("owner/name", "v1.0")),
-        ("owner/name@refs/pr/7", Address("owner/name", "refs/pr/7")),
-        ("owner/name@feature/new", Address("owner/name", "feature/new")),
-        ("hf://owner/name", Address("owner/name")),
-        ("hf://owner/name/", Address("owner/name")),
-        ("hf://models/owner/name", Address("owner/name")),
-        ("hf://owner/name/sub/folder", Address("owner/name", "main", "sub/folder")),
-        (f"hf://owner/name@{COMMIT}/sub/", Address("owner/name", COMMIT, "sub")),
-        ("hf://owner/name@refs/pr/7/sub", Address("owner/name", "refs/pr/7", "sub")),
-        ("hf://owner/name@feature%2Fnew/a%20b", Address("owner/name", "feature/new", "a b")),
-        ("hf://o.w-n_er/N.a-m_e9/model.safetensors", Address("o.w-n_er/N.a-m_e9", "main", "model.safetensors")),
+        ("owner/name", HubAddress("owner/name")),
+        ("owner/name@v1.0", HubAddress("owner/name", "v1.0")),
+        ("owner/name@refs/pr/7", HubAddress("owner/name", "refs/pr/7")),
+        ("owner/name@feature/new", HubAddress("owner/name", "feature/new")),
+        ("hf://owner/name", HubAddress("owner/name")),
+        ("hf://owner/name/", HubAddress("owner/name")),
+        ("hf://models/owner/name", HubAddress("owner/name")),
+        ("hf://owner/name/sub/folder", HubAddress("owner/name", "main", "sub/folder")),
+        (f"hf://owner/name@{COMMIT}/sub/", HubAddress("owner/name", COMMIT, "sub")),
+        ("hf://owner/name@refs/pr/7/sub", HubAddress("owner/name", "refs/pr/7", "sub")),
+        ("hf://owner/name@feature%2Fnew/a%20b", HubAddress("owner/name", "feature/new", "a b")),
+        ("hf://o.w-n_er/N.a-m_e9/model.safetensors", HubAddress("o.w-n_er/N.a-m_e9", "main", "model.safetensors")),
     ],
 )
 def test_addresses(text, expected):
-    assert Address.parse(text) == expected
+    assert HubAddress.parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_addresses_that_are_none(text):
 
 
 def test_a_commit_is_known_for_one():
-    assert Address("a/b", COMMIT).commit == COMMIT
-    assert Address("a/b", COMMIT[:12]).commit is None
-    assert Address("a/b", "main", "sub").at(COMMIT) == f"hf://a/b@{COMMIT}/sub"
+    assert HubAddress("a/b", COMMIT).commit == COMMIT
+    assert HubAddress("a/b", COMMIT[:12]).commit is None
+    assert HubAddress("a/b", "main", "sub").at(COMMIT) == f"hf://a/b@{COMMIT}/sub"
 
 
 def test_a_path_that_exists_is_a_path(hub, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from huggingface_hub import set_client_factory
 from huggingface_hub.utils import get_session
 
 from shardctl.storage.hub import sockets
-from shardctl.storage.hub.sockets import Sockets
+from shardctl.storage.hub.sockets import SocketPool
 from shardctl.storage.patience import TroubleError
 from shardctl.storage.places import open_source
 
@@ -33,8 +33,8 @@ def by(hub, monkeypatch):
     """Read a shard, and say which client did."""
     hub.add(NAME, model())
     used = []
-    real = Sockets.get
-    monkeypatch.setattr(Sockets, "get", lambda *args: used.append("sockets") or real(*args))
+    real = SocketPool.get
+    monkeypatch.setattr(SocketPool, "get", lambda *args: used.append("sockets") or real(*args))
 
     def by():
         into = bytearray(len(model()[SHARD]))
@@ -62,21 +62,21 @@ def test_not_with_a_client_of_ones_own(by):
 
 def test_not_through_a_proxy(monkeypatch):
     url = "http://store.example/file"
-    assert Sockets(1).reach(url)
+    assert SocketPool(1).reach(url)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    assert not Sockets(1).reach(url)
-    assert Sockets(1).reach("https://store.example/file")
+    assert not SocketPool(1).reach(url)
+    assert SocketPool(1).reach("https://store.example/file")
     monkeypatch.setenv("no_proxy", "store.example")
-    assert Sockets(1).reach(url)
+    assert SocketPool(1).reach(url)
     monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
-    assert not Sockets(1).reach("https://other.example/file")
+    assert not SocketPool(1).reach("https://other.example/file")
 
 
 @pytest.mark.parametrize(
     "url", ["ftp://store.example/file", "http://user:password@store.example/file", "http://store.example/ä"]
 )
 def test_not_where_more_is_needed_than_an_address(url):
-    assert not Sockets(1).reach(url)
+    assert not SocketPool(1).reach(url)
 
 
 def test_connections_are_used_again_and_replaced_when_the_other_side_closed_them(hub):
@@ -133,11 +133,11 @@ def tls(tmp_path_factory):
 def test_certificates_are_those_that_the_library_believes(tls, monkeypatch):
     url, certificate = tls
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    with pytest.raises(TroubleError, match="certificate"), Sockets(5).get(url, {}):
+    with pytest.raises(TroubleError, match="certificate"), SocketPool(5).get(url, {}):
         pass
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     into = bytearray(6)
-    with Sockets(5).get(url, {}) as body:
+    with SocketPool(5).get(url, {}) as body:
         assert body.readinto(memoryview(into)) == 6
         assert body.ended()
     assert bytes(into) == b"secret"
@@ -150,7 +150,7 @@ def test_a_server_that_says_nothing_is_waited_for_as_long_as_was_asked():
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
     with (
         pytest.raises(TroubleError, match="timed out"),
-        Sockets(0.2).get(url, {}),
+        SocketPool(0.2).get(url, {}),
     ):
         pass
     silent.close()
@@ -171,7 +171,7 @@ def test_what_has_come_is_there_at_once():
     kept = []
     threading.Thread(target=first_drop, daemon=True).start()
     into = bytearray(100)
-    with Sockets(2).get(f"http://127.0.0.1:{trickling.getsockname()[1]}/", {}) as body:
+    with SocketPool(2).get(f"http://127.0.0.1:{trickling.getsockname()[1]}/", {}) as body:
         assert body.readinto(memoryview(into)) == 4
     assert into[:4] == b"drop"
     for each in (trickling, *kept):
@@ -179,4 +179,4 @@ def test_what_has_come_is_there_at_once():
 
 
 def test_the_library_is_known_by_its_client():
-    assert sockets._usual_client()
+    assert sockets._is_default_client()

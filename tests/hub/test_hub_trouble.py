@@ -19,7 +19,7 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
-from shardctl.workers import Stop
+from shardctl.workers import StopRequest
 
 NAME = "someone/llama"
 WISH = ReshardOptions(mesh=Mesh.of(tp=2))
@@ -251,7 +251,7 @@ def test_a_page_that_asks_to_log_in_to_a_network_is_no_answer(hub):
 def test_a_signal_ends_the_waiting(hub, monkeypatch):
     monkeypatch.setattr(patience, "FIRST_WAIT", 60)
     hub.fail("cdn", *[status(503)] * 9)
-    source, stop = open_source(NAME), Stop()
+    source, stop = open_source(NAME), StopRequest()
     source.heed(stop)
     threading.Timer(0.3, lambda: setattr(stop, "signal", 2)).start()
     with pytest.raises(Interrupted):

@@ -7,20 +7,20 @@ import pytest
 
 from shardctl.errors import Interrupted, SourceError, TransientError
 from shardctl.storage import patience
-from shardctl.storage.hub.statuses import retry_after
-from shardctl.storage.patience import Patience, TroubleError
-from shardctl.workers import Stop
+from shardctl.storage.hub.statuses import parse_retry_after
+from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.workers import StopRequest
 
 
 @pytest.fixture
 def slept(monkeypatch):
     slept = []
-    monkeypatch.setattr(Patience, "_sleep", lambda _, seconds: slept.append(seconds))
+    monkeypatch.setattr(RetryBackoff, "_sleep", lambda _, seconds: slept.append(seconds))
     return slept
 
 
 def test_waits_double_up_to_half_a_minute(slept):
-    waiting = Patience("reading", Stop(), tries=12)
+    waiting = RetryBackoff("reading", StopRequest(), tries=12)
     for _ in range(11):
         waiting.wait(TroubleError("busy"))
     for number, seconds in enumerate(slept):
@@ -31,7 +31,7 @@ def test_waits_double_up_to_half_a_minute(slept):
 
 
 def test_a_server_may_ask_for_more(slept):
-    waiting = Patience("reading", Stop())
+    waiting = RetryBackoff("reading", StopRequest())
     waiting.wait(TroubleError("busy", 77.0))
     waiting.wait(TroubleError("busy", patience.LONGEST_ASKED))
     assert slept == [77.0, patience.LONGEST_ASKED]
@@ -41,13 +41,13 @@ def test_one_that_asks_for_an_hour_is_not_waited_for_in_silence(slept):
     with pytest.raises(
         TransientError, match="reading failed because busy, and another try is asked for in 3,600 s"
     ) as e:
-        Patience("reading", Stop()).wait(TroubleError("busy", 3600.0))
+        RetryBackoff("reading", StopRequest()).wait(TroubleError("busy", 3600.0))
     assert "run the same command again then" in e.value.hint
     assert slept == []
 
 
 def test_success_counts_anew(slept):
-    waiting = Patience("reading", Stop(), tries=2)
+    waiting = RetryBackoff("reading", StopRequest(), tries=2)
     for _ in range(5):
         waiting.wait(TroubleError("busy"))
         waiting.succeed()
@@ -56,14 +56,14 @@ def test_success_counts_anew(slept):
 
 def test_the_last_error_may_be_another_one():
     with pytest.raises(SourceError, match="mine"):
-        Patience("reading", Stop(), tries=1).wait(TroubleError("busy"), last=SourceError("mine"))
+        RetryBackoff("reading", StopRequest(), tries=1).wait(TroubleError("busy"), last=SourceError("mine"))
 
 
 def test_a_signal_ends_a_wait():
-    stop = Stop()
+    stop = StopRequest()
     stop.signal = 15
     with pytest.raises(Interrupted) as ended:
-        Patience("reading", stop).wait(TroubleError("busy", 100))
+        RetryBackoff("reading", stop).wait(TroubleError("busy", 100))
     assert ended.value.exit_code == 143
 
 
@@ -80,9 +80,9 @@ def test_a_signal_ends_a_wait():
     ],
 )
 def test_how_servers_ask(headers, seconds):
-    assert retry_after(headers) == seconds
+    assert parse_retry_after(headers) == seconds
 
 
 def test_they_may_name_a_time():
-    assert 8 < retry_after({"retry-after": formatdate(time.time() + 10, usegmt=True)}) < 11
-    assert retry_after({"retry-after": formatdate(time.time() - 10, usegmt=True)}) == 0
+    assert 8 < parse_retry_after({"retry-after": formatdate(time.time() + 10, usegmt=True)}) < 11
+    assert parse_retry_after({"retry-after": formatdate(time.time() - 10, usegmt=True)}) == 0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardctl.storage import windows
-from shardctl.storage.windows import GLANCE, KEPT, STRIDE, Windows
+from shardctl.storage.windows import GLANCE, KEPT, STRIDE, ReadAheadCache
 
 FILE = bytes(range(256)) * (40 << 10)
 
@@ -18,7 +18,7 @@ class Fetched:
 
     def __init__(self, content=FILE, wait=0.0):
         self.content, self.spans, self.errors, self.delay = content, [], [], wait
-        self.windows = Windows(self.fetch, lambda _: len(content))
+        self.windows = ReadAheadCache(self.fetch, lambda _: len(content))
 
     def fetch(self, path, offset, into):
         self.spans.append((path, offset, len(into)))

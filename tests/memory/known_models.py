@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from shardctl.manifest import Tensor
-from shardctl.memory.inventory import take_stock
-from shardctl.models import describe
+from shardctl.memory.inventory import build_inventory
+from shardctl.models import describe_model
 
 
 def _llama(hidden, ffn, layers, heads, kv_heads, vocab, **more):
@@ -73,9 +73,9 @@ DEEPSEEK_V3 = {
 
 def stock(config, *, kv_heads="replicate"):
     """The inventory of a model, without what only some checkpoints have; its kind is cheap to make again."""
-    model = describe(config, kv_heads=kv_heads)
+    model = describe_model(config, kv_heads=kv_heads)
     tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.own()]
-    return take_stock(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
+    return build_inventory(tensors, {t.name: model.tensors[t.name].spec for t in tensors}, model.layers)
 
 
 def even(layers, mesh):

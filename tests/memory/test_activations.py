@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.memory.activations import activations
-from shardctl.memory.holding import Holding
-from shardctl.memory.workload import PROFILES, Training
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import Anatomy, Attention, Experts, Layer, anatomy
+from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer, build_anatomy
 from shardctl.models.layer_traits import LayerStyle
 
 # Korthikanti et al. 2022, Table 3: heads, hidden, layers, tp, pp, micro batch, and Megatron's sequence and vocabulary.
@@ -27,17 +27,19 @@ S, V = 2048, 51200
 ONE = Mesh.of()
 
 
-def gpt(heads: int, hidden: int, layers: int, *, vocabulary: int = V) -> Anatomy:
-    attention = Attention("full", heads, heads, hidden // heads, hidden // heads)
-    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=4 * hidden, gated=False, experts=None, norms=2)
+def gpt(heads: int, hidden: int, layers: int, *, vocabulary: int = V) -> ModelAnatomy:
+    attention = LayerAttention("full", heads, heads, hidden // heads, hidden // heads)
+    layer = ModelLayer(
+        hidden=hidden, attention=attention, state=None, mlp=4 * hidden, gated=False, experts=None, norms=2
+    )
     style = LayerStyle("layer", dropout=True, attention_dropout=True)
-    return Anatomy(hidden, vocabulary, (layer,) * layers, tied=True, generates=True, style=style, positions=S)
+    return ModelAnatomy(hidden, vocabulary, (layer,) * layers, tied=True, generates=True, style=style, positions=S)
 
 
-def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: object) -> Anatomy:
-    attention = Attention("full", 8, 2, hidden // 8, hidden // 8)
-    layer = Layer(hidden=hidden, attention=attention, state=None, mlp=mlp, gated=True, experts=None, norms=2)
-    return Anatomy(
+def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: object) -> ModelAnatomy:
+    attention = LayerAttention("full", 8, 2, hidden // 8, hidden // 8)
+    layer = ModelLayer(hidden=hidden, attention=attention, state=None, mlp=mlp, gated=True, experts=None, norms=2)
+    return ModelAnatomy(
         hidden=hidden,
         vocabulary=64,
         layers=(replace(layer, **changes),) * layers,
@@ -48,16 +50,16 @@ def llama(*, layers: int = 2, hidden: int = 256, mlp: int = 768, **changes: obje
     )
 
 
-def holding(mesh: Mesh, stage: int, stages: tuple[int, ...]) -> Holding:
+def holding(mesh: Mesh, stage: int, stages: tuple[int, ...]) -> RankHolding:
     rank = next(r for r in range(mesh.world) if mesh.coordinate(r)["pp"] == stage)
     start = sum(stages[:stage])
-    return Holding(rank, mesh.label(rank), mesh.coordinate(rank), 1, stage, range(start, start + stages[stage]), ())
+    return RankHolding(rank, mesh.label(rank), mesh.coordinate(rank), 1, stage, range(start, start + stages[stage]), ())
 
 
 def terms(model, mesh=ONE, work=None, *, stage=0, stages=None):
     stages = stages or (len(model.layers),)
-    work = work or Training(S, profile="megatron")
-    return activations(model, holding(mesh, stage, stages), mesh, work, stages=stages)
+    work = work or TrainingWorkload(S, profile="megatron")
+    return estimate_activations(model, holding(mesh, stage, stages), mesh, work, stages=stages)
 
 
 def kept(found) -> int:
@@ -65,8 +67,8 @@ def kept(found) -> int:
     return sum(t.nbytes for t in found if t.category == "activations" and "head" not in t.name and "emb" not in t.name)
 
 
-def megatron(**options: object) -> Training:
-    return Training(S, **{"profile": "megatron", "flash": False, "sequence_parallel": False, **options})
+def megatron(**options: object) -> TrainingWorkload:
+    return TrainingWorkload(S, **{"profile": "megatron", "flash": False, "sequence_parallel": False, **options})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -166,17 +168,19 @@ def test_only_the_last_stage_has_the_head_and_later_stages_hold_fewer_microbatch
 
 def test_llama_with_megatron_is_12h_4kv_and_6f():
     # 33.5 sbh were measured of a Llama-3-8B layer under Transformer Engine.
-    model = llama(layers=1, hidden=4096, mlp=14336, attention=Attention("full", 32, 8, 128, 128))
-    found = kept(terms(model, work=Training(S, profile="megatron")))
+    model = llama(layers=1, hidden=4096, mlp=14336, attention=LayerAttention("full", 32, 8, 128, 128))
+    found = kept(terms(model, work=TrainingWorkload(S, profile="megatron")))
     assert found == S * (12 * 4096 + 4 * 1024 + 6 * 14336 + 4 * 32 + 4 * 2)
     assert found / (S * 4096) == pytest.approx(33.5, rel=0.02)
 
 
 def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_expected():
     # 54 sbh were measured of a Llama-3-8B layer where keys and values are repeated for each query head.
-    model = llama(layers=1, hidden=4096, mlp=14336, attention=Attention("full", 32, 8, 128, 128))
+    model = llama(layers=1, hidden=4096, mlp=14336, attention=LayerAttention("full", 32, 8, 128, 128))
     found = [
-        t for t in terms(model, work=Training(S, profile="hf")) if t.name.startswith("kept by") and "head" not in t.name
+        t
+        for t in terms(model, work=TrainingWorkload(S, profile="hf"))
+        if t.name.startswith("kept by") and "head" not in t.name
     ]
     assert kept(found) / (S * 4096) == pytest.approx(49, abs=0.1)
     assert 54 < sum(t.high for t in found) / (S * 4096) < 56
@@ -186,8 +190,8 @@ def test_llama_with_transformers_is_49_sbh_and_with_a_padding_mask_no_more_than_
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("flash", [True, False])
 def test_a_term_is_what_its_formula_makes_of_its_inputs(profile, recompute, flash):
-    model = replace(llama(experts=Experts(8, 2, 512, 256)), style=LayerStyle("rms", dropout=True))
-    work = Training(1024, 3, microbatches=4, profile=profile, recompute=recompute, flash=flash)
+    model = replace(llama(experts=LayerExperts(8, 2, 512, 256)), style=LayerStyle("rms", dropout=True))
+    work = TrainingWorkload(1024, 3, microbatches=4, profile=profile, recompute=recompute, flash=flash)
     found = terms(model, Mesh.of(tp=2, pp=2), work, stage=1, stages=(1, 1))
     assert {t.category for t in found} == {"activations", "workspace"}
     assert len({t.name for t in found}) == len(found)
@@ -199,7 +203,7 @@ def test_a_term_is_what_its_formula_makes_of_its_inputs(profile, recompute, flas
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_context_parallelism_divides_all_and_tensor_parallelism_some(profile):
-    work = Training(4096, profile=profile, sequence_parallel=False)
+    work = TrainingWorkload(4096, profile=profile, sequence_parallel=False)
     whole, by_cp, by_tp = (kept(terms(llama(), mesh, work)) for mesh in (ONE, Mesh.of(cp=4), Mesh.of(tp=4)))
     assert by_cp * 4 == whole
     assert whole / 4 < by_tp < whole
@@ -210,7 +214,7 @@ def test_experts_see_each_token_as_often_as_it_chooses(profile):
     one, two = (
         next(
             t.nbytes
-            for t in terms(llama(mlp=0, experts=Experts(64, k, 512)), work=Training(512, profile=profile))
+            for t in terms(llama(mlp=0, experts=LayerExperts(64, k, 512)), work=TrainingWorkload(512, profile=profile))
             if t.name == "kept by experts"
         )
         for k in (1, 2)
@@ -220,27 +224,27 @@ def test_experts_see_each_token_as_often_as_it_chooses(profile):
 
 
 def test_experts_divided_by_ep_get_as_many_tokens_as_they_send():
-    model = llama(mlp=0, experts=Experts(64, 4, 512))
-    work = Training(512, profile="megatron")
+    model = llama(mlp=0, experts=LayerExperts(64, 4, 512))
+    work = TrainingWorkload(512, profile="megatron")
     alone, divided = (kept(terms(model, mesh, work)) for mesh in (Mesh.of(dp=8), Mesh.of(dp=8, ep=8)))
     assert alone == divided
 
 
 def test_tokens_of_experts_may_be_uneven():
-    found = terms(llama(mlp=0, experts=Experts(64, 4, 512)), work=Training(512, profile="hf"))
+    found = terms(llama(mlp=0, experts=LayerExperts(64, 4, 512)), work=TrainingWorkload(512, profile="hf"))
     spread = {t.name: t.high / t.nbytes for t in found}
     assert spread["kept by experts"] > 1.3 > spread["kept by attention"]
 
 
 def test_a_window_changes_nothing_for_scores_are_computed_and_then_masked():
-    windowed = llama(attention=Attention("sliding", 8, 2, 32, 32, window=16))
-    work = Training(512, profile="hf", flash=False)
+    windowed = llama(attention=LayerAttention("sliding", 8, 2, 32, 32, window=16))
+    work = TrainingWorkload(512, profile="hf", flash=False)
     assert terms(windowed, work=work) == terms(llama(), work=work)
 
 
 def test_cross_attention_keeps_as_much_again():
-    crossed = llama(attention=Attention("full", 8, 2, 32, 32, cross=True))
-    work = Training(512, profile="hf")
+    crossed = llama(attention=LayerAttention("full", 8, 2, 32, 32, cross=True))
+    work = TrainingWorkload(512, profile="hf")
     one, two = (
         {t.name: t.nbytes for t in terms(model, work=work)}["kept by attention"] for model in (llama(), crossed)
     )
@@ -248,7 +252,7 @@ def test_cross_attention_keeps_as_much_again():
 
 
 def test_fp32_takes_twice_what_is_kept_in_bf16_but_not_what_is_fp32_anyway():
-    narrow, wide = (kept(terms(llama(), work=Training(512, profile="hf", dtype=d))) for d in ("BF16", "F32"))
+    narrow, wide = (kept(terms(llama(), work=TrainingWorkload(512, profile="hf", dtype=d))) for d in ("BF16", "F32"))
     assert narrow < wide < 2 * narrow
 
 
@@ -291,12 +295,12 @@ def oracle():
     return module
 
 
-def estimate(config, work: Training) -> int:
+def estimate(config, work: TrainingWorkload) -> int:
     from transformers import AutoModelForCausalLM
 
     values = config.to_dict()
     values["architectures"] = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    return sum(t.nbytes for t in terms(anatomy(values), work=work))
+    return sum(t.nbytes for t in terms(build_anatomy(values), work=work))
 
 
 def configured(kind: str, **values: object):
@@ -314,7 +318,7 @@ def test_the_peak_is_that_of_transformers_models_within_five_percent(oracle, kin
     values, batch, sequence = SHAPES[shape]
     config = configured(kind, **values)
     measured = oracle.peak_of_causal_lm(config, batch, sequence, checkpointing=recompute == "full")
-    work = Training(sequence, batch, profile="hf", recompute=recompute)
+    work = TrainingWorkload(sequence, batch, profile="hf", recompute=recompute)
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -336,7 +340,7 @@ def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
     values, batch, sequence = SHAPES["narrow vocabulary"]
     config = configured(kind, **OTHER_NORMS[kind], **values, pad_token_id=0, bos_token_id=0, eos_token_id=0)
     measured = oracle.peak_of_causal_lm(config, batch, sequence)
-    assert estimate(config, Training(sequence, batch, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05)
+    assert estimate(config, TrainingWorkload(sequence, batch, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma2"])
@@ -344,7 +348,7 @@ def test_norms_of_every_kind_keep_what_transformers_models_keep(oracle, kind):
 def test_scores_that_are_held_are_counted(oracle, kind, sequence):
     config = configured(kind)
     measured = oracle.peak_of_causal_lm(config, 2, sequence, attention="eager")
-    work = Training(sequence, 2, profile="hf", flash=False)
+    work = TrainingWorkload(sequence, 2, profile="hf", flash=False)
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -368,7 +372,7 @@ def test_gpt2_without_dropout_is_counted_too(oracle, activation, recompute):
         eos_token_id=1,
     )
     measured = oracle.peak_of_causal_lm(config, 2, 512, checkpointing=recompute == "full")
-    work = Training(512, 2, profile="hf", recompute=recompute)
+    work = TrainingWorkload(512, 2, profile="hf", recompute=recompute)
     assert estimate(config, work) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 
@@ -376,7 +380,9 @@ def test_dense_layers_among_those_with_experts_are_counted_each(oracle):
     values = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "mlp_only_layers": [1]}
     config = configured("qwen3_moe", num_hidden_layers=3, vocab_size=64, **values)
     measured = oracle.peak_of_causal_lm(config, 2, 256)
-    assert estimate(config, Training(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
+    assert estimate(config, TrainingWorkload(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(
+        measured
+    )
 
 
 def test_latent_attention_is_counted_too(oracle):
@@ -393,7 +399,9 @@ def test_latent_attention_is_counted_too(oracle):
     }
     config = configured("deepseek_v3", **latent)
     measured = oracle.peak_of_causal_lm(config, 2, 256)
-    assert estimate(config, Training(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(measured)
+    assert estimate(config, TrainingWorkload(256, 2, profile="hf")) == pytest.approx(measured.nbytes, rel=0.05), str(
+        measured
+    )
 
 
 def plain_llama(hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int, layers: int):
@@ -464,7 +472,7 @@ def test_the_profile_fsdp2_is_within_five_percent_of_torchs_own_modules(oracle, 
 
     measured = oracle.peak_of(build, lambda model: model(torch.zeros(2, 256, dtype=torch.long)))
     model = replace(llama(layers=layers, mlp=mlp), vocabulary=vocabulary)
-    found = sum(t.nbytes for t in terms(model, work=Training(256, 2, profile="fsdp2")))
+    found = sum(t.nbytes for t in terms(model, work=TrainingWorkload(256, 2, profile="fsdp2")))
     assert found == pytest.approx(measured.nbytes, rel=0.05), str(measured)
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UnsupportedError
-from shardctl.memory.activations import activations
-from shardctl.memory.holding import Holding
-from shardctl.memory.term import total
-from shardctl.memory.workload import Training
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import State, anatomy
+from shardctl.models.anatomy import LayerState, build_anatomy
 
 PEAKS = json.loads(Path(__file__).with_name("recurrent_peaks.json").read_text())
 MEGATRON = json.loads(Path(__file__).with_name("megatron_mamba_peaks.json").read_text())
@@ -29,14 +29,14 @@ KINDS = ("mamba", "falcon_mamba", "mamba2", "jamba", "qwen3_next")
 ONE = Mesh.of()
 
 
-def terms(name: str, work: Training, mesh: Mesh = ONE, made_of=None):
-    made_of = made_of or anatomy(CONFIGS[name])
+def terms(name: str, work: TrainingWorkload, mesh: Mesh = ONE, made_of=None):
+    made_of = made_of or build_anatomy(CONFIGS[name])
     layers = len(made_of.layers)
-    holding = Holding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
-    return activations(made_of, holding, mesh, work, stages=(layers,))
+    holding = RankHolding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    return estimate_activations(made_of, holding, mesh, work, stages=(layers,))
 
 
-def kept(name: str, work: Training, **options: object) -> dict[str, int]:
+def kept(name: str, work: TrainingWorkload, **options: object) -> dict[str, int]:
     """Bytes by the name of the term."""
     return {t.name: t.nbytes for t in terms(name, work, **options)}
 
@@ -50,8 +50,8 @@ def label(one: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("one", PEAKS, ids=label)
 def test_the_peak_is_that_of_the_kernels_autograd_functions_within_five_percent(one):
-    work = Training(one["sequence"], one["batch"], profile="hf", recompute=one["recompute"])
-    found = total(terms(one["name"], work))
+    work = TrainingWorkload(one["sequence"], one["batch"], profile="hf", recompute=one["recompute"])
+    found = sum_terms(terms(one["name"], work))
     assert found.nbytes == pytest.approx(one["peak"], rel=0.05)
     assert found.low < one["peak"] < found.high
 
@@ -61,9 +61,9 @@ def test_the_peak_is_that_of_the_kernels_autograd_functions_within_five_percent(
 )
 def test_what_is_kept_for_the_backward_pass_is_counted_to_a_thousandth(one):
     # With a wide vocabulary the worst moment is the loss, when all that is kept is still there.
-    found = terms(one["name"], Training(one["sequence"], one["batch"], profile="hf"))
+    found = terms(one["name"], TrainingWorkload(one["sequence"], one["batch"], profile="hf"))
     assert found[-1].name.endswith("the loss")
-    assert total(found, category="activations").nbytes == pytest.approx(one["kept"], rel=1e-3)
+    assert sum_terms(found, category="activations").nbytes == pytest.approx(one["kept"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_kept_for_the_backward_pass_is_counted_to_a_thousandth(one):
     ],
 )
 def test_selective_scans_keep_what_their_functions_save(name, formula):
-    config, work = CONFIGS[name], Training(1024, profile="hf")
+    config, work = CONFIGS[name], TrainingWorkload(1024, profile="hf")
     i, r = 2 * config["hidden_size"], config["hidden_size"] // 16
     layers = config["num_hidden_layers"] // (2 if name == "jamba" else 1)
     expected = eval(formula, {}, {"n": 1024, "i": i, "r": r, "N": 16})  # noqa: S307
@@ -84,14 +84,14 @@ def test_selective_scans_keep_what_their_functions_save(name, formula):
 
 
 def test_a_scan_in_chunks_keeps_its_input_and_its_result():
-    config, work = CONFIGS["mamba2"], Training(1024, 2, profile="hf")
+    config, work = CONFIGS["mamba2"], TrainingWorkload(1024, 2, profile="hf")
     i, heads, states = 2 * config["hidden_size"], config["num_heads"], 128
     a_token = 2 * (2 * i + 2 * states + heads) + 2 * i + 4
     assert kept("mamba2", work)[RECURRENT] == config["num_hidden_layers"] * (2048 * a_token + 8 * heads)
 
 
 def test_a_gated_delta_rule_keeps_its_chunks_products():
-    c, work = CONFIGS["qwen3_next"], Training(1024, profile="hf")
+    c, work = CONFIGS["qwen3_next"], TrainingWorkload(1024, profile="hf")
     k_heads, heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     keys, values = k_heads * c["linear_key_head_dim"], heads * c["linear_value_head_dim"]
     convolved, normed = 2 * (2 * keys + values), 2 * 2 * keys + 8 * k_heads
@@ -102,7 +102,7 @@ def test_a_gated_delta_rule_keeps_its_chunks_products():
 @pytest.mark.parametrize("name", KINDS)
 def test_a_term_says_that_it_is_of_the_kernels(name):
     for profile in ("hf", "fsdp2", "deepspeed"):
-        found = next(t for t in terms(name, Training(512, profile=profile)) if t.name == RECURRENT)
+        found = next(t for t in terms(name, TrainingWorkload(512, profile=profile)) if t.name == RECURRENT)
         assert eval(found.formula, {}, dict(found.inputs)) == pytest.approx(found.nbytes)  # noqa: S307
         assert "kernels of mamba-ssm 2.3" in found.source
         assert found.low < found.nbytes < found.high
@@ -110,14 +110,14 @@ def test_a_term_says_that_it_is_of_the_kernels(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_whatever_shards_them_the_modules_are_those_of_transformers(name):
-    by_profile = [kept(name, Training(512, profile=profile)) for profile in ("hf", "fsdp2", "deepspeed")]
+    by_profile = [kept(name, TrainingWorkload(512, profile=profile)) for profile in ("hf", "fsdp2", "deepspeed")]
     assert by_profile[0] == by_profile[1] == by_profile[2]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_selective_recomputation_is_of_attention_only(name):
     none, selective, full = (
-        kept(name, Training(512, profile="hf", recompute=r)) for r in ("none", "selective", "full")
+        kept(name, TrainingWorkload(512, profile="hf", recompute=r)) for r in ("none", "selective", "full")
     )
     assert none[RECURRENT] == selective[RECURRENT]
     assert RECURRENT not in full
@@ -126,7 +126,7 @@ def test_selective_recomputation_is_of_attention_only(name):
 
 def test_what_is_added_up_in_fp32_is_kept_so():
     wide, narrow = (
-        kept(name, Training(512, profile="hf", recompute="full"))["inputs of layers"]
+        kept(name, TrainingWorkload(512, profile="hf", recompute="full"))["inputs of layers"]
         for name in ("mamba, wide vocabulary", "mamba, narrow sums")
     )
     assert wide == 2 * narrow
@@ -137,23 +137,23 @@ def test_what_is_added_up_in_fp32_is_kept_so():
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_what_transformers_does_not_divide_is_refused_by_name(name, axis, profile):
     with pytest.raises(UnsupportedError, match=f"layer 0 is not known with {axis}"):
-        terms(name, Training(512, profile=profile), Mesh.of(**{axis: 2}))
+        terms(name, TrainingWorkload(512, profile=profile), Mesh.of(**{axis: 2}))
 
 
 @pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba", "qwen3_next"])
 def test_layers_that_megatron_does_not_have_are_not_guessed(name):
     with pytest.raises(UnsupportedError, match="layer 0 is not known with this profile: only Megatron-LM") as raised:
-        terms(name, Training(512, profile="megatron"))
+        terms(name, TrainingWorkload(512, profile="megatron"))
     assert "hf, fsdp2 and deepspeed" in raised.value.hint
 
 
 def megatron(one, **options: object):
     """The terms of a stage without the head."""
-    made_of, mesh = anatomy(one["config"]), Mesh.of(tp=one["tp"], pp=2)
+    made_of, mesh = build_anatomy(one["config"]), Mesh.of(tp=one["tp"], pp=2)
     layers = len(made_of.layers)
-    holding = Holding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
-    work = Training(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
-    return activations(made_of, holding, mesh, work, stages=(layers, 1))
+    holding = RankHolding(0, "only", mesh.coordinate(0), 1, 0, range(layers), ())
+    work = TrainingWorkload(one["sequence"], one["batch"], profile="megatron", microbatches=1, **options)
+    return estimate_activations(made_of, holding, mesh, work, stages=(layers, 1))
 
 
 @pytest.mark.parametrize("one", MEGATRON, ids=lambda one: f"tp{one['tp']}, {one['config']['hidden_size']}")
@@ -161,8 +161,8 @@ def test_megatrons_layers_of_mamba_2_are_divided_by_tp(one):
     found = megatron(one)
     # With tp there is one buffer besides, for whatever is gathered.
     buffer = 2 * one["batch"] * one["sequence"] * one["config"]["hidden_size"] * (one["tp"] > 1)
-    assert total(found, category="activations").nbytes + buffer == pytest.approx(one["kept"], rel=1e-4)
-    assert total(found).nbytes == pytest.approx(one["peak"], rel=0.02)
+    assert sum_terms(found, category="activations").nbytes + buffer == pytest.approx(one["kept"], rel=1e-4)
+    assert sum_terms(found).nbytes == pytest.approx(one["peak"], rel=0.02)
 
 
 def test_megatron_divides_groups_evenly_or_not_at_all():
@@ -173,13 +173,13 @@ def test_megatron_divides_groups_evenly_or_not_at_all():
 
 def test_megatrons_layers_of_mamba_2_with_cp_are_not_guessed():
     with pytest.raises(UnsupportedError, match="layer 0 is not known with cp"):
-        terms("mamba2", Training(512, profile="megatron"), Mesh.of(cp=2))
+        terms("mamba2", TrainingWorkload(512, profile="megatron"), Mesh.of(cp=2))
 
 
 def test_states_that_are_computed_in_a_way_that_is_not_known_are_not_guessed():
-    made_of = anatomy(CONFIGS["jamba"])
-    state = State(channels=512, grouped=0, groups=1, window=4, recurrent=8192, recurrent_fp32=True)
+    made_of = build_anatomy(CONFIGS["jamba"])
+    state = LayerState(channels=512, grouped=0, groups=1, window=4, recurrent=8192, recurrent_fp32=True)
     layers = list(made_of.layers)
     layers[2] = replace(layers[2], state=state)
     with pytest.raises(UnsupportedError, match="layer 2 is not known: it has a recurrent state"):
-        terms("jamba", Training(512, profile="hf"), made_of=replace(made_of, layers=tuple(layers)))
+        terms("jamba", TrainingWorkload(512, profile="hf"), made_of=replace(made_of, layers=tuple(layers)))

@@ -8,40 +8,40 @@ import pytest
 from known_models import LLAMA_3_8B, LLAMA_3_70B, QWEN2_7B, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.advice import Ask, advise, by_type
-from shardctl.memory.devices import GIB, device
-from shardctl.memory.estimate import gather
-from shardctl.memory.forecast import forecast
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.holding import Holding
-from shardctl.memory.legal import Law
-from shardctl.memory.narrower import narrowed
-from shardctl.memory.search import SERVING, Bulk, Space
-from shardctl.memory.term import Term
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.advice import EstimateRequest, advise_changes, find_fewest_by_type
+from shardctl.memory.devices import GIB, get_device
+from shardctl.memory.estimate import build_estimate
+from shardctl.memory.forecast import estimate_ranks
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.legal import AllowedDegrees
+from shardctl.memory.narrower import narrow_inventory
+from shardctl.memory.search import SERVING, SearchSpace, WeightTotals
+from shardctl.memory.term import MemoryTerm
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
-H100 = device("h100").usable_bytes
-NOBODY = Holding(0, "only", {}, 1, 0, range(0), ())
+H100 = get_device("h100").usable_bytes
+NOBODY = RankHolding(0, "only", {}, 1, 0, range(0), ())
 
 
 def needs(nbytes):
-    return gather([NOBODY], [[Term("all", "weights", round(nbytes))]])
+    return build_estimate([NOBODY], [[MemoryTerm("all", "weights", round(nbytes))]])
 
 
 def real(config):
     """The estimator itself."""
     inventory = stock(config)
-    parts = anatomy(config)
+    parts = build_anatomy(config)
 
     def attempt(ask):
-        other = narrowed(inventory, ask.dtype) if ask.dtype else inventory
-        stages = Bulk(other).stages(ask.mesh)
-        holdings = Heaviest(other).hold(ask.mesh, stages)
-        return forecast(holdings, parts, ask.mesh, stages, ask.work, dtype="BF16")
+        other = narrow_inventory(inventory, ask.dtype) if ask.dtype else inventory
+        stages = WeightTotals(other).stages(ask.mesh)
+        holdings = HeaviestRanks(other).hold(ask.mesh, stages)
+        return estimate_ranks(holdings, parts, ask.mesh, stages, ask.work, dtype="BF16")
 
-    return attempt, Law(inventory)
+    return attempt, AllowedDegrees(inventory)
 
 
 def made(ask):
@@ -57,13 +57,13 @@ def made(ask):
 
 
 def test_nothing_is_advised_where_all_is_well():
-    ask = Ask(Mesh.of(dp=8), Training(sequence=4096))
-    assert advise(ask, made, 24 * GIB) == ()
+    ask = EstimateRequest(Mesh.of(dp=8), TrainingWorkload(sequence=4096))
+    assert advise_changes(ask, made, 24 * GIB) == ()
 
 
 def test_each_change_says_what_it_reaches_and_the_mildest_comes_first():
-    ask = Ask(Mesh.of(dp=8), Training(sequence=4096, micro_batch=2))
-    found = {one.options: one for one in advise(ask, made, 20 * GIB)}
+    ask = EstimateRequest(Mesh.of(dp=8), TrainingWorkload(sequence=4096, micro_batch=2))
+    found = {one.options: one for one in advise_changes(ask, made, 20 * GIB)}
     assert list(found) == ["--recompute full", "--zero 2", "--seq-len 1024", "--batch 1"]
     assert found["--recompute full"].nbytes == 17 * GIB
     assert found["--recompute full"].saved == 15 * GIB
@@ -78,8 +78,8 @@ def test_each_change_says_what_it_reaches_and_the_mildest_comes_first():
 
 
 def test_several_changes_are_made_where_no_single_one_is_enough():
-    ask = Ask(Mesh.of(dp=8), Training(sequence=4096))
-    first, *rest = advise(ask, made, 3 * GIB)
+    ask = EstimateRequest(Mesh.of(dp=8), TrainingWorkload(sequence=4096))
+    first, *rest = advise_changes(ask, made, 3 * GIB)
     assert first.fits
     assert first.options == "--recompute full --zero 3"
     assert first.change == "recompute all activations and share model states by ZeRO-3"
@@ -87,32 +87,32 @@ def test_several_changes_are_made_where_no_single_one_is_enough():
     assert not any(one.fits for one in rest)
     # On its own, offloading is refused, for the states are not shared; it is not advised.
     assert not any("offload" in one.options for one in rest)
-    alone = advise(ask, made, GIB)
+    alone = advise_changes(ask, made, GIB)
     assert not any(one.fits for one in alone)
 
 
 def test_offloading_is_advised_where_it_is_possible():
-    ask = Ask(Mesh.of(dp=2), Training(sequence=4096, zero=1, recompute="full"))
-    assert [one.options for one in advise(ask, made, 3 * GIB) if one.fits] == ["--offload cpu"]
+    ask = EstimateRequest(Mesh.of(dp=2), TrainingWorkload(sequence=4096, zero=1, recompute="full"))
+    assert [one.options for one in advise_changes(ask, made, 3 * GIB) if one.fits] == ["--offload cpu"]
 
 
 def test_more_devices_are_advised_as_the_model_allows():
-    law = Law(stock(QWEN2_7B))
-    ask = Ask(Mesh.of(), Training(sequence=4096, recompute="full"))
-    (first, *_rest) = advise(ask, made, 5 * GIB, law=law)
+    law = AllowedDegrees(stock(QWEN2_7B))
+    ask = EstimateRequest(Mesh.of(), TrainingWorkload(sequence=4096, recompute="full"))
+    (first, *_rest) = advise_changes(ask, made, 5 * GIB, law=law)
     assert (first.change, first.options) == ("use 4 devices instead of 1", "--tp 4")
     assert first.ask.mesh == Mesh.of(tp=4)
     # 28 heads are not cut in 8.
-    assert not any(one.fits for one in advise(ask, made, 3 * GIB, law=law) if "--tp" in one.options)
-    far = advise(ask, made, 5 * GIB, law=law, per_node=2)
+    assert not any(one.fits for one in advise_changes(ask, made, 3 * GIB, law=law) if "--tp" in one.options)
+    far = advise_changes(ask, made, 5 * GIB, law=law, per_node=2)
     assert not any(one.ask.mesh.degree("tp") > 2 for one in far)
 
 
 def test_serving_grows_along_both_axes_where_neither_is_enough_alone():
     """16 sequences of 131,072 tokens: their caches fit 16 devices as two stages of 8, but not 16 stages."""
     attempt, law = real(LLAMA_3_8B)
-    ask = Ask(Mesh.of(), Serving(context=131_072, batch=16))
-    found = {one.change: one for one in advise(ask, attempt, 24 * GIB, law=law)}
+    ask = EstimateRequest(Mesh.of(), ServingWorkload(context=131_072, batch=16))
+    found = {one.change: one for one in advise_changes(ask, attempt, 24 * GIB, law=law)}
     first = found["use 16 devices instead of 1"]
     assert first.options == "--tp 8 --pp 2"
     assert first.ask.mesh == Mesh.of(tp=8, pp=2)
@@ -120,15 +120,15 @@ def test_serving_grows_along_both_axes_where_neither_is_enough_alone():
 
 
 def test_stages_of_a_pipeline_share_no_gradients():
-    ask = Ask(Mesh.of(pp=2, dp=8), Training(sequence=4096))
-    assert "--zero 1" in [one.options for one in advise(ask, made, 3 * GIB)]
-    assert not any("--zero 3" in one.options for one in advise(ask, made, 3 * GIB))
+    ask = EstimateRequest(Mesh.of(pp=2, dp=8), TrainingWorkload(sequence=4096))
+    assert "--zero 1" in [one.options for one in advise_changes(ask, made, 3 * GIB)]
+    assert not any("--zero 3" in one.options for one in advise_changes(ask, made, 3 * GIB))
 
 
 def test_a_model_that_serving_has_no_room_for():
     attempt, law = real(LLAMA_3_70B)
-    ask = Ask(Mesh.of(), Serving(context=8192))
-    found = advise(ask, attempt, H100, law=law)
+    ask = EstimateRequest(Mesh.of(), ServingWorkload(context=8192))
+    found = advise_changes(ask, attempt, H100, law=law)
     options = {one.options: one for one in found if one.fits}
     assert list(options) == ["--dtype fp8", "--tp 2"]
     assert all(one.nbytes <= H100 for one in options.values())
@@ -136,10 +136,10 @@ def test_a_model_that_serving_has_no_room_for():
 
 def test_a_cache_that_is_too_large():
     attempt, law = real(LLAMA_3_8B)
-    ask = Ask(Mesh.of(), Serving(context=32768, batch=32))
+    ask = EstimateRequest(Mesh.of(), ServingWorkload(context=32768, batch=32))
     before = attempt(ask).binding.total().nbytes
     assert before > H100
-    found = {one.options: one for one in advise(ask, attempt, H100, law=law)}
+    found = {one.options: one for one in advise_changes(ask, attempt, H100, law=law)}
     halved = found["--batch 8"]
     assert halved.fits
     assert halved.saved == before - halved.nbytes
@@ -150,8 +150,8 @@ def test_a_cache_that_is_too_large():
 
 def test_training_what_does_not_fit():
     attempt, law = real(LLAMA_3_8B)
-    ask = Ask(Mesh.of(dp=8), Training(sequence=8192, profile="deepspeed"))
-    found = advise(ask, attempt, H100, law=law)
+    ask = EstimateRequest(Mesh.of(dp=8), TrainingWorkload(sequence=8192, profile="deepspeed"))
+    found = advise_changes(ask, attempt, H100, law=law)
     assert found[0].fits
     for one in found:
         assert attempt(one.ask).binding.total().nbytes == one.nbytes
@@ -161,18 +161,18 @@ def test_bf16_needs_two_devices_and_int4_one():
     inventory = stock(LLAMA_3_70B)
 
     def estimator(other):
-        heaviest = Heaviest(other)
+        heaviest = HeaviestRanks(other)
 
         def estimate(mesh, stages):
             holdings = heaviest.hold(mesh, stages)
-            return gather(holdings, [(Term("weights", "weights", one.nbytes),) for one in holdings])
+            return build_estimate(holdings, [(MemoryTerm("weights", "weights", one.nbytes),) for one in holdings])
 
         return estimate
 
-    found = by_type(inventory, estimator, ["bf16", "fp8", "int4"], space=Space(SERVING), budget=H100)
+    found = find_fewest_by_type(inventory, estimator, ["bf16", "fp8", "int4"], space=SearchSpace(SERVING), budget=H100)
     assert [(one.dtype, one.devices) for one in found] == [("bf16", 2), ("fp8", 1), ("int4", 1)]
-    assert found[2].weights == narrowed(inventory, "int4").nbytes
-    tiny = by_type(inventory, estimator, ["bf16"], space=Space(frozenset({"tp"})), budget=GIB)
+    assert found[2].weights == narrow_inventory(inventory, "int4").nbytes
+    tiny = find_fewest_by_type(inventory, estimator, ["bf16"], space=SearchSpace(frozenset({"tp"})), budget=GIB)
     assert (tiny[0].devices, tiny[0].candidate) == (None, None)
     with pytest.raises(UsageError, match="unknown type"):
-        by_type(inventory, estimator, ["int3"], space=Space(SERVING), budget=H100)
+        find_fewest_by_type(inventory, estimator, ["int3"], space=SearchSpace(SERVING), budget=H100)

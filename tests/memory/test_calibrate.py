@@ -10,44 +10,44 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.memory.calibrate import Measurement, _least_squares, calibrate, read
-from shardctl.memory.term import Term, total
-from shardctl.memory.workload import Training
+from shardctl.memory.calibrate import PeakMeasurement, _solve_least_squares, fit_calibration, parse_measurements
+from shardctl.memory.term import MemoryTerm, sum_terms
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 
 GB = 10**9
 WEIGHTS = 16 * GB
 
 
-def terms(run: Measurement) -> list[Term]:
+def terms(run: PeakMeasurement) -> list[MemoryTerm]:
     size = run.work.sequence * run.work.micro_batch * 10**6
     return [
-        Term("weights", "weights", WEIGHTS),
-        Term("kept", "activations", size, "n * 1e6", {"n": size / 10**6}, interval=(size // 2, size * 2)),
-        Term("worst moment", "workspace", size // 4, interval=(size // 8, size // 2)),
-        Term("CUDA context", "runtime", GB, interval=(GB // 2, 2 * GB)),
-        Term("master weights", "optimizer", 99 * GB, tier="host"),
+        MemoryTerm("weights", "weights", WEIGHTS),
+        MemoryTerm("kept", "activations", size, "n * 1e6", {"n": size / 10**6}, interval=(size // 2, size * 2)),
+        MemoryTerm("worst moment", "workspace", size // 4, interval=(size // 8, size // 2)),
+        MemoryTerm("CUDA context", "runtime", GB, interval=(GB // 2, 2 * GB)),
+        MemoryTerm("master weights", "optimizer", 99 * GB, tier="host"),
     ]
 
 
-def run(sequence: int, peak: float, **options: object) -> Measurement:
-    return Measurement(Mesh.of(), Training(sequence, **options), round(peak), 1)
+def run(sequence: int, peak: float, **options: object) -> PeakMeasurement:
+    return PeakMeasurement(Mesh.of(), TrainingWorkload(sequence, **options), round(peak), 1)
 
 
-def made(sequence: int, scale: float, overhead: float) -> Measurement:
+def made(sequence: int, scale: float, overhead: float) -> PeakMeasurement:
     return run(sequence, WEIGHTS + scale * 1.25 * sequence * 10**6 + overhead)
 
 
 @pytest.mark.parametrize(("scale", "overhead"), [(1.0, GB), (0.8, 2 * GB), (1.3, 0), (1.07, 0.3 * GB)])
 def test_coefficients_that_made_the_peaks_are_found(scale, overhead):
-    fit = calibrate([made(n, scale, overhead) for n in (1024, 2048, 8192)], terms)
+    fit = fit_calibration([made(n, scale, overhead) for n in (1024, 2048, 8192)], terms)
     assert fit.scale == pytest.approx(scale, rel=1e-6)
     assert fit.overhead == pytest.approx(overhead, abs=1000)
     assert fit.worst_after < 1e-6
 
 
 def test_errors_before_and_after_are_given_by_line():
-    fit = calibrate([made(1024, 2.0, 0), made(4096, 2.0, 0)], terms)
+    fit = fit_calibration([made(1024, 2.0, 0), made(4096, 2.0, 0)], terms)
     before = [WEIGHTS + 1.25 * n * 10**6 + GB for n in (1024, 4096)]
     assert [line.before for line in fit.lines] == before
     assert [line.error_before for line in fit.lines] == [
@@ -58,9 +58,9 @@ def test_errors_before_and_after_are_given_by_line():
 
 def test_the_factor_and_the_overhead_are_put_in_their_terms_places():
     runs = [made(n, 1.5, 3 * GB) for n in (1024, 2048, 4096)]
-    fit = calibrate(runs, terms)
+    fit = fit_calibration(runs, terms)
     applied = fit.apply(terms(runs[1]))
-    assert total(applied).nbytes == pytest.approx(runs[1].peak, rel=1e-6)
+    assert sum_terms(applied).nbytes == pytest.approx(runs[1].peak, rel=1e-6)
     assert [t.name for t in applied] == ["weights", "kept", "worst moment", "master weights", "overhead"]
     assert applied[0].exact
     assert applied[1].formula == "1.5 * (n * 1e6)"
@@ -70,23 +70,23 @@ def test_the_factor_and_the_overhead_are_put_in_their_terms_places():
 def test_the_interval_holds_every_measured_peak():
     noise = (1.03, 0.96, 1.01, 0.99)
     runs = [run(n, made(n, 1.2, GB).peak * k) for n, k in zip((1024, 2048, 4096, 8192), noise, strict=True)]
-    fit = calibrate(runs, terms)
+    fit = fit_calibration(runs, terms)
     for one in runs:
-        interval = total(fit.apply(terms(one)))
+        interval = sum_terms(fit.apply(terms(one)))
         assert interval.low <= one.peak <= interval.high
 
 
 def test_neither_coefficient_is_ever_negative():
-    steep = calibrate([run(4096, WEIGHTS + GB), run(8192, WEIGHTS + 20 * GB)], terms)
+    steep = fit_calibration([run(4096, WEIGHTS + GB), run(8192, WEIGHTS + 20 * GB)], terms)
     assert steep.overhead == 0
     assert steep.scale > 0
 
 
 def test_peaks_by_which_activations_take_nothing_are_refused():
     with pytest.raises(UsageError, match="line 1 measured 1,000,000,000 bytes, less than the 16,000,000,000"):
-        calibrate([run(1024, GB), run(8192, 2 * GB)], terms)
+        fit_calibration([run(1024, GB), run(8192, 2 * GB)], terms)
     with pytest.raises(UsageError, match="do not grow with the activations"):
-        calibrate([run(1024, WEIGHTS + 9 * GB), run(8192, WEIGHTS + GB)], terms)
+        fit_calibration([run(1024, WEIGHTS + 9 * GB), run(8192, WEIGHTS + GB)], terms)
 
 
 @given(
@@ -97,7 +97,7 @@ def test_peaks_by_which_activations_take_nothing_are_refused():
     ).filter(lambda rows: np.linalg.matrix_rank(np.array(rows)[:, :2], tol=1e-2) == 2)
 )
 def test_no_other_coefficients_near_by_are_better(rows):
-    x, y = _least_squares(rows)
+    x, y = _solve_least_squares(rows)
     table = np.array(rows)
 
     def loss(at: tuple[float, float]) -> float:
@@ -115,12 +115,12 @@ def test_no_other_coefficients_near_by_are_better(rows):
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_measurements_than_coefficients_are_refused(count):
     with pytest.raises(UsageError, match=f"^{count} measured peak"):
-        calibrate([made(1024, 1, 0)] * count, terms)
+        fit_calibration([made(1024, 1, 0)] * count, terms)
 
 
 def test_runs_that_do_not_differ_are_refused():
     with pytest.raises(UsageError, match="activations of one size"):
-        calibrate([made(1024, 1, 0), made(1024, 1, GB)], terms)
+        fit_calibration([made(1024, 1, 0), made(1024, 1, GB)], terms)
 
 
 def test_a_log_is_read_line_by_line():
@@ -129,11 +129,11 @@ def test_a_log_is_read_line_by_line():
 
 {"sequence": 8192, "micro_batch": 2, "mesh": "fsdp=2,tp=4", "recompute": "full", "zero": 1, "peak": 31}
 """
-    first, second = read(text, Training(1024, profile="hf"), Mesh.of(tp=2))
+    first, second = parse_measurements(text, TrainingWorkload(1024, profile="hf"), Mesh.of(tp=2))
     assert (first.line, first.work.sequence, first.work.profile, str(first.mesh)) == (2, 4096, "hf", "tp2")
     assert (second.line, second.peak, second.work.micro_batch, second.work.zero) == (4, 31, 2, 1)
     assert (second.work.recompute, str(second.mesh)) == ("full", "fsdp2 x tp4")
-    (chunked,) = read('{"mesh": "pp=4", "virtual_stages": 2, "peak": 9}', Training(1024))
+    (chunked,) = parse_measurements('{"mesh": "pp=4", "virtual_stages": 2, "peak": 9}', TrainingWorkload(1024))
     assert chunked.work.schedule == "interleaved"
 
 
@@ -159,11 +159,11 @@ def test_a_log_is_read_line_by_line():
 def test_a_line_that_is_not_as_it_should_be_is_named(values, message):
     text = '{"sequence": 1, "peak": 1}\n' + json.dumps(values)
     with pytest.raises(SourceError, match="line 2") as caught:
-        read(text, Training(1024))
+        parse_measurements(text, TrainingWorkload(1024))
     assert message in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["peak: 3", "[1]", "3", '{"peak": 1'])
 def test_what_is_no_object_is_named(text):
     with pytest.raises(SourceError, match="line 1"):
-        read(text, Training(1024))
+        parse_measurements(text, TrainingWorkload(1024))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from known_models import even, stock
 
-from shardctl.memory.communication import sent, traffic
-from shardctl.memory.holding import hold
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.communication import compute_sent_bytes, list_traffic
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,19 +40,19 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
-TRAIN = Training(sequence=4096, profile="deepspeed", sequence_parallel=False)
+TRAIN = TrainingWorkload(sequence=4096, profile="deepspeed", sequence_parallel=False)
 N, H, L = 4096, 4096, 32
 
 
 def holdings(config, mesh):
     inventory = stock(config)
-    return hold(inventory, mesh, even(inventory.layers, mesh))
+    return list_holdings(inventory, mesh, even(inventory.layers, mesh))
 
 
 def sends(config, text, work=TRAIN, *, stage=0, tokens=None):
     mesh = Mesh.parse(text)
     one = next(h for h in holdings(config, mesh) if h.stage == stage)
-    return traffic(anatomy(config), one, mesh, work, tokens=tokens)
+    return list_traffic(build_anatomy(config), one, mesh, work, tokens=tokens)
 
 
 def volume(found, *axes):
@@ -65,7 +65,9 @@ def psi(config, text="tp=1", **which):
 
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
     for n in (1, 2, 3, 8):
-        assert sent("all-reduce", 12, n) == sent("reduce-scatter", 12, n) + sent("all-gather", 12, n)
+        assert compute_sent_bytes("all-reduce", 12, n) == compute_sent_bytes(
+            "reduce-scatter", 12, n
+        ) + compute_sent_bytes("all-gather", 12, n)
 
 
 # ZeRO (Rajbhandari et al. 2020), sec. 7: plain data parallelism, ZeRO-1 and ZeRO-2 move 2 Psi, ZeRO-3 moves 3 Psi.
@@ -126,11 +128,11 @@ def test_sequence_parallelism_moves_the_same_in_two_halves():
 
 
 def test_serving_sums_twice_a_layer_and_gathers_logits():
-    found = sends(LLAMA, "tp=8", Serving(context=100, batch=16))
+    found = sends(LLAMA, "tp=8", ServingWorkload(context=100, batch=16))
     sums, logits = found
     assert sums.nbytes == (2 * L + 1) * 2 * 16 * H * 2 * 7 // 8
     assert logits.nbytes == 16 * 32000 * 2 * 7 // 8
-    longer = sends(LLAMA, "tp=8", Serving(context=100, batch=16), tokens=1600)
+    longer = sends(LLAMA, "tp=8", ServingWorkload(context=100, batch=16), tokens=1600)
     assert volume(longer) == 100 * volume(found)
 
 
@@ -143,7 +145,7 @@ def test_stages_send_activations_on_and_their_gradients_back():
     around = [volume(sends(LLAMA, "pp=4", halves, stage=stage), "pp") for stage in range(4)]
     assert around == [3 * one, 4 * one, 4 * one, 3 * one]
     assert sum(around) == 2 * (4 * 2 - 1) * one  # each border between chunks, both ways
-    served = [volume(sends(LLAMA, "pp=4", Serving(context=9, batch=2), stage=k), "pp") for k in range(4)]
+    served = [volume(sends(LLAMA, "pp=4", ServingWorkload(context=9, batch=2), stage=k), "pp") for k in range(4)]
     assert served == [2 * H * 2] * 3 + [0]
 
 
@@ -181,7 +183,7 @@ def test_tp_inside_experts_gathers_what_was_dispatched():
 
 
 def test_ranks_that_all_have_the_same_tokens_need_no_dispatch():
-    serving = Serving(context=100, batch=16)
+    serving = ServingWorkload(context=100, batch=16)
     assert volume(sends(MIXTRAL, "tp=8,ep=8", serving), "ep") == 0
     assert volume(sends(MIXTRAL, "tp=8,ep=8", serving)) == volume(sends(MIXTRAL, "tp=8", serving))
     assert volume(sends(MIXTRAL, "dp=8,ep=8", serving), "ep") > 0
@@ -196,4 +198,4 @@ def test_context_parallelism_passes_keys_and_values_around():
 
 def test_one_device_sends_nothing():
     assert sends(LLAMA, "tp=1") == ()
-    assert sends(MIXTRAL, "tp=1", Serving(context=9)) == ()
+    assert sends(MIXTRAL, "tp=1", ServingWorkload(context=9)) == ()

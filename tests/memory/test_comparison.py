@@ -6,16 +6,16 @@ import pytest
 from known_models import LLAMA_3_8B, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.comparison import compare, strategies
+from shardctl.memory.comparison import compare_strategies, list_strategies
 
 
 # Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 devices, mixed-precision Adam.
 def test_the_figure_that_everybody_knows():
-    found = strategies(7_500_000_000, 64)
+    found = list_strategies(7_500_000_000, 64)
     assert [one.name for one in found] == ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
     assert [one.nbytes / 1e9 for one in found] == pytest.approx([120, 31.4, 16.6, 1.88], abs=0.05)
     # Sec. 1: fourfold, eightfold, and as many times as there are devices, if those are many.
-    assert [one.reduction for one in strategies(7_500_000_000, 4096)] == pytest.approx([1, 4, 8, 4096], rel=0.01)
+    assert [one.reduction for one in list_strategies(7_500_000_000, 4096)] == pytest.approx([1, 4, 8, 4096], rel=0.01)
     assert found[3].reduction == pytest.approx(64)
 
 
@@ -33,7 +33,7 @@ TABLE = {
 @pytest.mark.parametrize("devices", TABLE)
 def test_table_1(devices):
     for parameters, expected in zip((7.5e9, 128e9, 1e12), TABLE[devices], strict=True):
-        found = strategies(int(parameters), devices)[1:]
+        found = list_strategies(int(parameters), devices)[1:]
         # The table rounds some cells and cuts others off.
         for one, cell in zip(found, expected, strict=True):
             assert one.nbytes / 1e9 == pytest.approx(cell, rel=0.003, abs=0.01)
@@ -41,30 +41,30 @@ def test_table_1(devices):
 
 # Sec. 7: ZeRO-1 and ZeRO-2 send what data parallelism sends, ZeRO-3 half as much again.
 def test_what_each_sends():
-    found = strategies(1_000_000, 8)
+    found = list_strategies(1_000_000, 8)
     assert [one.relative for one in found] == pytest.approx([1, 1, 1, 1.5])
     assert [one.sent_bytes for one in found] == [3_500_000, 3_500_000, 3_500_000, 5_250_000]
 
 
 def test_gradients_in_fp32_make_sharing_cheaper():
-    found = strategies(1_000_000, 8, gradient=4)
+    found = list_strategies(1_000_000, 8, gradient=4)
     assert found[0].nbytes == 18_000_000
     assert [one.relative for one in found] == pytest.approx([1, 0.75, 0.75, 1])
 
 
 def test_one_device_shares_and_sends_nothing():
-    found = strategies(100, 1)
+    found = list_strategies(100, 1)
     assert {one.nbytes for one in found} == {1600}
     assert {(one.reduction, one.sent_bytes, one.relative) for one in found} == {(1, 0, 1)}
     with pytest.raises(UsageError, match="at least one device"):
-        strategies(100, 0)
+        list_strategies(100, 0)
 
 
 def test_a_model_has_its_own_numbers():
     inventory = stock(LLAMA_3_8B)
-    assert compare(inventory, 8) == strategies(inventory.elements, 8)
+    assert compare_strategies(inventory, 8) == list_strategies(inventory.elements, 8)
     assert inventory.elements == 8_030_261_248
 
 
 def test_parts_that_do_not_divide_are_rounded_up():
-    assert strategies(10, 3)[3].nbytes == 4 * 16
+    assert list_strategies(10, 3)[3].nbytes == 4 * 16

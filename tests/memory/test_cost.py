@@ -10,32 +10,32 @@ from pathlib import Path
 import pytest
 from known_models import DEEPSEEK_V3, GPT_3, LLAMA_3_8B, LLAMA_3_405B, MIXTRAL_8X7B, deepseek_v3, llama_405b, stock
 
-from shardctl.memory.cost import Pace, _spread, price
-from shardctl.memory.devices import GB, GIB, device
-from shardctl.memory.estimate import gather
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.operations import attention_operations, matrix_operations, touched
-from shardctl.memory.search import Bulk
-from shardctl.memory.term import Term
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.cost import DevicePace, _count_ranks_and_nodes, price_mesh
+from shardctl.memory.devices import GB, GIB, get_device
+from shardctl.memory.estimate import build_estimate
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.operations import compute_touched_share, count_attention_operations, count_matrix_operations
+from shardctl.memory.search import WeightTotals
+from shardctl.memory.term import MemoryTerm
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
-H100 = device("h100")
+H100 = get_device("h100")
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 
 def cost(config, inventory, text, work, on=H100, *, cache=0, pace=None):
     mesh = Mesh.parse(text)
-    holdings = Heaviest(inventory).hold(mesh, Bulk(inventory).stages(mesh))
-    terms = [(Term("cache", "kv cache", cache),) for _ in holdings]
-    return price(anatomy(config), gather(holdings, terms), mesh, work, on, pace=pace)
+    holdings = HeaviestRanks(inventory).hold(mesh, WeightTotals(inventory).stages(mesh))
+    terms = [(MemoryTerm("cache", "kv cache", cache),) for _ in holdings]
+    return price_mesh(build_anatomy(config), build_estimate(holdings, terms), mesh, work, on, pace=pace)
 
 
 def operations(config, inventory, tokens, text="tp=1"):
     mesh = Mesh.parse(text)
-    holdings = Heaviest(inventory).hold(mesh, Bulk(inventory).stages(mesh))
-    return sum(matrix_operations(anatomy(config), one, mesh, tokens) for one in holdings)
+    holdings = HeaviestRanks(inventory).hold(mesh, WeightTotals(inventory).stages(mesh))
+    return sum(count_matrix_operations(build_anatomy(config), one, mesh, tokens) for one in holdings)
 
 
 # Narayanan et al. 2021, appendix: 72 B s L h^2 (1 + s / 6h + V / 12 L h) forward and backward without recomputation.
@@ -43,14 +43,14 @@ def test_gpt_3_takes_the_operations_of_the_published_formula():
     s, layers, h, vocabulary = 2048, 96, 12288, 50257
     formula = 72 * s * layers * h * h * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     whole = 3 * operations(GPT_3, stock(GPT_3), s)
-    whole += 3 * attention_operations(anatomy(GPT_3).layers, Mesh.of(), s, s)
+    whole += 3 * count_attention_operations(build_anatomy(GPT_3).layers, Mesh.of(), s, s)
     assert whole == pytest.approx(formula, rel=1e-4)
 
 
 def test_llama_405b_took_the_operations_that_meta_states():
     # Grattafiori et al. 2024, sec. 1: 3.8e25 for 15.6e12 tokens; most had sequences of 8192.
     per_token = 3 * operations(LLAMA_3_405B, llama_405b(), 1)
-    per_token += 3 * attention_operations(anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 8192, masked=True)
+    per_token += 3 * count_attention_operations(build_anatomy(LLAMA_3_405B).layers, Mesh.of(), 1, 8192, masked=True)
     assert 15.6e12 * per_token == pytest.approx(3.8e25, rel=0.06)
 
 
@@ -58,8 +58,10 @@ def test_llama_405b_took_the_operations_that_meta_states():
     ("name", "layer", "part"), [("bert", 0, 1), ("t5", 0, 1), ("t5", -1, 3 / 4), ("llama", 0, 1 / 2)]
 )
 def test_a_mask_hides_half_of_what_a_decoder_has_of_its_own(name, layer, part):
-    layers = anatomy(json.loads((CONFIGS / f"{name}.json").read_text())).layers
-    masked, whole = (attention_operations([layers[layer]], Mesh.of(), 8, 64, masked=masked) for masked in (True, False))
+    layers = build_anatomy(json.loads((CONFIGS / f"{name}.json").read_text())).layers
+    masked, whole = (
+        count_attention_operations([layers[layer]], Mesh.of(), 8, 64, masked=masked) for masked in (True, False)
+    )
     assert masked / whole == part
 
 
@@ -89,11 +91,11 @@ def test_a_tied_head_works_on_the_last_stage_only():
 
 
 def test_few_tokens_touch_few_experts():
-    parts = anatomy(MIXTRAL_8X7B)
-    assert touched(parts, Mesh.of(), 1) == pytest.approx(2 / 8)
-    assert touched(parts, Mesh.of(), 2) == pytest.approx(1 - (6 / 8) ** 2)
-    assert touched(parts, Mesh.of(dp=8, ep=8), 1) == pytest.approx(1 - (6 / 8) ** 8)
-    assert touched(anatomy(LLAMA_3_8B), Mesh.of(), 1) == 1
+    parts = build_anatomy(MIXTRAL_8X7B)
+    assert compute_touched_share(parts, Mesh.of(), 1) == pytest.approx(2 / 8)
+    assert compute_touched_share(parts, Mesh.of(), 2) == pytest.approx(1 - (6 / 8) ** 2)
+    assert compute_touched_share(parts, Mesh.of(dp=8, ep=8), 1) == pytest.approx(1 - (6 / 8) ** 8)
+    assert compute_touched_share(build_anatomy(LLAMA_3_8B), Mesh.of(), 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_few_tokens_touch_few_experts():
     ],
 )
 def test_which_ranks_are_on_a_node_follows_from_the_order_of_the_axes(text, axes, expected):
-    assert _spread(Mesh.parse(text), axes, 8) == expected
+    assert _count_ranks_and_nodes(Mesh.parse(text), axes, 8) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,14 +131,14 @@ def test_those_ranks_are_the_ones_whose_other_indices_agree(text):
         for axis in known:
             rest = [other for other in known if other != axis]
             alike = [r for r, at in enumerate(places) if all(at[o] == places[0][o] for o in rest)]
-            assert _spread(mesh, (axis,), 2) == (len(alike), len({rank // 2 for rank in alike}))
+            assert _count_ranks_and_nodes(mesh, (axis,), 2) == (len(alike), len({rank // 2 for rank in alike}))
 
 
 def test_time_is_bytes_over_bandwidth_and_operations_over_rate():
     slow = replace(H100, flops_bf16=1e12, memory_bandwidth=1e9, link_bandwidth=1e9, network_bandwidth=1e8)
-    exact = Pace(operations=1, memory=1, links=1, near=0, far=0)
+    exact = DevicePace(operations=1, memory=1, links=1, near=0, far=0)
     inventory = stock(LLAMA_3_8B)
-    work = Serving(context=100)
+    work = ServingWorkload(context=100)
     one = cost(LLAMA_3_8B, inventory, "tp=1", work, slow, cache=GB, pace=exact)
     assert one.share("weights read") == pytest.approx(inventory.nbytes / 1e9)
     assert one.share("cache read") == pytest.approx(1)
@@ -153,7 +155,7 @@ def test_time_is_bytes_over_bandwidth_and_operations_over_rate():
 
 
 def test_an_update_is_of_what_ranks_share_of_experts_and_of_all_else():
-    inventory, work = stock(MIXTRAL_8X7B), Training(4096, profile="megatron", zero=1)
+    inventory, work = stock(MIXTRAL_8X7B), TrainingWorkload(4096, profile="megatron", zero=1)
     found = cost(MIXTRAL_8X7B, inventory, "dp=8,ep=8", work)
     (update,) = (share for share in found.shares if share.name == "update")
     expert = sum(k.count * prod(k.shape) for k in inventory.kinds if k.spec.of_expert)
@@ -161,7 +163,7 @@ def test_an_update_is_of_what_ranks_share_of_experts_and_of_all_else():
 
 
 def test_a_stage_that_waits_is_a_bubble():
-    work = Training(sequence=4096, microbatches=8, profile="megatron")
+    work = TrainingWorkload(sequence=4096, microbatches=8, profile="megatron")
     one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "pp=4", work)
     within = one.share("compute") + one.share("activations between stages")
     assert one.share("bubble") == pytest.approx(within * 3 / 8)
@@ -171,7 +173,7 @@ def test_a_stage_that_waits_is_a_bubble():
 
 
 def test_recomputing_costs_another_forward_pass():
-    work = Training(sequence=4096)
+    work = TrainingWorkload(sequence=4096)
     plain, again = (
         cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", replace(work, recompute=how)) for how in ("none", "full")
     )
@@ -179,7 +181,7 @@ def test_recomputing_costs_another_forward_pass():
 
 
 def test_what_is_sent_behind_the_computation_counts_only_where_it_takes_longer():
-    work = Training(sequence=4096, microbatches=4)
+    work = TrainingWorkload(sequence=4096, microbatches=4)
     near = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "fsdp=8", work)
     assert near.share("parameters") == 0
     slow = replace(H100, link_bandwidth=1 * GB)
@@ -193,7 +195,7 @@ def test_what_is_sent_behind_the_computation_counts_only_where_it_takes_longer()
 # schedule was interleaved; in how many chunks it does not say.
 @pytest.mark.parametrize("chunks", [2, 4, 7])
 def test_llama_405b_is_as_fast_as_meta_measured_within_a_fifth(chunks):
-    work = Training(
+    work = TrainingWorkload(
         sequence=8192, microbatches=32, profile="megatron", zero=1, schedule="interleaved", virtual_stages=chunks
     )
     found = cost(LLAMA_3_405B, llama_405b(), "pp=16,dp=64,tp=8", work)
@@ -205,19 +207,19 @@ def test_llama_405b_is_as_fast_as_meta_measured_within_a_fifth(chunks):
 
 def test_tp_across_nodes_costs_more_than_stages():
     inventory = stock(LLAMA_3_8B)
-    work = Training(sequence=4096, microbatches=32, profile="megatron")
+    work = TrainingWorkload(sequence=4096, microbatches=32, profile="megatron")
     assert cost(LLAMA_3_8B, inventory, "tp=16", work).score > cost(LLAMA_3_8B, inventory, "pp=2,tp=8", work).score
 
 
 def test_a_device_that_is_a_size_takes_the_pace_of_a_known_one():
-    work = Serving(context=100)
-    one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", work, device(80 * GIB))
+    work = ServingWorkload(context=100)
+    one = cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", work, get_device(80 * GIB))
     assert one == cost(LLAMA_3_8B, stock(LLAMA_3_8B), "tp=1", work)
     assert one.device == "H100-80GB"
 
 
 def test_the_shares_are_all_of_it():
-    found = cost(MIXTRAL_8X7B, stock(MIXTRAL_8X7B), "pp=2,dp=8,ep=8", Training(sequence=4096, microbatches=4))
+    found = cost(MIXTRAL_8X7B, stock(MIXTRAL_8X7B), "pp=2,dp=8,ep=8", TrainingWorkload(sequence=4096, microbatches=4))
     assert found.seconds == pytest.approx(sum(share.seconds for share in found.shares))
     assert {"compute", "bubble", "update", "tokens to experts and back"} <= {share.name for share in found.shares}
     assert len({share.name for share in found.shares}) == len(found.shares)

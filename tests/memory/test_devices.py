@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import DEVICES, GIB, PCIE3, device
+from shardctl.memory.devices import DEVICES, GIB, PCIE3, get_device
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from shardctl.memory.devices import DEVICES, GIB, PCIE3, device
     ],
 )
 def test_a_device_is_found_by_the_names_it_is_given(named, name):
-    assert device(named).name == name
+    assert get_device(named).name == name
 
 
 @pytest.mark.parametrize("one", DEVICES, ids=lambda one: one.name)
@@ -42,7 +42,7 @@ def test_every_device_has_every_figure_and_its_source(one):
     assert 0 < one.network_bandwidth < one.link_bandwidth < one.memory_bandwidth < one.flops_bf16
     assert "usable" in one.source
     assert "network" in one.source
-    assert device(one.name) == one
+    assert get_device(one.name) == one
 
 
 def test_the_memory_that_torch_reports():
@@ -54,21 +54,21 @@ def test_the_memory_that_torch_reports():
 
 
 def test_a_size_is_a_device_of_which_no_speed_is_known():
-    one = device(80 * GIB)
+    one = get_device(80 * GIB)
     assert one.memory_bytes == one.usable_bytes == 80 * GIB
     assert not one.timed
     with pytest.raises(UsageError, match="0 bytes"):
-        device(0)
+        get_device(0)
 
 
 def test_a_name_of_two_devices_asks_which():
     with pytest.raises(UsageError, match="'a100' is several devices") as error:
-        device("a100")
+        get_device("a100")
     assert error.value.hint == "write a100-40g or a100-80g"
 
 
 @pytest.mark.parametrize("named", ["h100-40g", "H100 PCIe", "v100", "", "a10"])
 def test_an_unknown_name_lists_those_there_are(named):
     with pytest.raises(UsageError, match="unknown device") as error:
-        device(named)
+        get_device(named)
     assert "A100-40GB, A100-80GB, H100-80GB" in error.value.hint

@@ -9,8 +9,8 @@ import pytest
 from known_models import stock
 
 from shardctl.errors import CutError
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.holding import hold
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.holding import list_holdings
 from shardctl.mesh import Mesh
 
 CONFIGS = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.json"))
@@ -20,7 +20,7 @@ MESHES = ("tp=2", "pp=2,fsdp=3", "tp=2,pp=2,fsdp=2,dp=2,ep=2")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_they_hold_what_hold_says_and_no_rank_holds_more(path):
     inventory = stock(json.loads(path.read_text()))
-    heaviest = Heaviest(inventory)
+    heaviest = HeaviestRanks(inventory)
     for mesh in (*map(Mesh.parse, MESHES), Mesh.parse(MESHES[0])):
         pp = mesh.degree("pp")
         if pp > max(inventory.layers, 1):
@@ -28,14 +28,14 @@ def test_they_hold_what_hold_says_and_no_rank_holds_more(path):
         half = inventory.layers // 2
         stages = (half, inventory.layers - half) if pp == 2 else (inventory.layers,)
         try:
-            every = {one.rank: one for one in hold(inventory, mesh, stages)}
+            every = {one.rank: one for one in list_holdings(inventory, mesh, stages)}
         except CutError:
             with pytest.raises(CutError):
                 heaviest.hold(mesh, stages)
             continue
         found = heaviest.hold(mesh, stages)
         assert heaviest.hold(mesh, stages, most=1) == found[:1]
-        assert Heaviest(inventory).hold(mesh, stages, most=1) == found[:1]
+        assert HeaviestRanks(inventory).hold(mesh, stages, most=1) == found[:1]
         assert [one.stage for one in found] == list(range(pp))
         assert sum(one.ranks for one in found) == mesh.world
         for one in found:

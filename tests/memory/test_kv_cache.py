@@ -15,12 +15,17 @@ from hypothesis import strategies as st
 from transformers import EncoderDecoderCache
 
 from shardctl.errors import UsageError
-from shardctl.memory.holding import Holding
-from shardctl.memory.kv_cache import bytes_per_token, cache_terms, cross_bytes_per_token, state_bytes
-from shardctl.memory.term import total
-from shardctl.memory.workload import Serving
+from shardctl.memory.holding import RankHolding
+from shardctl.memory.kv_cache import (
+    compute_bytes_per_token,
+    compute_cross_bytes_per_token,
+    compute_state_bytes,
+    list_cache_terms,
+)
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import ServingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 ONE = Mesh.of()
@@ -46,18 +51,18 @@ def shortened(name):
 def cases():
     """Every model that generates; and once more with a short window, if it has any."""
     for path in sorted(CONFIGS.glob("*.json")):
-        shape = anatomy(fixture(path.stem))
+        shape = build_anatomy(fixture(path.stem))
         if not shape.generates:
             continue
         yield pytest.param(fixture(path.stem), id=path.stem)
-        layers = anatomy(shortened(path.stem)).layers
+        layers = build_anatomy(shortened(path.stem)).layers
         if any(layer.attention is not None and layer.attention.window == WINDOW for layer in layers):
             yield pytest.param(shortened(path.stem), id=f"{path.stem} with a short window")
 
 
 def rank(shape, layers=None):
     """A rank that holds all layers, or some."""
-    return Holding(0, "only", {}, 1, 0, layers if layers is not None else range(len(shape.layers)), ())
+    return RankHolding(0, "only", {}, 1, 0, layers if layers is not None else range(len(shape.layers)), ())
 
 
 def build(config):
@@ -113,9 +118,9 @@ def as_transformers(terms):
 @pytest.mark.parametrize("config", list(cases()))
 def test_bytes_are_those_of_the_cache_of_transformers(config):
     """Two sequences of eleven tokens; of MLA, transformers 5 caches the latents."""
-    shape = anatomy(config)
+    shape = build_anatomy(config)
     dtype = SAFETENSORS[config.get("dtype", "float32")]
-    terms = cache_terms(shape, rank(shape), ONE, Serving(TOKENS, BATCH, page=1), dtype=dtype)
+    terms = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(TOKENS, BATCH, page=1), dtype=dtype)
     expected = cached(build(config), config)
     if config.get("new_decoder_architecture"):
         # transformers' Falcon repeats keys and values for every query before it caches them; vLLM's does not.
@@ -182,17 +187,17 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_bytes_per_token(name):
     config, expected = PUBLISHED[name]
-    assert bytes_per_token(anatomy(config), dtype="BF16") == expected
-    assert bytes_per_token(anatomy(config), dtype="F8_E4M3") == expected // 2
-    assert bytes_per_token(anatomy(config), dtype="F32") == expected * 2
+    assert compute_bytes_per_token(build_anatomy(config), dtype="BF16") == expected
+    assert compute_bytes_per_token(build_anatomy(config), dtype="F8_E4M3") == expected // 2
+    assert compute_bytes_per_token(build_anatomy(config), dtype="F32") == expected * 2
 
 
 def test_a_published_cache_of_the_llama_3_1_series():
     """128k tokens in fp16: 15.62 and 39.06 GB (huggingface.co/blog/llama31, "Inference Memory Requirements")."""
     for name, gib in (("Llama-3.1-8B", 15.62), ("Llama-3.1-70B", 39.06)):
-        assert bytes_per_token(anatomy(PUBLISHED[name][0]), dtype="F16") * 128_000 / 2**30 == pytest.approx(
-            gib, abs=0.01
-        )
+        assert compute_bytes_per_token(
+            build_anatomy(PUBLISHED[name][0]), dtype="F16"
+        ) * 128_000 / 2**30 == pytest.approx(gib, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -208,25 +213,30 @@ def test_a_published_cache_of_the_llama_3_1_series():
     ],
 )
 def test_tp_divides_heads_replicates_scarce_ones_and_leaves_latents_whole(name, tp, expected):
-    assert bytes_per_token(anatomy(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
+    assert compute_bytes_per_token(build_anatomy(PUBLISHED[name][0]), dtype="BF16", tp=tp) == expected
 
 
 def test_a_stage_holds_its_own_layers_only():
-    shape = anatomy(PUBLISHED["Llama-3.1-405B"][0])
+    shape = build_anatomy(PUBLISHED["Llama-3.1-405B"][0])
     stages = [range(8), range(8, 126)]
-    each = [bytes_per_token(shape, dtype="BF16", layers=stage) for stage in stages]
+    each = [compute_bytes_per_token(shape, dtype="BF16", layers=stage) for stage in stages]
     assert each == [8 * 4096, 118 * 4096]
-    terms = [cache_terms(shape, rank(shape, stage), Mesh.of(pp=2), Serving(64, 3), dtype="BF16") for stage in stages]
-    assert [total(some).nbytes for some in terms] == [n * 64 * 3 for n in each]
-    assert cache_terms(shape, rank(shape, range(126, 126)), Mesh.of(pp=2), Serving(64, 3), dtype="BF16") == ()
+    terms = [
+        list_cache_terms(shape, rank(shape, stage), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16")
+        for stage in stages
+    ]
+    assert [sum_terms(some).nbytes for some in terms] == [n * 64 * 3 for n in each]
+    assert (
+        list_cache_terms(shape, rank(shape, range(126, 126)), Mesh.of(pp=2), ServingWorkload(64, 3), dtype="BF16") == ()
+    )
 
 
 def test_pages_round_up_and_cp_divides_them():
-    shape = anatomy(PUBLISHED["Llama-3.1-8B"][0])
+    shape = build_anatomy(PUBLISHED["Llama-3.1-8B"][0])
 
     def needed(context, page, **mesh):
-        work = Serving(context, 1, page=page)
-        (term,) = cache_terms(shape, rank(shape), Mesh.of(**mesh), work, dtype="BF16")
+        work = ServingWorkload(context, 1, page=page)
+        (term,) = list_cache_terms(shape, rank(shape), Mesh.of(**mesh), work, dtype="BF16")
         assert term.exact
         return term.nbytes // 131_072
 
@@ -239,12 +249,12 @@ def test_pages_round_up_and_cp_divides_them():
 
 
 def test_the_type_of_the_cache_can_be_chosen():
-    shape = anatomy(PUBLISHED["Llama-3.1-8B"][0])
-    (bf16,) = cache_terms(shape, rank(shape), ONE, Serving(4096), dtype="BF16")
-    (fp8,) = cache_terms(shape, rank(shape), ONE, Serving(4096, kv_dtype="F8_E4M3"), dtype="BF16")
+    shape = build_anatomy(PUBLISHED["Llama-3.1-8B"][0])
+    (bf16,) = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(4096), dtype="BF16")
+    (fp8,) = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(4096, kv_dtype="F8_E4M3"), dtype="BF16")
     assert bf16.nbytes == 2 * fp8.nbytes == 131_072 * 4096
     with pytest.raises(UsageError, match="no element type 'fp8'"):
-        cache_terms(shape, rank(shape), ONE, Serving(1, kv_dtype="fp8"), dtype="BF16")
+        list_cache_terms(shape, rank(shape), ONE, ServingWorkload(1, kv_dtype="fp8"), dtype="BF16")
 
 
 GEMMA3_27B = {
@@ -265,12 +275,12 @@ PER_LAYER = 2 * 16 * 128 * 2
 
 def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
     """vLLM, v1/kv_cache_interface.py, SlidingWindowSpec: the past, the new tokens, and a page to begin within."""
-    shape = anatomy(GEMMA3_27B)
+    shape = build_anatomy(GEMMA3_27B)
     assert sum(layer.attention.window is not None for layer in shape.layers) == 52
 
     def window(context, batch, new):
-        work = Serving(context, batch, batched_tokens=new)
-        full, sliding = cache_terms(shape, rank(shape), ONE, work, dtype="BF16")
+        work = ServingWorkload(context, batch, batched_tokens=new)
+        full, sliding = list_cache_terms(shape, rank(shape), ONE, work, dtype="BF16")
         assert full.nbytes == 10 * PER_LAYER * batch * context
         return [nbytes / 52 / PER_LAYER for nbytes in (sliding.low, sliding.nbytes, sliding.high)]
 
@@ -282,66 +292,71 @@ def test_a_window_caps_the_cache_at_its_tokens_and_those_of_a_batch():
 
 def test_states_do_not_grow_with_the_context():
     for name in ("mamba", "mamba2", "falcon_mamba"):
-        shape = anatomy(fixture(name))
-        assert bytes_per_token(shape, dtype="F32") == 0
-        short, long = (total(cache_terms(shape, rank(shape), ONE, Serving(n, 3), dtype="F32")) for n in (1, 1_000_000))
+        shape = build_anatomy(fixture(name))
+        assert compute_bytes_per_token(shape, dtype="F32") == 0
+        short, long = (
+            sum_terms(list_cache_terms(shape, rank(shape), ONE, ServingWorkload(n, 3), dtype="F32"))
+            for n in (1, 1_000_000)
+        )
         assert short == long
-        assert short.nbytes == 3 * state_bytes(shape, dtype="F32")
+        assert short.nbytes == 3 * compute_state_bytes(shape, dtype="F32")
 
 
 def test_a_state_in_the_type_of_the_model_is_the_least():
     """vLLM keeps recurrent states in the model's type by default and one token less of the convolution's window."""
-    shape = anatomy(fixture("qwen3_next"))
-    (state,) = [t for t in cache_terms(shape, rank(shape), ONE, Serving(8), dtype="BF16") if "states" in t.name]
+    shape = build_anatomy(fixture("qwen3_next"))
+    (state,) = [
+        t for t in list_cache_terms(shape, rank(shape), ONE, ServingWorkload(8), dtype="BF16") if "states" in t.name
+    ]
     assert state.nbytes == 2 * (80 * 4 * 2 + 8 * 4 * 6 * 4)
     assert state.interval == (2 * (80 * 3 * 2 + 8 * 4 * 6 * 2), state.nbytes)
 
 
 def test_tp_divides_states_but_not_beyond_the_groups_of_b_and_c():
     """64 channels, 4 groups of 8 for each of B and C (vLLM, mamba_utils.py, extra_groups_for_head_shards)."""
-    shape = anatomy(fixture("mamba2"))
+    shape = build_anatomy(fixture("mamba2"))
     whole = 2 * ((64 + 64) * 4 + 64 * 8) * 4
-    assert [state_bytes(shape, dtype="F32", tp=tp) for tp in (1, 2, 4)] == [whole, whole // 2, whole // 4]
-    assert state_bytes(shape, dtype="F32", tp=8) == 2 * ((8 + 16) * 4 + 64) * 4
+    assert [compute_state_bytes(shape, dtype="F32", tp=tp) for tp in (1, 2, 4)] == [whole, whole // 2, whole // 4]
+    assert compute_state_bytes(shape, dtype="F32", tp=8) == 2 * ((8 + 16) * 4 + 64) * 4
 
 
 def test_an_encoder_decoder_has_two_caches():
     """T5: the decoder's own grows with the answer, that of the encoder's keys and values with the prompt."""
     config = fixture("t5")
-    shape, model = anatomy(config), build(config)
+    shape, model = build_anatomy(config), build(config)
     prompt, answer = torch.randint(3, 90, (1, 9)), torch.randint(3, 90, (1, 4))
     with torch.no_grad():
         made = model(input_ids=prompt, decoder_input_ids=answer, use_cache=True).past_key_values
     own, cross = made.self_attention_cache, made.cross_attention_cache
-    assert nbytes(own) == 4 * bytes_per_token(shape, dtype="F32")
-    assert nbytes(cross) == 9 * cross_bytes_per_token(shape, dtype="F32")
-    assert cross_bytes_per_token(anatomy(fixture("llama")), dtype="F32") == 0
+    assert nbytes(own) == 4 * compute_bytes_per_token(shape, dtype="F32")
+    assert nbytes(cross) == 9 * compute_cross_bytes_per_token(shape, dtype="F32")
+    assert compute_cross_bytes_per_token(build_anatomy(fixture("llama")), dtype="F32") == 0
 
 
 def test_the_encoder_of_whisper_always_has_as_many_moments():
     """Whisper large-v3: 1500 moments, 32 layers of 20 heads of 64 (Radford et al. 2022, Table 1)."""
-    shape = anatomy({
+    shape = build_anatomy({
         "architectures": ["WhisperForConditionalGeneration"],
         "vocab_size": 51866, "d_model": 1280, "encoder_layers": 32, "decoder_layers": 32,
         "encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120,
         "decoder_ffn_dim": 5120, "max_source_positions": 1500, "max_target_positions": 448,
     })  # fmt: skip
-    own, cross = cache_terms(shape, rank(shape), ONE, Serving(448, 1, page=4), dtype="F16")
+    own, cross = list_cache_terms(shape, rank(shape), ONE, ServingWorkload(448, 1, page=4), dtype="F16")
     assert own.nbytes == 448 * 32 * 2 * 1280 * 2
     assert cross.nbytes == 1500 * 32 * 2 * 1280 * 2
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "vit", "clip", "siglip"])
 def test_encoders_cache_nothing(name):
-    shape = anatomy(fixture(name))
-    assert bytes_per_token(shape, dtype="F32") == 0
-    assert cache_terms(shape, rank(shape), ONE, Serving(512, 8), dtype="F32") == ()
+    shape = build_anatomy(fixture(name))
+    assert compute_bytes_per_token(shape, dtype="F32") == 0
+    assert list_cache_terms(shape, rank(shape), ONE, ServingWorkload(512, 8), dtype="F32") == ()
 
 
 @pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification"])
 def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
-    shape = anatomy({**fixture("llama"), "architectures": [architecture]})
-    assert cache_terms(shape, rank(shape), ONE, Serving(512, 8), dtype="BF16") == ()
+    shape = build_anatomy({**fixture("llama"), "architectures": [architecture]})
+    assert list_cache_terms(shape, rank(shape), ONE, ServingWorkload(512, 8), dtype="BF16") == ()
 
 
 @given(
@@ -349,11 +364,11 @@ def test_decoders_without_a_head_for_texts_cache_nothing(architecture):
     st.integers(1, 1 << 20), st.integers(1, 512), st.integers(1, 64), st.integers(1, 1 << 14), st.integers(1, 8),
 )  # fmt: skip
 def test_more_tokens_sequences_or_wider_pages_never_need_less(name, context, batch, page, new, cp):
-    shape = anatomy(fixture(name))
+    shape = build_anatomy(fixture(name))
 
     def needed(**changes):
-        work = Serving(**{"context": context, "batch": batch, "page": page, "batched_tokens": new, **changes})
-        some = total(cache_terms(shape, rank(shape), Mesh.of(cp=cp), work, dtype="BF16"))
+        work = ServingWorkload(**{"context": context, "batch": batch, "page": page, "batched_tokens": new, **changes})
+        some = sum_terms(list_cache_terms(shape, rank(shape), Mesh.of(cp=cp), work, dtype="BF16"))
         assert some.low <= some.nbytes <= some.high
         return some.nbytes
 

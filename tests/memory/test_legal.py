@@ -6,16 +6,16 @@ import pytest
 from known_models import GPT_3, LLAMA_3_8B, QWEN2_7B, deepseek_v3, llama_405b, stock
 
 from shardctl.errors import CutError
-from shardctl.memory.holding import hold
-from shardctl.memory.legal import Law
-from shardctl.memory.search import Bulk
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.legal import AllowedDegrees
+from shardctl.memory.search import WeightTotals
 from shardctl.mesh import Mesh
 
 
 def test_llama_405b_runs_on_the_mesh_that_meta_trained_it_on():
     mesh = Mesh.of(tp=8, pp=16, dp=128)
-    assert Law(llama_405b()).refuse(mesh) is None
-    stages = Bulk(llama_405b()).stages(mesh)
+    assert AllowedDegrees(llama_405b()).refuse(mesh) is None
+    stages = WeightTotals(llama_405b()).stages(mesh)
     assert sum(stages) == 126
     assert set(stages) == {7, 8}
     # Grattafiori et al. 2024, sec. 3.3.2: the first and the last stage have one layer less.
@@ -23,7 +23,7 @@ def test_llama_405b_runs_on_the_mesh_that_meta_trained_it_on():
 
 
 def test_28_heads_are_not_cut_in_8():
-    refusal = Law(stock(QWEN2_7B)).refuse(Mesh.of(tp=8))
+    refusal = AllowedDegrees(stock(QWEN2_7B)).refuse(Mesh.of(tp=8))
     assert (refusal.axis, refusal.degree, refusal.works) == ("tp", 8, (1, 2, 4))
     assert str(refusal) == (
         "cannot split model.layers.0.self_attn.q_proj.weight [3584, 3584] over tp=8: 28 attention heads; "
@@ -32,19 +32,19 @@ def test_28_heads_are_not_cut_in_8():
 
 
 def test_key_and_value_heads_are_copied_only_if_they_may_be():
-    assert Law(stock(LLAMA_3_8B)).degrees("tp", 64) == (1, 2, 4, 8, 16, 32)
-    assert Law(stock(LLAMA_3_8B, kv_heads="error")).degrees("tp", 64) == (1, 2, 4, 8)
+    assert AllowedDegrees(stock(LLAMA_3_8B)).degrees("tp", 64) == (1, 2, 4, 8, 16, 32)
+    assert AllowedDegrees(stock(LLAMA_3_8B, kv_heads="error")).degrees("tp", 64) == (1, 2, 4, 8)
 
 
 def test_experts_are_divided_whole():
-    law = Law(deepseek_v3())
+    law = AllowedDegrees(deepseek_v3())
     assert law.degrees("ep", 300) == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     assert "256 experts; ep can be 1, 2, 4" in str(law.refuse(Mesh.of(dp=3, ep=3)))
     assert {"ep", "etp", "tp", "fsdp"} <= law.axes
 
 
 def test_each_stage_has_a_layer():
-    law = Law(llama_405b())
+    law = AllowedDegrees(llama_405b())
     assert law.degrees("pp", 130) == tuple(range(1, 127))
     assert str(law.refuse(Mesh.of(pp=128))) == (
         "pp=128 needs at least 128 layers, and the model has 126; pp can be 1 to 126"
@@ -52,17 +52,17 @@ def test_each_stage_has_a_layer():
 
 
 def test_a_ring_shares_out_the_sequence():
-    law = Law(stock(LLAMA_3_8B), sequence=24)
+    law = AllowedDegrees(stock(LLAMA_3_8B), sequence=24)
     assert law.degrees("cp", 12) == (1, 2, 3, 4, 6, 12)
     assert "cp=5 shares out 10 equal parts of a sequence, and it has 24 tokens" in str(law.refuse(Mesh.of(cp=5)))
-    assert Law(stock(LLAMA_3_8B)).allows("cp", 5)
+    assert AllowedDegrees(stock(LLAMA_3_8B)).allows("cp", 5)
 
 
 def test_blocks_of_quantised_weights_stay_whole():
     plain = {**LLAMA_3_8B, "num_hidden_layers": 1, "intermediate_size": 1280}
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert Law(stock(plain)).allows("tp", 4)
-    refusal = Law(stock({**plain, "quantization_config": settings})).refuse(Mesh.of(tp=4))
+    assert AllowedDegrees(stock(plain)).allows("tp", 4)
+    refusal = AllowedDegrees(stock({**plain, "quantization_config": settings})).refuse(Mesh.of(tp=4))
     assert refusal.works == (1, 2)
     assert "10 blocks of 128" in refusal.reason
 
@@ -71,11 +71,11 @@ def test_blocks_of_quantised_weights_stay_whole():
 @pytest.mark.parametrize("axis", ["tp", "fsdp", "ep"])
 def test_what_is_allowed_can_be_held_and_what_is_not_cannot(config, axis):
     inventory = stock({**config, "num_hidden_layers": 2, "n_layer": 2})
-    law = Law(inventory)
+    law = AllowedDegrees(inventory)
     for degree in range(1, 13):
         mesh = Mesh.of(dp=degree, ep=degree) if axis == "ep" else Mesh.of(**{axis: degree})
         if law.refuse(mesh) is None:
-            assert hold(inventory, mesh, (inventory.layers,))
+            assert list_holdings(inventory, mesh, (inventory.layers,))
         else:
             with pytest.raises(CutError):
-                hold(inventory, mesh, (inventory.layers,))
+                list_holdings(inventory, mesh, (inventory.layers,))

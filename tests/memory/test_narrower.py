@@ -10,8 +10,8 @@ import pytest
 from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, stock
 
 from shardctl.errors import CutError, UsageError
-from shardctl.memory.holding import hold
-from shardctl.memory.narrower import TYPES, is_linear, narrowed
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.narrower import TYPES, is_linear, narrow_inventory
 from shardctl.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -61,7 +61,7 @@ def arrays(inventory):
 @pytest.mark.parametrize(("name", "settings"), [("fp8", FP8), ("int4", GPTQ)])
 def test_it_has_the_bytes_of_a_checkpoint_that_is_quantised_so(model, name, settings):
     real = stock({**TINY[model], "quantization_config": settings})
-    modelled = narrowed(stock(TINY[model]), name)
+    modelled = narrow_inventory(stock(TINY[model]), name)
     assert modelled.nbytes == real.nbytes
     assert modelled.elements == real.elements
     assert arrays(modelled) == arrays(real)
@@ -72,21 +72,21 @@ def test_it_has_the_bytes_of_a_checkpoint_that_is_quantised_so(model, name, sett
 @pytest.mark.parametrize(("name", "settings"), [("fp8", FP8), ("int4", GPTQ)])
 def test_and_every_rank_has_them(model, text, name, settings):
     real = stock({**TINY[model], "quantization_config": settings})
-    modelled = narrowed(stock(TINY[model]), name)
+    modelled = narrow_inventory(stock(TINY[model]), name)
     mesh = Mesh.parse(text)
     stages = (1, 1) if mesh.degree("pp") == 2 else (2,)
     try:
-        expected = [one.nbytes for one in hold(real, mesh, stages)]
+        expected = [one.nbytes for one in list_holdings(real, mesh, stages)]
     except CutError:
         with pytest.raises(CutError):
-            hold(modelled, mesh, stages)
+            list_holdings(modelled, mesh, stages)
         return
-    assert [one.nbytes for one in hold(modelled, mesh, stages)] == expected
+    assert [one.nbytes for one in list_holdings(modelled, mesh, stages)] == expected
 
 
 def test_a_model_in_four_bits_is_about_a_quarter():
     inventory = stock(LLAMA_3_70B)
-    sizes = {name: narrowed(inventory, name).nbytes / 1e9 for name in TYPES}
+    sizes = {name: narrow_inventory(inventory, name).nbytes / 1e9 for name in TYPES}
     assert sizes["bf16"] == sizes["fp16"] == inventory.nbytes / 1e9 == pytest.approx(141.1, abs=0.1)
     assert sizes["fp32"] == pytest.approx(282.2, abs=0.1)
     assert sizes["fp8"] == pytest.approx(72.7, abs=0.1)
@@ -111,7 +111,7 @@ def test_a_model_in_four_bits_is_about_a_quarter():
 )
 def test_what_is_no_linear_weight_of_a_layer_stays(config, stays):
     inventory = stock(json.loads((CONFIGS / f"{config}.json").read_text()))
-    kept = {kind.example for kind in narrowed(inventory, "int8").kinds} & {k.example for k in inventory.kinds}
+    kept = {kind.example for kind in narrow_inventory(inventory, "int8").kinds} & {k.example for k in inventory.kinds}
     assert {k.example for k in inventory.kinds if not is_linear(k)} <= kept
     assert stays <= kept
     assert any(is_linear(k) for k in inventory.kinds)
@@ -120,27 +120,27 @@ def test_what_is_no_linear_weight_of_a_layer_stays(config, stays):
 def test_stacks_of_experts_are_quantised_each_for_itself():
     inventory = stock(json.loads((CONFIGS / "gpt_oss.json").read_text()))
     stack = next(k for k in inventory.kinds if k.example.endswith("experts.down_proj"))
-    found = [k for k in narrowed(inventory, "fp8").kinds if k.example.startswith(stack.example + ".")]
+    found = [k for k in narrow_inventory(inventory, "fp8").kinds if k.example.startswith(stack.example + ".")]
     assert [k.shape for k in found] == [stack.shape, (stack.shape[0], 1, 1)]
-    assert hold(narrowed(inventory, "fp8"), Mesh.parse("dp=2,ep=2"), (inventory.layers,))
+    assert list_holdings(narrow_inventory(inventory, "fp8"), Mesh.parse("dp=2,ep=2"), (inventory.layers,))
 
 
 def test_nothing_of_it_is_trained():
-    assert not any(k.trainable for k in narrowed(stock(TINY["llama"]), "int8").kinds if "proj" in k.example)
-    floats = narrowed(stock(TINY["llama"]), "fp32")
+    assert not any(k.trainable for k in narrow_inventory(stock(TINY["llama"]), "int8").kinds if "proj" in k.example)
+    floats = narrow_inventory(stock(TINY["llama"]), "fp32")
     assert all(k.trainable for k in floats.kinds)
 
 
 def test_what_is_quantised_is_not_estimated_in_another_type():
     quantised = stock({**TINY["llama"], "quantization_config": GPTQ})
     with pytest.raises(UsageError, match=r"q_proj.qweight is I32") as error:
-        narrowed(quantised, "fp8")
+        narrow_inventory(quantised, "fp8")
     assert "quantised from" in error.value.hint
 
 
 def test_an_unknown_type_lists_those_there_are():
     with pytest.raises(UsageError, match="unknown type 'int3'") as error:
-        narrowed(stock(TINY["llama"]), "int3")
+        narrow_inventory(stock(TINY["llama"]), "int3")
     assert error.value.hint == "use fp32, fp16, bf16, fp8, int8, int4"
 
 
@@ -157,5 +157,5 @@ def test_one_weight_has_the_bytes_of_the_formula(name, nbytes):
     inventory = stock(TINY["llama"])
     weight = next(k for k in inventory.kinds if k.example == f"{up}.weight")
     assert weight.shape == (1280, 512)
-    found = [k for k in narrowed(inventory, name).kinds if k.example.startswith(up)]
+    found = [k for k in narrow_inventory(inventory, name).kinds if k.example.startswith(up)]
     assert sum(k.count * k.dtype.nbytes(k.shape) for k in found) == weight.count * nbytes

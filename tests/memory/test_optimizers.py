@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
-from shardctl.memory.optimizers import OPTIMIZERS, Seen, optimizer
+from shardctl.memory.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
 
 SHAPES = ((70, 64), (64, 70), (4096,), (4095,), (257, 16), (16, 8), (1, 5), (3,), (2, 64, 64), ())
 """Around the sizes from which states have 8 bits, whose blocks are 256 elements."""
@@ -39,8 +39,8 @@ def kept(real):
 
 
 def told(name, shapes, dtype="F32", *, hidden=False):
-    known = optimizer(name)
-    seen = [Seen(shape, torch.Size(shape).numel(), hidden=hidden) for shape in shapes]
+    known = get_optimizer(name)
+    seen = [OptimizedTensor(shape, torch.Size(shape).numel(), hidden=hidden) for shape in shapes]
     slots = sum(BY_NAME[slot.dtype or dtype].nbytes((slot.elements(s),)) for slot in known.slots for s in seen)
     return slots + known.constant
 
@@ -105,7 +105,7 @@ def test_every_optimizer_is_checked_here():
 def test_bytes_per_element_of_a_large_matrix(name, bytes_per_element):
     """Dettmers et al. 2022, sec. 2: 8 bits per state, and 32 for each block."""
     shape = (4096, 4096)
-    found = told(name, [shape], "BF16", hidden=True) - optimizer(name).constant
+    found = told(name, [shape], "BF16", hidden=True) - get_optimizer(name).constant
     assert found == bytes_per_element * 4096 * 4096
 
 
@@ -140,19 +140,19 @@ def test_a_step_of_foreach_kernels_makes_one_copy_of_the_parameters(name):
     with Live() as live:
         real.step()
     copies = live.most / (4 * 4 * 256 * 256)
-    assert copies == pytest.approx(1 if optimizer(name).temporary else 0, abs=0.01)
+    assert copies == pytest.approx(1 if get_optimizer(name).temporary else 0, abs=0.01)
 
 
 def test_only_large_states_are_paged():
     for name, share in (("paged-adamw", 8), ("paged-adamw-8bit", 2)):
-        slots = optimizer(name).slots
+        slots = get_optimizer(name).slots
         for elements, paged in ((99_999, False), (100_000, True)):
-            seen = Seen((elements,), elements, hidden=False)
+            seen = OptimizedTensor((elements,), elements, hidden=False)
             found = sum(BY_NAME[s.dtype].nbytes((s.elements(seen),)) for s in slots if s.paged)
             assert found == (share * elements if paged else 0)
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UsageError, match="unknown optimizer 'adma'") as raised:
-        optimizer("adma")
+        get_optimizer("adma")
     assert "adamw, adamw-bf16, adamw-8bit" in raised.value.hint

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from shardctl.errors import UsageError
-from shardctl.memory.schedule import bubble, in_flight, losses
+from shardctl.memory.schedule import compute_bubble, count_in_flight, count_losses
 
 FORWARD, BACKWARD = 1, 2
 """Time of one microbatch through one stage."""
@@ -77,9 +77,9 @@ def play(order, virtual=1):
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8, 13])
 def test_plain_schedules(schedule, stages, microbatches):
     time, peaks = play(orders(stages, microbatches, schedule))
-    assert [in_flight(k, stages, microbatches, schedule) for k in range(stages)] == peaks
+    assert [count_in_flight(k, stages, microbatches, schedule) for k in range(stages)] == peaks
     work = microbatches * (FORWARD + BACKWARD)
-    assert (time - work) / work == pytest.approx(bubble(stages, microbatches, schedule))
+    assert (time - work) / work == pytest.approx(compute_bubble(stages, microbatches, schedule))
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
@@ -88,9 +88,9 @@ def test_plain_schedules(schedule, stages, microbatches):
 def test_interleaved_schedule(stages, rounds, virtual):
     microbatches = rounds * stages
     time, peaks = play(orders(stages, microbatches, "interleaved", virtual), virtual)
-    assert [in_flight(k, stages, microbatches, "interleaved", virtual) for k in range(stages)] == peaks
+    assert [count_in_flight(k, stages, microbatches, "interleaved", virtual) for k in range(stages)] == peaks
     work = microbatches * (FORWARD + BACKWARD)
-    assert (time - work) / work == pytest.approx(bubble(stages, microbatches, "interleaved", virtual))
+    assert (time - work) / work == pytest.approx(compute_bubble(stages, microbatches, "interleaved", virtual))
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
@@ -101,7 +101,7 @@ def test_the_last_stage_holds_logits(schedule, stages, microbatches, virtual):
         if chunk == virtual - 1:
             live += 1 if kind == FORWARD else -1
             most = max(most, live)
-    assert losses(stages, microbatches, schedule) == most
+    assert count_losses(stages, microbatches, schedule) == most
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "virtual"), [(2, 4, 2), (4, 8, 2), (4, 4, 3)])
@@ -122,34 +122,34 @@ def test_interleaved_schedule_as_torch_orders_it(stages, microbatches, virtual):
         for action in filter(None, made[stage]):
             live += 1 if action.computation_type.name == "FORWARD" else -1
             most = max(most, live)
-        assert most / virtual == in_flight(stage, stages, microbatches, "interleaved", virtual)
+        assert most / virtual == count_in_flight(stage, stages, microbatches, "interleaved", virtual)
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (4, 3), (8, 2), (16, 6)])
 def test_the_first_stage_holds_what_korthikanti_says(stages, virtual):
     """Korthikanti et al. 2022, sec. 4.2.3: interleaving multiplies by `1 + (p - 1) / (p m)`, m the chunks there."""
-    plain = in_flight(0, stages, 4 * stages)
-    assert in_flight(0, stages, 4 * stages, "interleaved", virtual) == pytest.approx(
+    plain = count_in_flight(0, stages, 4 * stages)
+    assert count_in_flight(0, stages, 4 * stages, "interleaved", virtual) == pytest.approx(
         plain * (1 + (stages - 1) / (stages * virtual))
     )
 
 
 def test_one_stage_runs_forward_and_backward_in_turn():
     for schedule in ("gpipe", "1f1b", "interleaved"):
-        assert in_flight(0, 1, 8, schedule) == 1
-        assert bubble(1, 8, schedule) == 0
+        assert count_in_flight(0, 1, 8, schedule) == 1
+        assert compute_bubble(1, 8, schedule) == 0
 
 
 def test_what_no_schedule_does_is_refused():
     with pytest.raises(UsageError, match="groups of 4") as raised:
-        in_flight(0, 4, 6, "interleaved", 2)
+        count_in_flight(0, 4, 6, "interleaved", 2)
     assert raised.value.hint == "use --microbatches 8"
     with pytest.raises(UsageError, match="several model chunks"):
-        bubble(4, 8, "interleaved")
+        compute_bubble(4, 8, "interleaved")
     with pytest.raises(UsageError, match="no pipeline stage 4"):
-        in_flight(4, 4, 8)
+        count_in_flight(4, 4, 8)
     with pytest.raises(UsageError, match="0 microbatches"):
-        bubble(4, 0)
+        compute_bubble(4, 0)
 
 
 def test_the_oracle_sees_a_schedule_that_waits_for_itself():

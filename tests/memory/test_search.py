@@ -21,28 +21,40 @@ from known_models import (
 )
 
 from shardctl.errors import UsageError
-from shardctl.memory.cost import price
-from shardctl.memory.devices import GIB, device
-from shardctl.memory.estimate import gather
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.legal import Law
-from shardctl.memory.search import SERVING, TRAINING, Bulk, Space, at_equal_tokens, first_fit, meshes, search, smallest
-from shardctl.memory.term import Term
-from shardctl.memory.workload import Serving, Training
+from shardctl.memory.cost import price_mesh
+from shardctl.memory.devices import GIB, get_device
+from shardctl.memory.estimate import build_estimate
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.legal import AllowedDegrees
+from shardctl.memory.search import (
+    SERVING,
+    TRAINING,
+    SearchSpace,
+    WeightTotals,
+    find_fewest_devices,
+    find_first_fit,
+    list_meshes,
+    search_meshes,
+    set_equal_tokens,
+)
+from shardctl.memory.term import MemoryTerm
+from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
-H100 = device("h100")
-SERVE, TRAIN = Space(SERVING, stored=True), Space(TRAINING)
+H100 = get_device("h100")
+SERVE, TRAIN = SearchSpace(SERVING, stored=True), SearchSpace(TRAINING)
 
 
 def estimator(inventory, factor=1):
     """Each rank needs `factor` times its weights."""
-    heaviest = Heaviest(inventory)
+    heaviest = HeaviestRanks(inventory)
 
     def estimate(mesh, stages):
         holdings = heaviest.hold(mesh, stages)
-        return gather(holdings, [(Term("states", "weights", round(one.nbytes * factor)),) for one in holdings])
+        return build_estimate(
+            holdings, [(MemoryTerm("states", "weights", round(one.nbytes * factor)),) for one in holdings]
+        )
 
     return estimate
 
@@ -53,13 +65,13 @@ def few_layers():
 
 
 def pricer(config, work):
-    parts = anatomy(config)
-    return lambda mesh, _stages, estimate: price(parts, estimate, mesh, work, H100)
+    parts = build_anatomy(config)
+    return lambda mesh, _stages, estimate: price_mesh(parts, estimate, mesh, work, H100)
 
 
 def test_every_mesh_of_the_devices_is_there_once_and_is_allowed():
-    law = Law(stock(LLAMA_3_8B), 32768)
-    found = list(meshes(16, law, TRAIN))
+    law = AllowedDegrees(stock(LLAMA_3_8B), 32768)
+    found = list(list_meshes(16, law, TRAIN))
     assert len(set(found)) == len(found)
     assert all(mesh.world == 16 for mesh in found)
     assert all(law.refuse(mesh) is None for mesh in found)
@@ -73,7 +85,9 @@ def test_every_mesh_of_the_devices_is_there_once_and_is_allowed():
 
 
 def test_experts_are_divided_over_tp_a_node_or_a_stage():
-    found = {str(mesh) for mesh in meshes(32, Law(deepseek_v3()), SERVE) if str(mesh).startswith("dp8 x tp4")}
+    found = {
+        str(mesh) for mesh in list_meshes(32, AllowedDegrees(deepseek_v3()), SERVE) if str(mesh).startswith("dp8 x tp4")
+    }
     assert found == {
         "dp8 x tp4",
         "dp8 x tp4 x ep4",
@@ -85,27 +99,31 @@ def test_experts_are_divided_over_tp_a_node_or_a_stage():
 
 
 def test_only_what_a_space_has_is_tried():
-    law = Law(stock(LLAMA_3_8B), 32768)
-    assert {str(mesh) for mesh in meshes(4, law, Space(frozenset({"tp"})))} == {"tp4"}
-    assert not list(meshes(16, law, Space(frozenset({"tp"}))))
-    assert {str(mesh) for mesh in meshes(4, law, Space(frozenset({"tp", "dp"})))} == {"dp4", "dp2 x tp2", "tp4"}
-    assert all(mesh.degree("tp") <= 2 for mesh in meshes(16, law, replace(SERVE, per_node=2)))
-    short = [mesh for mesh in meshes(16, Law(stock(LLAMA_3_8B), 4096), TRAIN) if mesh.degree("cp") > 1]
+    law = AllowedDegrees(stock(LLAMA_3_8B), 32768)
+    assert {str(mesh) for mesh in list_meshes(4, law, SearchSpace(frozenset({"tp"})))} == {"tp4"}
+    assert not list(list_meshes(16, law, SearchSpace(frozenset({"tp"}))))
+    assert {str(mesh) for mesh in list_meshes(4, law, SearchSpace(frozenset({"tp", "dp"})))} == {
+        "dp4",
+        "dp2 x tp2",
+        "tp4",
+    }
+    assert all(mesh.degree("tp") <= 2 for mesh in list_meshes(16, law, replace(SERVE, per_node=2)))
+    short = [mesh for mesh in list_meshes(16, AllowedDegrees(stock(LLAMA_3_8B), 4096), TRAIN) if mesh.degree("cp") > 1]
     assert short == []
 
 
 def test_what_does_not_fit_says_by_how_much():
     inventory = stock(LLAMA_3_70B)
-    found = search(2, Law(inventory), estimator(inventory), space=SERVE, budget=H100.usable_bytes)
+    found = search_meshes(2, AllowedDegrees(inventory), estimator(inventory), space=SERVE, budget=H100.usable_bytes)
     assert [str(one.mesh) for one in found.ranked] == ["pp2", "tp2"]
     (rejected,) = found.rejected
     assert (rejected.what, rejected.why) == ("dp2", "memory")
     assert rejected.reason == "its weights alone take at least 131.4 GiB of 79.2 GiB on some rank"
     assert rejected.over == inventory.nbytes - H100.usable_bytes
-    tight = search(2, Law(inventory), estimator(inventory, 2), space=SERVE, budget=H100.usable_bytes)
+    tight = search_meshes(2, AllowedDegrees(inventory), estimator(inventory, 2), space=SERVE, budget=H100.usable_bytes)
     assert tight.ranked == ()
     by_name = {one.what: one for one in tight.rejected}
-    heaviest = max(one.nbytes for one in Heaviest(inventory).hold(Mesh.of(tp=2), (80,)))
+    heaviest = max(one.nbytes for one in HeaviestRanks(inventory).hold(Mesh.of(tp=2), (80,)))
     assert by_name["tp2"].over == 2 * heaviest - H100.usable_bytes
     assert by_name["tp2"].reason == "rank tp0 needs 131.4 GiB, 52.2 GiB more than there are"
     assert [one.over for one in tight.rejected] == sorted(one.over for one in tight.rejected)
@@ -113,7 +131,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 def test_what_is_not_possible_says_why():
     inventory = stock(QWEN2_7B)
-    found = search(32, Law(inventory), estimator(inventory), space=SERVE)
+    found = search_meshes(32, AllowedDegrees(inventory), estimator(inventory), space=SERVE)
     impossible = {one.what: one for one in found.rejected}
     assert impossible["tp=8"].why == "illegal"
     assert "28 attention heads; tp can be 1, 2, 4" in impossible["tp=8"].reason
@@ -131,17 +149,25 @@ def test_what_the_estimate_refuses_is_a_reason():
             raise UsageError("no pipelines today")
         return estimator(inventory)(mesh, stages)
 
-    found = search(2, Law(inventory), refusing, space=SERVE)
+    found = search_meshes(2, AllowedDegrees(inventory), refusing, space=SERVE)
     assert [(one.what, one.reason) for one in found.rejected] == [("pp2", "no pipelines today")]
     assert {str(one.mesh) for one in found.ranked} == {"tp2", "dp2"}
-    assert first_fit(2, Law(inventory), refusing, space=Space(frozenset({"pp"})), budget=1 << 50) is None
+    assert (
+        find_first_fit(2, AllowedDegrees(inventory), refusing, space=SearchSpace(frozenset({"pp"})), budget=1 << 50)
+        is None
+    )
 
 
 def test_the_cheapest_comes_first_and_says_why():
     inventory = stock(LLAMA_3_70B)
-    work = Serving(context=4096)
-    found = search(
-        8, Law(inventory), estimator(inventory), pricer(LLAMA_3_70B, work), space=SERVE, budget=H100.usable_bytes
+    work = ServingWorkload(context=4096)
+    found = search_meshes(
+        8,
+        AllowedDegrees(inventory),
+        estimator(inventory),
+        pricer(LLAMA_3_70B, work),
+        space=SERVE,
+        budget=H100.usable_bytes,
     )
     scores = [one.cost.score for one in found.ranked]
     assert scores == sorted(scores)
@@ -154,7 +180,9 @@ def test_the_cheapest_comes_first_and_says_why():
 def test_llama_405b_trains_on_the_mesh_that_is_known_to_work():
     inventory = llama_405b()
     # 128 devices hold 18 bytes per parameter of a 128th each, and little more: uneven stages must not break it.
-    found = search(128, Law(inventory, 8192), estimator(inventory, 9), space=TRAIN, budget=H100.usable_bytes)
+    found = search_meshes(
+        128, AllowedDegrees(inventory, 8192), estimator(inventory, 9), space=TRAIN, budget=H100.usable_bytes
+    )
     known = next(one for one in found.ranked if one.mesh == Mesh.of(pp=16, tp=8))
     assert known.stages == (7, *[8] * 14, 7)
     assert known.slack > 0
@@ -162,46 +190,50 @@ def test_llama_405b_trains_on_the_mesh_that_is_known_to_work():
 
 def test_the_fewest_devices_are_found_between_those_that_fail_and_fit():
     inventory = stock(LLAMA_3_70B)
-    law = Law(inventory)
+    law = AllowedDegrees(inventory)
     budget = H100.usable_bytes
-    devices, one = smallest(law, estimator(inventory), space=SERVE, budget=budget)
+    devices, one = find_fewest_devices(law, estimator(inventory), space=SERVE, budget=budget)
     assert (devices, one.mesh) == (2, Mesh.of(tp=2))
-    assert smallest(law, estimator(inventory), space=SERVE, budget=inventory.nbytes)[0] == 1
-    devices, one = smallest(Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget)
+    assert find_fewest_devices(law, estimator(inventory), space=SERVE, budget=inventory.nbytes)[0] == 1
+    devices, one = find_fewest_devices(
+        AllowedDegrees(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget
+    )
     assert (devices, one.mesh.world) == (88, 88)
-    assert first_fit(80, Law(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
-    assert smallest(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
+    assert (
+        find_first_fit(80, AllowedDegrees(llama_405b()), estimator(llama_405b(), 9), space=TRAIN, budget=budget) is None
+    )
+    assert find_fewest_devices(law, estimator(inventory, 1000), space=SERVE, budget=GIB, most=64) is None
 
 
 def test_within_a_node_every_number_of_devices_is_tried():
     inventory = stock(LLAMA_3_70B)
     for devices in (3, 5, 7):
         budget = 1.1 * inventory.nbytes / devices
-        found, one = smallest(Law(inventory), estimator(inventory), space=SERVE, budget=budget)
+        found, one = find_fewest_devices(AllowedDegrees(inventory), estimator(inventory), space=SERVE, budget=budget)
         assert (found, one.mesh) == (devices, Mesh.of(pp=devices))
 
 
 def test_experts_may_each_be_alone():
-    found = set(meshes(32, Law(stock(MIXTRAL_8X7B)), TRAIN))
+    found = set(list_meshes(32, AllowedDegrees(stock(MIXTRAL_8X7B)), TRAIN))
     assert Mesh.of(dp=16, tp=2, ep=8, etp=2) in found
     assert Mesh.of(fsdp=32, ep=8) in found
 
 
 def test_meshes_are_compared_at_equal_tokens():
-    work = Training(sequence=4096, micro_batch=2)
+    work = TrainingWorkload(sequence=4096, micro_batch=2)
     for mesh in (Mesh.of(dp=8), Mesh.of(fsdp=8), Mesh.of(pp=8), Mesh.of(pp=2, dp=2, tp=2)):
-        each = at_equal_tokens(work, mesh, 128)
+        each = set_equal_tokens(work, mesh, 128)
         replicas = mesh.degree("dp") * mesh.degree("fsdp")
         assert each.microbatches * each.micro_batch * replicas == 128
     with pytest.raises(UsageError, match="12 sequences are no whole number of microbatches of 2 for each of 4"):
-        at_equal_tokens(work, Mesh.of(dp=4), 12)
+        set_equal_tokens(work, Mesh.of(dp=4), 12)
     with pytest.raises(UsageError, match="no whole number"):
-        at_equal_tokens(work, Mesh.of(dp=4), 0)
+        set_equal_tokens(work, Mesh.of(dp=4), 0)
 
 
 def test_stages_are_balanced_by_bytes():
     inventory = stock(LLAMA_3_8B)
-    stages = Bulk(inventory).stages(Mesh.of(pp=4))
+    stages = WeightTotals(inventory).stages(Mesh.of(pp=4))
     assert sum(stages) == 32
     # The head weighs more than two layers, and so does the embedding.
     assert stages[0] < stages[1]
@@ -211,18 +243,18 @@ def test_stages_are_balanced_by_bytes():
 @pytest.mark.parametrize("text", ["tp=8", "pp=4,tp=2", "fsdp=8", "dp=8,ep=8", "dp=4,tp=2,ep=4,etp=2", "fsdp=8,ep=4"])
 def test_some_rank_has_at_least_the_least(text):
     mesh, inventory = Mesh.parse(text), few_layers()
-    bulk = Bulk(inventory)
-    most = max(one.nbytes for one in Heaviest(inventory).hold(mesh, bulk.stages(mesh)))
+    bulk = WeightTotals(inventory)
+    most = max(one.nbytes for one in HeaviestRanks(inventory).hold(mesh, bulk.stages(mesh)))
     assert 0.6 * most < bulk.least(mesh) <= most
 
 
 def test_64_devices_for_405b_are_searched_in_two_seconds():
     inventory = llama_405b()
-    work = Training(sequence=8192, profile="megatron")
+    work = TrainingWorkload(sequence=8192, profile="megatron")
     started = time.process_time()
-    found = search(
+    found = search_meshes(
         64,
-        Law(inventory, 8192),
+        AllowedDegrees(inventory, 8192),
         estimator(inventory, 4),
         pricer(LLAMA_3_405B, work),
         space=TRAIN,
@@ -234,17 +266,17 @@ def test_64_devices_for_405b_are_searched_in_two_seconds():
 
 def test_training_may_share_what_serving_keeps():
     inventory = stock(LLAMA_3_70B)
-    law, budget = Law(inventory), H100.usable_bytes
+    law, budget = AllowedDegrees(inventory), H100.usable_bytes
     tenth = estimator(inventory, 0.1)
-    shared = search(2, law, tenth, space=TRAIN, budget=budget)
+    shared = search_meshes(2, law, tenth, space=TRAIN, budget=budget)
     assert Mesh.of(dp=2) in [one.mesh for one in shared.ranked]
-    assert smallest(law, tenth, space=TRAIN, budget=budget)[0] == 1
-    assert smallest(law, tenth, space=SERVE, budget=budget)[0] == 2
+    assert find_fewest_devices(law, tenth, space=TRAIN, budget=budget)[0] == 1
+    assert find_fewest_devices(law, tenth, space=SERVE, budget=budget)[0] == 2
 
 
 def test_a_search_over_experts_stays_bounded():
-    law = Law(deepseek_v3(), 8192)
-    assert len(list(meshes(64, law, TRAIN))) < 400
-    assert len(list(meshes(2048, law, TRAIN))) < 1000
-    found = search(64, law, estimator(deepseek_v3(), 1), space=SERVE, budget=H100.usable_bytes)
-    assert 0 < found.estimated < len(list(meshes(64, law, SERVE)))
+    law = AllowedDegrees(deepseek_v3(), 8192)
+    assert len(list(list_meshes(64, law, TRAIN))) < 400
+    assert len(list(list_meshes(2048, law, TRAIN))) < 1000
+    found = search_meshes(64, law, estimator(deepseek_v3(), 1), space=SERVE, budget=H100.usable_bytes)
+    assert 0 < found.estimated < len(list(list_meshes(64, law, SERVE)))

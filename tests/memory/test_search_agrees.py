@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import device
+from shardctl.memory.devices import get_device
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.verbs.plan import plan
@@ -51,7 +51,9 @@ def test_every_mesh_is_as_its_own_plan(path, purpose):
 
 def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
-    purpose = PlanOptions(use="train", device=device("l40s"), devices=4, search=True, seq_len=1024, schedule="gpipe")
+    purpose = PlanOptions(
+        use="train", device=get_device("l40s"), devices=4, search=True, seq_len=1024, schedule="gpipe"
+    )
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=purpose)
     best = searched.explored.found.ranked[0]
     assert (str(best.mesh), searched.forecast.work.microbatches) == ("pp2 x tp2", 4)
@@ -62,13 +64,13 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
     log = tmp_path / "peaks"
     runs = [{"mesh": "fsdp=4", "recompute": "none", "sequence": n, "peak": (38000 + n) * 10**6} for n in (512, 4096)]
     log.write_text("\n".join(map(json.dumps, runs)))
-    asked = PlanOptions(use="train", device=device("h100"), devices=4, search=True, seq_len=8192, calibration=log)
+    asked = PlanOptions(use="train", device=get_device("h100"), devices=4, search=True, seq_len=8192, calibration=log)
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=asked)
     plain = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=replace(asked, calibration=None))
     assert needed(searched.forecast.estimate) == needed(searched.explored.found.ranked[0].estimate)
     assert len(searched.explored.found.ranked) > len(plain.explored.found.ranked)
     assert searched.forecast.calibration.scale < 0.5
-    alone = replace(asked, device=device("l40s"), search=False, devices=None)
+    alone = replace(asked, device=get_device("l40s"), search=False, devices=None)
     advised = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(mesh=Mesh.of(fsdp=2)), purpose=alone).counsel.advice
     for one in advised:
         changed = replace(alone, seq_len=one.ask.work.sequence, recompute=one.ask.work.recompute)
@@ -88,7 +90,7 @@ def test_stages_are_those_of_a_mesh():
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
-    purpose = PlanOptions(use="train", device=device("h100"), devices=3, search=True, seq_len=8192)
+    purpose = PlanOptions(use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192)
     searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=purpose)
     assert not searched.fits
     assert searched.explored.found.ranked == ()

@@ -7,45 +7,45 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import device
-from shardctl.memory.heaviest import Heaviest
-from shardctl.memory.search import Bulk, meshes, search
-from shardctl.memory.workload import Training
+from shardctl.memory.devices import get_device
+from shardctl.memory.heaviest import HeaviestRanks
+from shardctl.memory.search import WeightTotals, list_meshes, search_meshes
+from shardctl.memory.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.forecasting import needs
-from shardctl.verbs.opening import opened
-from shardctl.verbs.searching import Explorer, Quick
-from shardctl.verbs.subject import subject
+from shardctl.verbs.forecasting import estimate_needs
+from shardctl.verbs.opening import open_checkpoint
+from shardctl.verbs.searching import MeshExplorer, QuickChecks
+from shardctl.verbs.subject import build_estimated_model
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODELS = ("configs/mixtral.json", "configs/deepseek_v3.json", "configs/llama.json", "configs_public/llama-3.1-8b.json")
 WORKS = (
-    Training(sequence=2048),
-    Training(sequence=2048, zero=3, profile="deepspeed"),
-    Training(sequence=2048, zero=1, profile="megatron", optimizer="muon"),
-    Training(sequence=2048, profile="hf", optimizer="adafactor"),
-    Training(sequence=2048, zero=2, optimizer="adamw-8bit"),
-    Training(sequence=2048, offload="cpu"),
+    TrainingWorkload(sequence=2048),
+    TrainingWorkload(sequence=2048, zero=3, profile="deepspeed"),
+    TrainingWorkload(sequence=2048, zero=1, profile="megatron", optimizer="muon"),
+    TrainingWorkload(sequence=2048, profile="hf", optimizer="adafactor"),
+    TrainingWorkload(sequence=2048, zero=2, optimizer="adamw-8bit"),
+    TrainingWorkload(sequence=2048, offload="cpu"),
 )
 
 
 def explorer(name, work, gpu="h100"):
-    with opened(FIXTURES / name, SourceOptions(described=True)) as checkpoint:
-        about = subject(checkpoint, ReshardOptions(), trained=True)
-    return Explorer(about, work, device(gpu), Heaviest(about.inventory))
+    with open_checkpoint(FIXTURES / name, SourceOptions(described=True)) as checkpoint:
+        about = build_estimated_model(checkpoint, ReshardOptions(), trained=True)
+    return MeshExplorer(about, work, get_device(gpu), HeaviestRanks(about.inventory))
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda w: f"{w.profile}-{w.zero}-{w.optimizer}-{w.offload}")
 @pytest.mark.parametrize("name", MODELS)
 def test_no_mesh_needs_less_than_its_floor(name, work):
     every = explorer(name, work)
-    floor, bulk = every.floor(every.once(expert=False), every.once(expert=True)), Bulk(every.about.inventory)
+    floor, bulk = every.floor(every.once(expert=False), every.once(expert=True)), WeightTotals(every.about.inventory)
     passing, tried = every.passing(floor), 0
-    for mesh in meshes(16, every.law(), every.space()):
+    for mesh in list_meshes(16, every.law(), every.space()):
         stages = bulk.stages(mesh)
         try:
-            least = needs(
+            least = estimate_needs(
                 every.about, every.heaviest.hold(mesh, stages), mesh, stages, every.work_on(mesh), passes=False
             )
         except UsageError:
@@ -61,9 +61,9 @@ def test_no_mesh_needs_less_than_its_floor(name, work):
 def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
     every = explorer(MODELS[-1], WORKS[0])
     asked = (8, every.law(), every.estimate)
-    slow = search(*asked, space=every.space(), budget=budget << 30)
-    quick = Quick(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
-    found = search(*asked, space=every.space(), budget=budget << 30, quick=quick)
+    slow = search_meshes(*asked, space=every.space(), budget=budget << 30)
+    quick = QuickChecks(every.glances, every.floor(every.once(expert=False), every.once(expert=True)))
+    found = search_meshes(*asked, space=every.space(), budget=budget << 30, quick=quick)
     assert [one.mesh for one in found.ranked] == [one.mesh for one in slow.ranked]
     assert sorted((one.what, one.why) for one in found.rejected) == sorted((one.what, one.why) for one in slow.rejected)
     assert found.estimated < slow.estimated or budget > 24
@@ -72,10 +72,10 @@ def test_what_is_ruled_out_quickly_would_not_have_fitted(budget):
 
 @pytest.mark.parametrize("profile", ["fsdp2", "deepspeed", "megatron", "hf"])
 def test_with_zero_3_ranks_of_fsdp_would_be_ranks_of_dp_by_another_name(profile):
-    every = explorer(MODELS[0], Training(sequence=64, zero=3, profile=profile))
-    assert all(mesh.degree("fsdp") == 1 for mesh in meshes(8, every.law(), every.space()))
-    other = explorer(MODELS[0], Training(sequence=64, zero=2, profile=profile))
-    assert any(mesh.degree("fsdp") > 1 for mesh in meshes(8, other.law(), other.space()))
+    every = explorer(MODELS[0], TrainingWorkload(sequence=64, zero=3, profile=profile))
+    assert all(mesh.degree("fsdp") == 1 for mesh in list_meshes(8, every.law(), every.space()))
+    other = explorer(MODELS[0], TrainingWorkload(sequence=64, zero=2, profile=profile))
+    assert any(mesh.degree("fsdp") > 1 for mesh in list_meshes(8, other.law(), other.space()))
     for pair in ({"dp": 4, "tp": 2}, {"dp": 8, "ep": 4, "etp": 1}):
         same = [Mesh.of(**pair), Mesh.of(fsdp=pair["dp"], **{k: v for k, v in pair.items() if k != "dp"})]
         found = [every.estimate(mesh, (every.about.inventory.layers,)).binding.total() for mesh in same]

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from known_models import even, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.estimate import gather
-from shardctl.memory.holding import hold
-from shardctl.memory.kv_cache import bytes_per_token
-from shardctl.memory.runtime import communicators, runtime_terms
-from shardctl.memory.serving import MOST, largest_batch, longest_context, serve
-from shardctl.memory.term import total
-from shardctl.memory.workload import Serving
+from shardctl.memory.estimate import build_estimate
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.kv_cache import compute_bytes_per_token
+from shardctl.memory.runtime import list_communicators, list_runtime_terms
+from shardctl.memory.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
+from shardctl.memory.term import sum_terms
+from shardctl.memory.workload import ServingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def fixture(name):
 def held(config, mesh):
     """The anatomy of a config, and what each distinct rank holds of its weights."""
     inventory = stock(config)
-    return anatomy(config), hold(inventory, mesh, even(inventory.layers, mesh))
+    return build_anatomy(config), list_holdings(inventory, mesh, even(inventory.layers, mesh))
 
 
 def dense(name, vocab, hidden, ffn, layers, heads, kv, **more):
@@ -78,18 +78,18 @@ def test_peaks_are_those_that_vllm_logs(config, tp, tokens, weights, peak):
     """vLLM at 256 sequences: "model weights take"; "PyTorch activation peak memory takes"."""
     mesh = Mesh.of(tp=tp)
     shape, (rank, *_) = held(config, mesh)
-    terms = serve(shape, rank, mesh, Serving(tokens, 256, batched_tokens=tokens), dtype="BF16")
+    terms = list_serving_terms(shape, rank, mesh, ServingWorkload(tokens, 256, batched_tokens=tokens), dtype="BF16")
     assert term(terms, "weights").nbytes / GIB == pytest.approx(weights, rel=0.01)
     passing = [one for one in terms if one.category in {"activations", "workspace"}]
     assert sum(one.nbytes for one in passing) / GIB == pytest.approx(peak, rel=0.03)
-    assert total(passing).low / GIB < peak < total(passing).high / GIB
+    assert sum_terms(passing).low / GIB < peak < sum_terms(passing).high / GIB
 
 
 def test_weights_are_exact_and_all_else_says_what_it_is():
     mesh = Mesh.of(tp=2, pp=2)
     shape, ranks = held(LLAMA_8B, mesh)
     for rank in ranks:
-        terms = serve(shape, rank, mesh, Serving(8192, 16), dtype="BF16")
+        terms = list_serving_terms(shape, rank, mesh, ServingWorkload(8192, 16), dtype="BF16")
         names = [one.name for one in terms]
         assert len(set(names)) == len(names)
         weights = term(terms, "weights")
@@ -109,7 +109,7 @@ def test_formulas_give_the_bytes():
         config = fixture(name)
         config["sliding_window"] = 7
         shape, (rank,) = held(config, Mesh.of())
-        for one in serve(shape, rank, Mesh.of(), Serving(100, 3, batched_tokens=10), dtype="BF16"):
+        for one in list_serving_terms(shape, rank, Mesh.of(), ServingWorkload(100, 3, batched_tokens=10), dtype="BF16"):
             if one.category in {"weights", "runtime"}:
                 continue
             checked.add(one.name)
@@ -123,7 +123,7 @@ def test_the_sampler_is_not_divided_by_tp_and_a_forward_pass_is():
     for tp in (1, 8):
         mesh = Mesh.of(tp=tp)
         shape, (rank, *_) = held(LLAMA_70B, mesh)
-        peaks[tp] = serve(shape, rank, mesh, Serving(8192, 512, batched_tokens=512), dtype="BF16")
+        peaks[tp] = list_serving_terms(shape, rank, mesh, ServingWorkload(8192, 512, batched_tokens=512), dtype="BF16")
     one, eight = (term(peaks[tp], "forward pass") for tp in (1, 8))
     assert one.nbytes == 512 * (4 * 8192 + 3 * 28672) * 2
     assert eight.nbytes == 512 * (4 * 8192 + 3 * 28672 // 8) * 2
@@ -137,28 +137,33 @@ def test_the_sampler_makes_room_for_the_most_sequences():
     mesh = Mesh.of()
     shape, holdings = held(LLAMA_8B, mesh)
     few, room, many = (
-        term(serve(shape, holdings[0], mesh, work, dtype="BF16"), "sampler beyond the forward pass")
-        for work in (Serving(8192), Serving(8192, rows=256), Serving(8192, 256))
+        term(list_serving_terms(shape, holdings[0], mesh, work, dtype="BF16"), "sampler beyond the forward pass")
+        for work in (ServingWorkload(8192), ServingWorkload(8192, rows=256), ServingWorkload(8192, 256))
     )
     assert few.nbytes < room.nbytes == many.nbytes
     budget = 80 * GIB
-    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=4), dtype="BF16", budget=budget) == 4
-    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=10**6), dtype="BF16", budget=budget) is not None
-    assert largest_batch(shape, holdings, mesh, Serving(1024, rows=4), dtype="BF16", budget=16 * GIB) == 0
+    assert find_largest_batch(shape, holdings, mesh, ServingWorkload(1024, rows=4), dtype="BF16", budget=budget) == 4
+    assert (
+        find_largest_batch(shape, holdings, mesh, ServingWorkload(1024, rows=10**6), dtype="BF16", budget=budget)
+        is not None
+    )
+    assert find_largest_batch(shape, holdings, mesh, ServingWorkload(1024, rows=4), dtype="BF16", budget=16 * GIB) == 0
 
 
 def test_an_encoder_reads_tokens_of_its_own():
     mesh = Mesh.of()
     shape, (rank,) = held(fixture("t5"), mesh)
-    alike, longer = (serve(shape, rank, mesh, Serving(64, 2, source=n), dtype="F32") for n in (64, 640))
-    assert alike == serve(shape, rank, mesh, Serving(64, 2), dtype="F32")
+    alike, longer = (
+        list_serving_terms(shape, rank, mesh, ServingWorkload(64, 2, source=n), dtype="F32") for n in (64, 640)
+    )
+    assert alike == list_serving_terms(shape, rank, mesh, ServingWorkload(64, 2), dtype="F32")
     assert term(longer, "keys and values").nbytes == term(alike, "keys and values").nbytes
     read = [term(found, "keys and values of the encoder").nbytes for found in (alike, longer)]
     assert read[1] == 10 * read[0]
     passed = [term(found, "forward pass").inputs["n"] for found in (alike, longer)]
     assert passed == [2 * 64, 2 * 640]
     whisper, (rank,) = held(fixture("whisper"), mesh)
-    fixed = [serve(whisper, rank, mesh, Serving(8, source=n), dtype="F32") for n in (None, 5)]
+    fixed = [list_serving_terms(whisper, rank, mesh, ServingWorkload(8, source=n), dtype="F32") for n in (None, 5)]
     assert fixed[0] == fixed[1]
 
 
@@ -166,7 +171,7 @@ def test_experts_have_a_row_for_each_expert_of_a_token():
     """vLLM's fused_moe: intermediate_cache13 and intermediate_cache2."""
     mixtral = dense("MixtralForCausalLM", 32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2)
     shape, (rank,) = held(mixtral, Mesh.of())
-    forward = term(serve(shape, rank, Mesh.of(), Serving(4096, 8), dtype="BF16"), "forward pass")
+    forward = term(list_serving_terms(shape, rank, Mesh.of(), ServingWorkload(4096, 8), dtype="BF16"), "forward pass")
     assert forward.nbytes == 8192 * (4 * 4096 + 2 * 3 * 14336 + 4096 + 2 * 8) * 2
 
 
@@ -182,7 +187,7 @@ def test_experts_have_a_row_for_each_expert_of_a_token():
 )
 def test_attention_can_need_more_than_the_mlp(name, elements):
     shape, (rank,) = held(name, Mesh.of())
-    forward = term(serve(shape, rank, Mesh.of(), Serving(100), dtype="BF16"), "forward pass")
+    forward = term(list_serving_terms(shape, rank, Mesh.of(), ServingWorkload(100), dtype="BF16"), "forward pass")
     assert forward.inputs["attention"] == elements
     assert forward.nbytes == 100 * (4 * shape.hidden + elements) * 2
 
@@ -190,14 +195,14 @@ def test_attention_can_need_more_than_the_mlp(name, elements):
 def test_etp_divides_what_is_inside_experts():
     mesh = Mesh.of(tp=2, ep=1, etp=2)
     shape, (rank, *_) = held(fixture("mixtral"), mesh)
-    forward = term(serve(shape, rank, mesh, Serving(100), dtype="BF16"), "forward pass")
+    forward = term(list_serving_terms(shape, rank, mesh, ServingWorkload(100), dtype="BF16"), "forward pass")
     assert forward.inputs["experts"] == 2 * (2 * 24 + 24) + 32 + 2 * 4
 
 
 def test_fsdp_gathers_a_layer_and_the_root():
     mesh = Mesh.of(fsdp=4)
     shape, (rank, *_) = held(LLAMA_8B, mesh)
-    gathered = term(serve(shape, rank, mesh, Serving(64), dtype="BF16"), "gathered weights")
+    gathered = term(list_serving_terms(shape, rank, mesh, ServingWorkload(64), dtype="BF16"), "gathered weights")
     layer = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
     assert gathered.inputs == {"layer": layer, "root": 2 * (2 * 128256 * 4096 + 4096)}
     assert gathered.nbytes == gathered.inputs["root"] + 2 * layer
@@ -205,24 +210,26 @@ def test_fsdp_gathers_a_layer_and_the_root():
 
 def test_encoders_need_weights_and_a_forward_pass():
     shape, (rank,) = held(fixture("bert"), Mesh.of())
-    terms = serve(shape, rank, Mesh.of(), Serving(512, 8), dtype="F32")
+    terms = list_serving_terms(shape, rank, Mesh.of(), ServingWorkload(512, 8), dtype="F32")
     assert {one.category for one in terms} == {"weights", "activations", "runtime"}
 
 
 def test_a_type_that_does_not_exist_is_refused():
     shape, (rank,) = held(fixture("bert"), Mesh.of())
     with pytest.raises(UsageError, match="no element type 'bf16'"):
-        serve(shape, rank, Mesh.of(), Serving(512), dtype="bf16")
+        list_serving_terms(shape, rank, Mesh.of(), ServingWorkload(512), dtype="bf16")
 
 
 def test_the_longest_context_of_llama_8b_on_an_h100():
     """What is left of 79.18 GiB after weights, peak and runtime, at 131,072 bytes a token in pages of 16."""
     shape, ranks = held(LLAMA_8B, Mesh.of())
     budget = int(79.18 * GIB)
-    work = Serving(1, 1)
-    found = longest_context(shape, ranks, Mesh.of(), work, dtype="BF16", budget=budget)
-    beside = total(
-        t for t in serve(shape, ranks[0], Mesh.of(), Serving(found), dtype="BF16") if t.category != "kv cache"
+    work = ServingWorkload(1, 1)
+    found = find_longest_context(shape, ranks, Mesh.of(), work, dtype="BF16", budget=budget)
+    beside = sum_terms(
+        t
+        for t in list_serving_terms(shape, ranks[0], Mesh.of(), ServingWorkload(found), dtype="BF16")
+        if t.category != "kv cache"
     )
     assert found == (budget - beside.nbytes) // (131_072 * 16) * 16
     assert 480_000 < found < 520_000
@@ -240,8 +247,8 @@ def known(name, mesh):
 
 def fits(name, mesh, work, budget):
     shape, ranks = known(name, mesh)
-    terms = [serve(shape, rank, mesh, work, dtype="BF16") for rank in ranks]
-    return gather(ranks, terms).within(budget).fits
+    terms = [list_serving_terms(shape, rank, mesh, work, dtype="BF16") for rank in ranks]
+    return build_estimate(ranks, terms).within(budget).fits
 
 
 @given(
@@ -250,13 +257,13 @@ def fits(name, mesh, work, budget):
 )  # fmt: skip
 def test_the_answer_fits_and_one_more_does_not(name, mesh, budget, number, page, new, kv_dtype):
     shape, ranks = known(name, mesh)
-    work = Serving(number, number, kv_dtype, new, page)
-    for ask, key in ((longest_context, "context"), (largest_batch, "batch")):
+    work = ServingWorkload(number, number, kv_dtype, new, page)
+    for ask, key in ((find_longest_context, "context"), (find_largest_batch, "batch")):
         found = ask(shape, ranks, mesh, work, dtype="BF16", budget=budget)
 
         def at(count, key=key):
             options = {"context": number, "batch": number, key: count}
-            return Serving(options["context"], options["batch"], kv_dtype, new, page)
+            return ServingWorkload(options["context"], options["batch"], kv_dtype, new, page)
 
         if found is None:
             assert fits(name, mesh, at(MOST), budget)
@@ -268,9 +275,9 @@ def test_the_answer_fits_and_one_more_does_not(name, mesh, budget, number, page,
 def test_what_keeps_nothing_of_a_token_has_no_longest_context():
     shape, ranks = held(fixture("mamba"), Mesh.of())
     ask = {"dtype": "F32", "budget": 4 * GIB}
-    assert longest_context(shape, ranks, Mesh.of(), Serving(1, 4), **ask) is None
-    assert largest_batch(shape, ranks, Mesh.of(), Serving(1 << 30), **ask) > 1000
-    assert longest_context(shape, ranks, Mesh.of(), Serving(1), dtype="F32", budget=1000) == 0
+    assert find_longest_context(shape, ranks, Mesh.of(), ServingWorkload(1, 4), **ask) is None
+    assert find_largest_batch(shape, ranks, Mesh.of(), ServingWorkload(1 << 30), **ask) > 1000
+    assert find_longest_context(shape, ranks, Mesh.of(), ServingWorkload(1), dtype="F32", budget=1000) == 0
 
 
 def test_the_heaviest_stage_decides():
@@ -278,8 +285,11 @@ def test_the_heaviest_stage_decides():
     mesh = Mesh.of(pp=3)
     shape, ranks = held({**LLAMA_8B, "num_hidden_layers": 12}, mesh)
     budget = 16 * GIB
-    found = longest_context(shape, ranks, mesh, Serving(1, 512), dtype="BF16", budget=budget)
-    each = [total(serve(shape, rank, mesh, Serving(found + 16, 512), dtype="BF16")).nbytes > budget for rank in ranks]
+    found = find_longest_context(shape, ranks, mesh, ServingWorkload(1, 512), dtype="BF16", budget=budget)
+    each = [
+        sum_terms(list_serving_terms(shape, rank, mesh, ServingWorkload(found + 16, 512), dtype="BF16")).nbytes > budget
+        for rank in ranks
+    ]
     assert each == [False, False, True]
 
 
@@ -288,13 +298,13 @@ def test_a_large_model_takes_milliseconds():
     config = {**LLAMA_70B, "hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128}
     shape, ranks = held(config, mesh)
     start = time.process_time()
-    terms = [serve(shape, rank, mesh, Serving(131072, 8), dtype="BF16") for rank in ranks]
-    assert len(gather(ranks, terms).ranks) == 128
+    terms = [list_serving_terms(shape, rank, mesh, ServingWorkload(131072, 8), dtype="BF16") for rank in ranks]
+    assert len(build_estimate(ranks, terms).ranks) == 128
     assert time.process_time() - start < 0.5
     start = time.process_time()
-    assert longest_context(shape, ranks, mesh, Serving(1, 8), dtype="BF16", budget=80 * GIB)
+    assert find_longest_context(shape, ranks, mesh, ServingWorkload(1, 8), dtype="BF16", budget=80 * GIB)
     assert time.process_time() - start < 1
-    assert bytes_per_token(shape, dtype="BF16", tp=8) == 516_096 // 8
+    assert compute_bytes_per_token(shape, dtype="BF16", tp=8) == 516_096 // 8
 
 
 @pytest.mark.parametrize(
@@ -307,8 +317,8 @@ def test_a_large_model_takes_milliseconds():
     ],
 )
 def test_each_axis_has_a_communicator(mesh, axes):
-    assert communicators(mesh) == axes
-    terms = {one.name: one for one in runtime_terms(mesh, serving=False)}
+    assert list_communicators(mesh) == axes
+    terms = {one.name: one for one in list_runtime_terms(mesh, serving=False)}
     assert ("NCCL communicators" in terms) == bool(axes)
     assert ("NCCL buffers of the exchange of tokens" in terms) == (mesh.ep > 1)
     assert not any(one.exact for one in terms.values())
@@ -317,7 +327,7 @@ def test_each_axis_has_a_communicator(mesh, axes):
 
 def test_peers_of_an_exchange_and_second_communicators():
     def bytes_of(name, mesh, profile=None):
-        return term(runtime_terms(mesh, serving=False, profile=profile), name)
+        return term(list_runtime_terms(mesh, serving=False, profile=profile), name)
 
     exchange = "NCCL buffers of the exchange of tokens"
     two, eight, many = (bytes_of(exchange, Mesh.of(tp=ep, ep=ep)).nbytes for ep in (2, 8, 64))
@@ -327,8 +337,8 @@ def test_peers_of_an_exchange_and_second_communicators():
 
 
 def test_only_engines_capture_graphs_and_slack_follows_what_is_allocated():
-    training = runtime_terms(Mesh.of(), serving=False, profile="fsdp2", allocated=100 * GIB)
+    training = list_runtime_terms(Mesh.of(), serving=False, profile="fsdp2", allocated=100 * GIB)
     slack = term(training, "allocator slack")
     assert (slack.nbytes, slack.interval) == (5 * GIB, (3 * GIB, 9 * GIB))
     assert "CUDA graphs" not in {one.name for one in training}
-    assert "CUDA graphs" in {one.name for one in runtime_terms(Mesh.of(), serving=True)}
+    assert "CUDA graphs" in {one.name for one in list_runtime_terms(Mesh.of(), serving=True)}

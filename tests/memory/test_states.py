@@ -17,13 +17,13 @@ from known_models import even, stock
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
 from shardctl.manifest import Tensor
-from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
-from shardctl.memory.states import states
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.inventory import build_inventory
+from shardctl.memory.states import list_state_terms
 from shardctl.memory.transients import STEP
-from shardctl.memory.workload import PROFILES, Training
+from shardctl.memory.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.placement import Cut, Spec
+from shardctl.placement import AxisCut, PartitionSpec
 
 GB = 10**9
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -34,7 +34,7 @@ PASSING = ("gathered", "casts", "largest layer", "small tensors", "buckets", "gr
 
 def one_tensor(elements, dtype="BF16"):
     tensor = Tensor("w", BY_NAME[dtype], (elements,), ())
-    return take_stock([tensor], {"w": Spec(((Cut("fsdp"),),))}, 1)
+    return build_inventory([tensor], {"w": PartitionSpec(((AxisCut("fsdp"),),))}, 1)
 
 
 def of_config(name, **changes):
@@ -43,8 +43,8 @@ def of_config(name, **changes):
 
 def terms(inventory, mesh, rank=0, **options):
     mesh = Mesh.parse(mesh)
-    found = {h.rank: h for h in hold(inventory, mesh, even(inventory.layers, mesh))}
-    return states(found[rank], mesh, Training(128, **options))
+    found = {h.rank: h for h in list_holdings(inventory, mesh, even(inventory.layers, mesh))}
+    return list_state_terms(found[rank], mesh, TrainingWorkload(128, **options))
 
 
 def lasting(found, tier="device"):
@@ -138,9 +138,9 @@ def test_megatron_shares_experts_among_the_ranks_that_have_them():
     """Megatron-LM, theoretical_memory_usage.py: d is dp * cp, for experts world / (etp * ep * pp)."""
     inventory = of_config("mixtral")
     mesh = Mesh.parse("dp=2,cp=2,tp=2,ep=2,etp=1")
-    (holding,) = (h for h in hold(inventory, mesh, [inventory.layers]) if h.rank == 0)
+    (holding,) = (h for h in list_holdings(inventory, mesh, [inventory.layers]) if h.rank == 0)
     dense, experts = holding.elements(expert=False), holding.elements(expert=True)
-    found = states(holding, mesh, Training(128, profile="megatron", zero=1))
+    found = list_state_terms(holding, mesh, TrainingWorkload(128, profile="megatron", zero=1))
     moment = next(t for t in found if t.name == "first moment")
     assert moment.nbytes == 4 * (-(-dense // 4) + -(-experts // 4))
     assert moment.inputs["N"] == 2 * 2
@@ -180,7 +180,7 @@ def megatron_layout(sizes, ranks, *, overlap):
 )
 def test_megatron_pads_within_the_interval(sizes, ranks, overlap):
     tensors = [Tensor(f"w{n}", BY_NAME["BF16"], (size,), ()) for n, size in enumerate(sizes)]
-    inventory = take_stock(tensors, {t.name: Spec(()) for t in tensors}, 1)
+    inventory = build_inventory(tensors, {t.name: PartitionSpec(()) for t in tensors}, 1)
     found = {t.name: t for t in terms(inventory, f"dp={ranks}", profile="megatron", zero=1)}
     buffer, shards = megatron_layout(sizes, ranks, overlap=overlap)
     assert sum(shards) == sum(sizes)
@@ -196,7 +196,7 @@ def test_deepspeed_zero_3_as_its_documentation_counts():
     16 of them are the paper's, of which 2 for gradients become 4 when a step copies them.
     """
     inventory = of_config("llama")
-    largest = max(h.gathered for h in hold(inventory, Mesh.of(dp=4), [inventory.layers])[0].parts)
+    largest = max(h.gathered for h in list_holdings(inventory, Mesh.of(dp=4), [inventory.layers])[0].parts)
     found = terms(inventory, "dp=4", profile="deepspeed", zero=3)
     shared = next(t for t in found if t.name == "first moment").nbytes // 4
     assert lasting(found) == 16 * shared
@@ -258,12 +258,12 @@ def test_more_sharing_is_never_more(profile, name, mesh):
 def test_codes_are_not_trained():
     codes = Tensor("q", BY_NAME["I8"], (64, 64), ())
     norm = Tensor("n", BY_NAME["BF16"], (64,), ())
-    specs = {"q": Spec(()), "n": Spec(())}
-    found = terms(take_stock([codes, norm], specs, 1), "dp=1", profile="deepspeed")
+    specs = {"q": PartitionSpec(()), "n": PartitionSpec(())}
+    found = terms(build_inventory([codes, norm], specs, 1), "dp=1", profile="deepspeed")
     assert next(t for t in found if t.name == "weights that are not trained").nbytes == 64 * 64
     assert lasting(found) == 64 * 64 + 16 * 64
     with pytest.raises(UsageError, match=r"can be trained: its tensors are I8") as raised:
-        terms(take_stock([codes], specs, 1), "dp=1")
+        terms(build_inventory([codes], specs, 1), "dp=1")
     assert "unquantised" in raised.value.hint
 
 
@@ -315,7 +315,7 @@ def test_fsdp2_without_resharding_and_without_reducing():
 def test_units_that_are_gathered():
     """FSDP2: two units and the root; a rank of a mesh without layers gathers its root."""
     inventory = of_config("llama")
-    (holding,) = hold(inventory, Mesh.of(), [inventory.layers])
+    (holding,) = list_holdings(inventory, Mesh.of(), [inventory.layers])
     sizes = {unit: sum(p.gathered_bytes for p in parts) for unit, parts in holding.units().items()}
     found = {t.name: t for t in terms(inventory, "fsdp=2")}
     layers = [size for unit, size in sizes.items() if unit is not None]

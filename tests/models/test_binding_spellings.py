@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_oracle import fixture, stored
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.models.naming import bind_manifest
 
 
@@ -65,7 +65,7 @@ def neox(name):
     ],
 )
 def test_older_names_mean_the_same_tensors(name, older):
-    model = describe(fixture(name))
+    model = describe_model(fixture(name))
     now = {t.name: t.shape for t in model.own()}
     then = {older(n): shape for n, shape in now.items()}
     assert then.keys() != now.keys()
@@ -73,7 +73,7 @@ def test_older_names_mean_the_same_tensors(name, older):
 
 
 def test_a_position_table_that_older_clips_stored_is_known():
-    model = describe(fixture("clip"))
+    model = describe_model(fixture("clip"))
     shapes = {t.name: t.shape for t in model.own()}
     ids = {"text_model.embeddings.position_ids": (1, 16), "vision_model.embeddings.position_ids": (1, 5)}
     assert set(bind_manifest(model, stored((shapes | ids).items())).tensors) == set(shapes | ids)

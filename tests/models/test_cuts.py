@@ -9,8 +9,8 @@ from model_oracle import FIXTURES, fixture, on_meta
 from shardctl.box import Box, subtract_all
 from shardctl.errors import CutError
 from shardctl.mesh import Mesh
-from shardctl.models import describe
-from shardctl.placement import Cut, Section, boxes, check, intervals
+from shardctl.models import describe_model
+from shardctl.placement import AxisCut, CutSection, check_cuts, compute_intervals, compute_rank_boxes
 
 UNPLANNED = {
     "bart",
@@ -105,7 +105,7 @@ def planned(model, plan):
 @pytest.mark.parametrize("name", FIXTURES)
 def test_tp_cuts_are_those_of_transformers_own_plan(name):
     config = fixture(name)
-    model, real = describe(config), on_meta(config)
+    model, real = describe_model(config), on_meta(config)
     assert (not real.tp_plan) == (config["model_type"] in UNPLANNED)
     expected = planned(model, real.tp_plan)
     assert any(expected.values()) == bool(real.tp_plan)
@@ -124,12 +124,12 @@ def ranks(mesh):
 @pytest.mark.parametrize("name", FIXTURES)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"fsdp": 3}, {"fsdp": 4, "tp": 2}, {"fsdp": 2, "tp": 4}], ids=str)
 def test_every_element_is_held_and_only_shared_heads_are_held_twice(name, degrees):
-    model = describe(fixture(name), kv_heads="replicate")
+    model = describe_model(fixture(name), kv_heads="replicate")
     mesh = Mesh.of(**degrees)
     for tensor in model.tensors.values():
-        check(tensor.name, tensor.shape, tensor.spec, mesh)
+        check_cuts(tensor.name, tensor.shape, tensor.spec, mesh)
         shared = any(section.shared for cuts in tensor.spec.cuts for cut in cuts for section in cut.sections)
-        held = [box for at in ranks(mesh) for box in boxes(tensor.shape, tensor.spec, mesh, at)]
+        held = [box for at in ranks(mesh) for box in compute_rank_boxes(tensor.shape, tensor.spec, mesh, at)]
         assert subtract_all(Box.whole(tensor.shape), held) == []
         cut_by_all = all(
             d == 1 or any(cut.axis == axis for cuts in tensor.spec.cuts for cut in cuts) for axis, d in mesh.axes
@@ -140,12 +140,12 @@ def test_every_element_is_held_and_only_shared_heads_are_held_twice(name, degree
 
 def test_a_gpt2_rank_holds_its_heads_of_q_k_and_v_as_its_own_attention_would_split_them():
     config = fixture("gpt2")
-    model = describe(config)
+    model = describe_model(config)
     weight = model.tensors["transformer.h.0.attn.c_attn.weight"]
     mesh = Mesh.of(tp=2)
     numbered = torch.arange(32 * 96).reshape(weight.shape)
     for at in ranks(mesh):
-        parts = boxes(weight.shape, weight.spec, mesh, at)
+        parts = compute_rank_boxes(weight.shape, weight.spec, mesh, at)
         assert len(parts) == 3
         mine = torch.cat([numbered[b.slices()] for b in parts], dim=1)
         heads = slice(2 * at["tp"], 2 * at["tp"] + 2)
@@ -159,55 +159,55 @@ def test_a_gpt2_rank_holds_its_heads_of_q_k_and_v_as_its_own_attention_would_spl
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_llama_rank_holds_the_key_value_heads_that_its_query_heads_attend_to(degree):
-    model = describe(fixture("llama"), kv_heads="replicate")
+    model = describe_model(fixture("llama"), kv_heads="replicate")
     mesh = Mesh.of(tp=degree)
     q, k = (model.tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
     for at in ranks(mesh):
-        (mine,), (keys,) = (boxes(t.shape, t.spec, mesh, at) for t in (q, k))
+        (mine,), (keys,) = (compute_rank_boxes(t.shape, t.spec, mesh, at) for t in (q, k))
         queries = range(mine.origin[0] // 8, mine.stop[0] // 8)
         assert {head // 2 for head in queries} == set(range(keys.origin[0] // 8, keys.stop[0] // 8))
 
 
 def test_too_few_key_value_heads_are_refused_with_the_degrees_that_work():
-    tensor = describe(fixture("llama")).tensors["model.layers.0.self_attn.k_proj.weight"]
+    tensor = describe_model(fixture("llama")).tensors["model.layers.0.self_attn.k_proj.weight"]
     with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 key/value heads") as caught:
-        check(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=4))
+        check_cuts(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=4))
     assert caught.value.hint == "use --tp 1 or 2, or --kv-heads replicate to keep each head on several ranks"
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_a_degree_that_the_heads_do_not_allow_is_refused(name):
-    model = describe(fixture(name), kv_heads="replicate")
+    model = describe_model(fixture(name), kv_heads="replicate")
     refused = next(t for t in model.own() if any(c.sections for cuts in t.spec.cuts for c in cuts))
     nouns = "attention heads|key/value groups|channels|state space heads|key heads"
     with pytest.raises(CutError, match=rf"over tp=3: \d+ ({nouns})"):
-        check(refused.name, refused.shape, refused.spec, Mesh.of(tp=3))
+        check_cuts(refused.name, refused.shape, refused.spec, Mesh.of(tp=3))
 
 
 def test_a_vocabulary_is_cut_as_torch_chunk_cuts_it():
-    tensor = describe(fixture("gpt2")).tensors["transformer.wte.weight"]
+    tensor = describe_model(fixture("gpt2")).tensors["transformer.wte.weight"]
     mesh = Mesh.of(tp=4)
-    sizes = [boxes(tensor.shape, tensor.spec, mesh, at)[0].shape[0] for at in ranks(mesh)]
+    sizes = [compute_rank_boxes(tensor.shape, tensor.spec, mesh, at)[0].shape[0] for at in ranks(mesh)]
     assert sizes == [len(part) for part in torch.arange(97).chunk(4)]
 
 
 def test_fsdp_cuts_what_tp_left():
-    tensor = describe(fixture("llama")).tensors["model.layers.0.mlp.up_proj.weight"]
+    tensor = describe_model(fixture("llama")).tensors["model.layers.0.mlp.up_proj.weight"]
     mesh = Mesh.of(fsdp=2, tp=2)
     numbered = torch.arange(48)
     for at in ranks(mesh):
-        (box,) = boxes(tensor.shape, tensor.spec, mesh, at)
+        (box,) = compute_rank_boxes(tensor.shape, tensor.spec, mesh, at)
         mine = numbered.chunk(2)[at["tp"]].chunk(2)[at["fsdp"]]
         assert list(range(box.origin[0], box.stop[0])) == mine.tolist()
 
 
 def test_an_exact_cut_after_another_is_refused_rather_than_wrong():
-    after = (Cut("fsdp"), Cut("tp", (Section(8),)))
+    after = (AxisCut("fsdp"), AxisCut("tp", (CutSection(8),)))
     mesh = Mesh.of(fsdp=2, tp=2)
     for at in ranks(mesh):
         with pytest.raises(CutError, match="must come before any other cut"):
-            intervals(8, after, mesh, at)
-    assert intervals(0, (Cut("tp", (Section(0),)),), mesh, mesh.coordinate(1)) == []
+            compute_intervals(8, after, mesh, at)
+    assert compute_intervals(0, (AxisCut("tp", (CutSection(0),)),), mesh, mesh.coordinate(1)) == []
 
 
 def stages(model):
@@ -215,7 +215,7 @@ def stages(model):
 
 
 def test_a_tied_embedding_is_on_both_ends_and_an_untied_one_on_the_first():
-    tied, untied = stages(describe(fixture("qwen2-tied"))), stages(describe(fixture("qwen2")))
+    tied, untied = stages(describe_model(fixture("qwen2-tied"))), stages(describe_model(fixture("qwen2")))
     assert tied["model.embed_tokens.weight"] == (("first", 0), ("last", 0))
     assert untied["model.embed_tokens.weight"] == (("first", 0),)
     assert untied["lm_head.weight"] == untied["model.norm.weight"] == (("last", 0),)
@@ -223,7 +223,7 @@ def test_a_tied_embedding_is_on_both_ends_and_an_untied_one_on_the_first():
 
 
 def test_a_decoders_blocks_follow_the_encoders():
-    model = describe(fixture("t5"))
+    model = describe_model(fixture("t5"))
     where = stages(model)
     assert model.layers == 5
     assert where["encoder.block.1.layer.0.layer_norm.weight"] == (("layer", 1),)
@@ -234,7 +234,7 @@ def test_a_decoders_blocks_follow_the_encoders():
 
 
 def test_what_an_encoder_does_not_use_is_on_no_layer_that_it_lacks():
-    model = describe(fixture("t5", architectures=["T5EncoderModel"]))
+    model = describe_model(fixture("t5", architectures=["T5EncoderModel"]))
     assert model.layers == 2
     numbers = [n for t in model.tensors.values() for where, n in t.spec.where if where == "layer"]
     assert set(numbers) == {0, 1}
@@ -242,21 +242,21 @@ def test_what_an_encoder_does_not_use_is_on_no_layer_that_it_lacks():
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_layers_are_numbered_without_a_gap(name):
-    model = describe(fixture(name))
+    model = describe_model(fixture(name))
     numbers = {n for t in model.own() for where, n in t.spec.where if where == "layer"}
     assert numbers == set(range(model.layers))
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_buffers_are_whole_on_every_rank(name):
-    for tensor in describe(fixture(name)).tensors.values():
+    for tensor in describe_model(fixture(name)).tensors.values():
         if tensor.row.buffer:
             assert tensor.spec.cuts == ((),) * len(tensor.shape)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_heads_of_classes_are_whole_on_every_tp_rank(name):
-    model = describe(fixture(name))
+    model = describe_model(fixture(name))
     inner = f"{model.prefix}." if model.prefix else "no such prefix"
     for tensor in model.tensors.values():
         if not tensor.name.startswith(inner) and any(word in tensor.row.dims.split() for word in ("labels", "2")):

@@ -10,11 +10,11 @@ from model_oracle import FIXTURES, fixture, on_meta, stored
 from shardctl.box import Box, subtract_all
 from shardctl.errors import CutError, SourceError
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.models.naming import bind_manifest
-from shardctl.placement import boxes, check
+from shardctl.placement import check_cuts, compute_rank_boxes
 
-MOE = [name for name in FIXTURES if any(t.spec.of_expert for t in describe(fixture(name)).own())]
+MOE = [name for name in FIXTURES if any(t.spec.of_expert for t in describe_model(fixture(name)).own())]
 
 
 def ranks(mesh):
@@ -24,7 +24,7 @@ def ranks(mesh):
 @pytest.mark.parametrize("name", MOE)
 def test_what_transformers_shards_over_experts_ep_divides_and_nothing_else(name):
     config = fixture(name)
-    model, real = describe(config), on_meta(config)
+    model, real = describe_model(config), on_meta(config)
     plan = getattr(real.config, "base_model_ep_plan", None)
     divided = {
         t.name
@@ -48,12 +48,12 @@ def test_what_transformers_shards_over_experts_ep_divides_and_nothing_else(name)
 @pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize("degrees", [{"dp": 4, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}, {"fsdp": 4, "ep": 2}], ids=str)
 def test_the_ranks_of_ep_hold_every_element_of_every_expert_and_no_expert_twice(name, degrees):
-    model, mesh = describe(fixture(name)), Mesh.of(**degrees)
+    model, mesh = describe_model(fixture(name)), Mesh.of(**degrees)
     for tensor in model.own():
         if not tensor.spec.of_expert:
             continue
-        check(tensor.name, tensor.shape, tensor.spec, mesh)
-        held = [(at, box) for at in ranks(mesh) for box in boxes(tensor.shape, tensor.spec, mesh, at)]
+        check_cuts(tensor.name, tensor.shape, tensor.spec, mesh)
+        held = [(at, box) for at in ranks(mesh) for box in compute_rank_boxes(tensor.shape, tensor.spec, mesh, at)]
         assert subtract_all(Box.whole(tensor.shape), [box for _, box in held]) == []
         if tensor.spec.member:
             assert len({at["ep"] for at, _ in held}) == 1
@@ -64,10 +64,10 @@ def test_the_ranks_of_ep_hold_every_element_of_every_expert_and_no_expert_twice(
 
 
 def test_latent_attention_is_cut_by_heads_and_the_latents_are_whole():
-    model, mesh = describe(fixture("deepseek_v3")), Mesh.of(tp=2)
+    model, mesh = describe_model(fixture("deepseek_v3")), Mesh.of(tp=2)
     base = "model.layers.0.self_attn"
     second = {
-        name: [str(b) for b in boxes(t.shape, t.spec, mesh, mesh.coordinate(1))]
+        name: [str(b) for b in compute_rank_boxes(t.shape, t.spec, mesh, mesh.coordinate(1))]
         for name, t in model.tensors.items()
         if name.startswith(base)
     }
@@ -81,10 +81,10 @@ def test_latent_attention_is_cut_by_heads_and_the_latents_are_whole():
 
 def test_linear_attention_is_cut_by_key_heads_with_the_value_heads_they_serve():
     """Four key heads of 4, each serving two value heads of 6: rank 1 of 2 has the last two."""
-    model, mesh = describe(fixture("qwen3_next")), Mesh.of(tp=2)
+    model, mesh = describe_model(fixture("qwen3_next")), Mesh.of(tp=2)
     base = "model.layers.0.linear_attn"
     second = {
-        name.removeprefix(f"{base}."): [str(b) for b in boxes(t.shape, t.spec, mesh, mesh.coordinate(1))]
+        name.removeprefix(f"{base}."): [str(b) for b in compute_rank_boxes(t.shape, t.spec, mesh, mesh.coordinate(1))]
         for name, t in model.tensors.items()
         if name.startswith(base)
     }
@@ -100,21 +100,26 @@ def test_linear_attention_is_cut_by_key_heads_with_the_value_heads_they_serve():
 
 
 def test_a_pair_of_gate_and_up_columns_stays_together():
-    tensor = describe(fixture("gpt_oss")).tensors["model.layers.0.mlp.experts.gate_up_proj"]
+    tensor = describe_model(fixture("gpt_oss")).tensors["model.layers.0.mlp.experts.gate_up_proj"]
     mesh = Mesh.of(dp=2, ep=2, etp=1)
-    assert [str(b) for b in boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))] == ["[2:4, 0:32, 0:128]"]
+    assert [str(b) for b in compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))] == [
+        "[2:4, 0:32, 0:128]"
+    ]
     with pytest.raises(CutError, match="over etp=128: 64 pairs of gate and up columns"):
-        check(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=128))
+        check_cuts(tensor.name, tensor.shape, tensor.spec, Mesh.of(tp=128))
 
 
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
-    model, mesh = describe(fixture("gpt_oss", **MXFP4)), Mesh.of(tp=2)
+    model, mesh = describe_model(fixture("gpt_oss", **MXFP4)), Mesh.of(tp=2)
     base = "model.layers.0.mlp.experts"
     second = {
-        name: (tensor.dtype.name, [str(b) for b in boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))])
+        name: (
+            tensor.dtype.name,
+            [str(b) for b in compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))],
+        )
         for name, tensor in model.tensors.items()
         if name.startswith(base)
     }
@@ -128,13 +133,13 @@ def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
     }
     blocks = model.tensors[f"{base}.down_proj_blocks"]
     with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
-        check(blocks.name, blocks.shape, blocks.spec, Mesh.of(tp=4))
+        check_cuts(blocks.name, blocks.shape, blocks.spec, Mesh.of(tp=4))
     assert caught.value.hint == "use --etp 1 or 2"
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_layers_that_predict_further_tokens_are_known_and_not_demanded(name):
-    model = describe(fixture(name))
+    model = describe_model(fixture(name))
     further = [t for t in model.tensors.values() if t.row.optional]
     assert further
     assert {t.spec.where for t in further} == {(("last", 0),)}
@@ -212,11 +217,11 @@ GPT_OSS_20B = {
     ids=lambda v: v["architectures"][0] if isinstance(v, dict) else "",
 )
 def test_published_mixtures_have_their_published_number_of_parameters(config, parameters):
-    assert describe(config).parameters == parameters
+    assert describe_model(config).parameters == parameters
 
 
 def test_the_layer_that_deepseek_v3_predicts_with_has_the_names_of_its_files():
-    model = describe(DEEPSEEK_V3)
+    model = describe_model(DEEPSEEK_V3)
     last = {name.removeprefix("model.layers.61.") for name in model.tensors if name.startswith("model.layers.61.")}
     ends = {"embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight"}
     assert {n for n in last if ".experts." not in n and "self_attn" not in n} == ends | {
@@ -237,7 +242,7 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
     spent = {}
     for layers in (61, 122):
         began = time.process_time()
-        model = describe({**small, "num_hidden_layers": layers})
+        model = describe_model({**small, "num_hidden_layers": layers})
         described = time.process_time() - began
         headers = stored((name, tensor.shape) for name, tensor in model.tensors.items())
         began = time.process_time()
@@ -261,4 +266,4 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
 )
 def test_a_config_that_makes_no_sense_is_refused_with_the_key(name, changes, message):
     with pytest.raises(SourceError, match=message):
-        describe(fixture(name, **changes))
+        describe_model(fixture(name, **changes))

@@ -12,8 +12,8 @@ import transformers
 from model_oracle import FIXTURES, classes, dtype_of, fixture, on_meta, state
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models import FAMILIES, describe
-from shardctl.models.config import Config
+from shardctl.models import FAMILIES, describe_model
+from shardctl.models.config import ModelConfig
 
 CASES = classes()
 
@@ -21,7 +21,7 @@ CASES = classes()
 @pytest.mark.parametrize(("name", "architecture"), CASES)
 def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architecture):
     config = fixture(name, architectures=[architecture])
-    model, real = describe(config), on_meta(config)
+    model, real = describe_model(config), on_meta(config)
     theirs = state(real)
     assert model.state() == theirs
     order = [n for n in theirs if n not in model.aliases]
@@ -55,7 +55,7 @@ def test_names_shapes_order_and_ties_are_those_of_the_state_dict(name, architect
 )
 def test_heads_and_sizes_follow_the_config(name, architecture, changes):
     config = fixture(name, architectures=[architecture], **changes)
-    assert describe(config).state() == state(on_meta(config))
+    assert describe_model(config).state() == state(on_meta(config))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_heads_and_sizes_follow_the_config(name, architecture, changes):
 )
 def test_a_silent_config_means_what_the_config_class_assumes(name, absent):
     config = {key: value for key, value in fixture(name).items() if key not in absent}
-    assert describe(config).state() == state(on_meta(config))
+    assert describe_model(config).state() == state(on_meta(config))
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -89,8 +89,8 @@ def test_the_declared_dtype_is_the_one_transformers_would_use(name):
     kind = getattr(transformers, config["architectures"][0])
     real = kind._from_config(kind.config_class.from_dict(config), dtype=kind.config_class.from_dict(config).dtype)
     wide = tuple(kind._keep_in_fp32_modules_strict or ())
-    assert {t.dtype for t in describe(config).own() if not t.name.endswith(wide)} == {dtype_of(real)}
-    assert {t.dtype.name for t in describe(config).own() if t.name.endswith(wide)} <= {"F32"}
+    assert {t.dtype for t in describe_model(config).own() if not t.name.endswith(wide)} == {dtype_of(real)}
+    assert {t.dtype.name for t in describe_model(config).own() if t.name.endswith(wide)} <= {"F32"}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
@@ -108,10 +108,10 @@ def test_every_tensor_matches_exactly_one_row_and_every_row_is_used():
     used = set()
     blocks = fixture("gpt_oss", quantization_config={"quant_method": "mxfp4"})
     for config in (*(fixture(name, architectures=[architecture]) for name, architecture in CASES), blocks):
-        model = describe(config)
+        model = describe_model(config)
         family = next(f for f in FAMILIES if f.name == model.family)
         base = rf"{re.escape(model.prefix)}\." if model.prefix else ""
-        counted = family.facts(Config(config)).indices
+        counted = family.facts(ModelConfig(config)).indices
         numbers = {f"{{{index}}}": "|".join(map(str, counted[index].values)) for index in counted}
         patterns = [
             re.compile(
@@ -228,7 +228,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("config", "parameters"), PUBLISHED, ids=lambda v: v if isinstance(v, int) else "")
 def test_published_models_have_their_published_number_of_parameters(config, parameters):
-    assert describe(config).parameters == parameters
+    assert describe_model(config).parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -243,17 +243,17 @@ def test_published_models_have_their_published_number_of_parameters(config, para
 def test_a_config_without_architectures_gets_the_usual_class(kind, architecture):
     config = fixture(kind)
     del config["architectures"]
-    assert describe(config).architecture == architecture
+    assert describe_model(config).architecture == architecture
 
 
 def test_a_class_that_was_renamed_is_known_by_its_older_name():
-    model = describe(fixture("t5", architectures=["T5WithLMHeadModel"]))
+    model = describe_model(fixture("t5", architectures=["T5WithLMHeadModel"]))
     assert model.architecture == "T5ForConditionalGeneration"
 
 
 def test_an_unknown_architecture_is_named_and_rules_are_the_hint():
     with pytest.raises(UnsupportedError, match="NeverSeenForCausalLM") as caught:
-        describe({"architectures": ["NeverSeenForCausalLM"], "model_type": "llama"})
+        describe_model({"architectures": ["NeverSeenForCausalLM"], "model_type": "llama"})
     assert "--rules FILE" in caught.value.hint
 
 
@@ -272,7 +272,7 @@ def test_an_unknown_architecture_is_named_and_rules_are_the_hint():
 )
 def test_a_damaged_config_is_refused_with_the_key(changes, message):
     with pytest.raises(SourceError, match=re.escape(message)):
-        describe(fixture("llama", **changes))
+        describe_model(fixture("llama", **changes))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt2", "jamba", "qwen3_moe", "qwen3_next", "t5"])
@@ -281,7 +281,7 @@ def test_layers_without_number_are_refused_before_any_is_listed(name):
     many = {key: 1 << 39 for key in counts if isinstance(fixture(name)[key], int)}
     began = time.process_time()
     with pytest.raises(SourceError, match=f"more than 500000 tensors: it has ({'|'.join(many)}) = "):
-        describe(fixture(name, layer_types=None, **many))
+        describe_model(fixture(name, layer_types=None, **many))
     assert time.process_time() - began < 1
 
 
@@ -290,13 +290,13 @@ def test_experts_without_number_are_refused_before_any_is_described(name):
     many = {key: 1 << 39 for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in fixture(name)}
     began = time.process_time()
     with pytest.raises(SourceError, match="more than 500000 tensors"):
-        describe(fixture(name, **many))
+        describe_model(fixture(name, **many))
     assert time.process_time() - began < 1
 
 
 def test_a_hundred_thousand_tensors_are_described_within_a_second_or_so():
     began = time.process_time()
-    model = describe({**LLAMA_8B, "num_hidden_layers": 10_000})
+    model = describe_model({**LLAMA_8B, "num_hidden_layers": 10_000})
     assert len(model.tensors) > 100_000
     assert time.process_time() - began < 5  # a quarter of that where nothing else runs
 

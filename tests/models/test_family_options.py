@@ -6,7 +6,7 @@ import pytest
 from model_oracle import fixture, on_meta, state
 
 from shardctl.errors import UnsupportedError
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 EYES = {
     "model_type": "clip_vision_model",
@@ -20,7 +20,7 @@ EYES = {
 
 def described(config):
     """Names and shapes of the state dict that a config describes."""
-    return describe(config).state()
+    return describe_model(config).state()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_model_that_sees_is_tied_where_transformers_ties_it(name, own, inner):
     config = fixture(name)
     config["text_config"] |= {} if inner is None else {"tie_word_embeddings": inner}
     config |= {} if own is None else {"tie_word_embeddings": own}
-    ties = {tie: t.name for t in describe(config).own() for tie in t.ties}
+    ties = {tie: t.name for t in describe_model(config).own() for tie in t.ties}
     if (own, inner) == (None, False) and name in ("gemma3", "paligemma"):
         assert ties == {}  # transformers looks at the outer config only, ties, and un-ties when the two differ
     elif (own, inner) == (None, True) and name != "llava":
@@ -124,12 +124,12 @@ def test_a_model_that_sees_is_tied_where_transformers_ties_it(name, own, inner):
 @pytest.mark.parametrize("kind", ["text_config", "vision_config"])
 def test_a_text_or_vision_model_that_is_not_known_is_named(kind):
     with pytest.raises(UnsupportedError, match=r"of type swin.*, which is not known yet"):
-        describe(fixture("llava", **{kind: {**fixture("llava")[kind], "model_type": "swin"}}))
+        describe_model(fixture("llava", **{kind: {**fixture("llava")[kind], "model_type": "swin"}}))
 
 
 def test_a_vision_model_is_whole_on_every_tp_rank_of_the_first_stage():
     for name in ("llava", "llava-pixtral", "mistral3", "paligemma", "gemma3", "qwen2_vl", "qwen2_5_vl"):
-        model = describe(fixture(name))
+        model = describe_model(fixture(name))
         seen = [t for t in model.own() if ".language_model." not in t.name and t.name != "lm_head.weight"]
         assert len(seen) > 10
         for tensor in seen:
@@ -139,7 +139,7 @@ def test_a_vision_model_is_whole_on_every_tp_rank_of_the_first_stage():
 
 
 def test_the_vision_models_layers_follow_the_text_models_in_clip():
-    model = describe(fixture("clip"))
+    model = describe_model(fixture("clip"))
     where = {name: tensor.spec.where for name, tensor in model.tensors.items()}
     assert model.layers == 4
     assert where["text_model.encoder.layers.1.layer_norm1.weight"] == (("layer", 1),)

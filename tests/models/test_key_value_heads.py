@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from shardctl.errors import SourceError
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,12 +43,12 @@ def runs(config):
 def test_llama(heads):
     config = LLAMA | {"num_key_value_heads": heads}
     if runs(config):
-        describe(config)
+        describe_model(config)
         return
     with pytest.raises(
         SourceError, match=f"num_key_value_heads = {heads}, which does not divide its 4 attention heads"
     ):
-        describe(config)
+        describe_model(config)
 
 
 @pytest.mark.parametrize("heads", [3, 8])
@@ -56,12 +56,12 @@ def test_falcon(heads):
     config = FALCON | {"num_kv_heads": heads}
     assert not runs(config)
     with pytest.raises(SourceError, match=f"num_kv_heads = {heads}, which does not divide"):
-        describe(config)
+        describe_model(config)
 
 
 def test_heads_of_no_size():
     with pytest.raises(SourceError, match="64 attention heads and a hidden_size of 32"):
-        describe(LLAMA | {"num_attention_heads": 64})
+        describe_model(LLAMA | {"num_attention_heads": 64})
 
 
 @pytest.mark.parametrize("heads", [3, 16])

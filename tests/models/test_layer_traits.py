@@ -15,8 +15,8 @@ from model_oracle import CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
 from shardctl.errors import UnsupportedError
-from shardctl.models import FAMILIES, Config, describe, families
-from shardctl.models.anatomy import anatomy
+from shardctl.models import FAMILIES, ModelConfig, describe_model, families
+from shardctl.models.anatomy import build_anatomy
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 
@@ -54,7 +54,7 @@ def kept_by(norm):
 
 def modules_of_layers(config):
     """The modules of each pipeline layer by their names within it, in the order of the layers."""
-    model, real = describe(config), on_meta(config).to(torch.bfloat16)
+    model, real = describe_model(config), on_meta(config).to(torch.bfloat16)
     paths = {}
     for tensor in model.own():
         where, number = tensor.spec.where[0]
@@ -112,7 +112,7 @@ def silent(config, *keys):
 
 
 def check_norms_and_activations(config):
-    found = anatomy(config)
+    found = build_anatomy(config)
     built = modules_of_layers(config)
     assert len(built) == len(found.layers)
     for layer, modules in zip(found.layers, built, strict=True):
@@ -148,7 +148,7 @@ def test_norms_and_activations_of_published_models_are_those_that_transformers_b
 @pytest.mark.parametrize("name", [name for name in FIXTURES if "num_experts_per_tok" in fixture(name)])
 def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
     config = fixture(name)
-    for layer, modules in zip(anatomy(config).layers, modules_of_layers(config), strict=True):
+    for layer, modules in zip(build_anatomy(config).layers, modules_of_layers(config), strict=True):
         routers = [m for m in modules.values() if type(m).__name__.endswith("Router")]
         assert bool(routers) == (layer.experts is not None)
         for router in routers:
@@ -160,7 +160,7 @@ def text_part(family):
     """The traits of a family's text model and the config that its class assumes."""
     classes = next(iter(family.classes))
     config = getattr(transformers, classes).config_class()
-    traits, _ = family.text(Config(fixture(family.name))) if family.text else (family.traits, None)
+    traits, _ = family.text(ModelConfig(fixture(family.name))) if family.text else (family.traits, None)
     return traits, config.text_config if family.text else config
 
 
@@ -203,10 +203,10 @@ def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch
     for traits in (None, LayerTraits(activation=("hidden_act", "silu"))):
         mute = replace(llama, traits=traits)
         others = tuple(family for family in FAMILIES if family is not llama)
-        monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (*others, mute))
+        monkeypatch.setattr(sys.modules["shardctl.models.describe_model"], "FAMILIES", (*others, mute))
         with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
-            anatomy(fixture("llama"))
-        assert describe(fixture("llama")).parameters
+            build_anatomy(fixture("llama"))
+        assert describe_model(fixture("llama")).parameters
 
 
 def test_the_family_in_extending_md_is_whole(monkeypatch):
@@ -214,12 +214,12 @@ def test_the_family_in_extending_md_is_whole(monkeypatch):
     said: dict[str, object] = {}
     exec(re.search(r"## A family of models.*?```python\n(.*?)```", page, re.DOTALL)[1], said)  # noqa: S102
     family = next(value for value in said.values() if isinstance(value, Family))
-    monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (family,))
+    monkeypatch.setattr(sys.modules["shardctl.models.describe_model"], "FAMILIES", (family,))
     for architecture in family.classes:
         config = {**fixture("llama"), "model_type": family.name, "architectures": [architecture]}
         for changes in ({}, {"attention_bias": True, "mlp_bias": True}):
             values = silent(config | changes, "hidden_act")
-            assert describe(values).state() == state(on_meta(values))
+            assert describe_model(values).state() == state(on_meta(values))
             check_norms_and_activations(values)
 
 

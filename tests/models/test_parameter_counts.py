@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 BART = {"layers": 6, "ffn_dim": 3072, "attention_heads": 12}
 WHISPER = {"layers": 4, "ffn_dim": 1536, "attention_heads": 6}
@@ -384,4 +384,4 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_number_of_parameters(name):
     config, parameters = PUBLISHED[name]
-    assert describe(config).parameters == parameters
+    assert describe_model(config).parameters == parameters

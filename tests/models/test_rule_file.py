@@ -9,10 +9,10 @@ from model_oracle import fixture, stored
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.models import describe, load_rules, model_for, rule_table
+from shardctl.models import build_rule_table, choose_model, describe_model, load_rules
 from shardctl.models.name_pattern import LayerPattern, PatternList
 from shardctl.models.naming import bind_manifest
-from shardctl.placement import Cut, Section, boxes
+from shardctl.placement import AxisCut, CutSection, compute_rank_boxes
 
 FOREIGN = {
     "net.embed.weight": (10, 4),
@@ -45,12 +45,12 @@ def load(tmp_path):
 
 
 def test_an_unknown_architecture_is_cut_and_placed_by_its_rules(load):
-    model = model_for({"architectures": ["NetModel"]}, stored(FOREIGN.items()), load(RULES))
+    model = choose_model({"architectures": ["NetModel"]}, stored(FOREIGN.items()), load(RULES))
     up = model.tensors["net.blocks.10.up.weight"]
     assert model.layers == 3
-    assert up.spec.cuts == ((Cut("tp", (Section(8),)), Cut("fsdp")), ())
+    assert up.spec.cuts == ((AxisCut("tp", (CutSection(8),)), AxisCut("fsdp")), ())
     assert up.spec.where == (("layer", 2),)
-    assert model.tensors["net.embed.weight"].spec.cuts == ((), (Cut("tp", (Section(4),)),))
+    assert model.tensors["net.embed.weight"].spec.cuts == ((), (AxisCut("tp", (CutSection(4),)),))
     assert model.tensors["net.embed.weight"].spec.where == (("first", 0),)
     assert model.tensors["net.norm.weight"].spec.where == (("last", 0),)
     assert model.tensors["net.blocks.0.scale"].spec.cuts == ()
@@ -60,22 +60,22 @@ def test_an_unknown_architecture_is_cut_and_placed_by_its_rules(load):
 
 def test_such_a_model_binds_every_tensor_under_its_own_name(load):
     checkpoint = stored(FOREIGN.items())
-    bound = bind_manifest(model_for(None, checkpoint, load(RULES)), checkpoint)
+    bound = bind_manifest(choose_model(None, checkpoint, load(RULES)), checkpoint)
     assert bound.tensors == checkpoint.tensors
 
 
 def test_tensors_that_no_rule_matches_are_named(load):
     rules = load('[rules]\n"net.blocks.**" = []\n')
     with pytest.raises(UsageError, match=r"matches net\.embed\.weight, net\.norm\.weight") as caught:
-        model_for(None, stored(FOREIGN.items()), rules)
+        choose_model(None, stored(FOREIGN.items()), rules)
     assert '"**" = []' in caught.value.hint
 
 
 def test_the_first_rule_that_matches_wins_and_a_useless_one_is_a_warning(load):
     rules = load('[rules]\n"**.weight" = ["tp"]\n"net.norm.weight" = []\n"**" = []\n')
     checkpoint = stored(FOREIGN.items())
-    model = model_for(None, checkpoint, rules)
-    assert model.tensors["net.norm.weight"].spec.cuts == ((Cut("tp", (Section(4),)),),)
+    model = choose_model(None, checkpoint, rules)
+    assert model.tensors["net.norm.weight"].spec.cuts == ((AxisCut("tp", (CutSection(4),)),),)
     (warning,) = bind_manifest(model, checkpoint).warnings
     assert "'net.norm.weight'" in warning
     assert "is used by no tensor" in warning
@@ -83,13 +83,13 @@ def test_the_first_rule_that_matches_wins_and_a_useless_one_is_a_warning(load):
 
 def test_a_file_overrides_a_known_family_and_leaves_the_rest(load):
     config = fixture("llama")
-    plain = describe(config)
+    plain = describe_model(config)
     checkpoint = stored((t.name, t.shape) for t in plain.own())
-    model = model_for(config, checkpoint, load('[rules]\n"model.layers.*.mlp.up_proj.weight" = ["", "tp"]\n'))
+    model = choose_model(config, checkpoint, load('[rules]\n"model.layers.*.mlp.up_proj.weight" = ["", "tp"]\n'))
     changed = {n for n in model.tensors if model.tensors[n] != plain.tensors[n]}
     assert changed == {f"model.layers.{n}.mlp.up_proj.weight" for n in range(2)}
     up = model.tensors["model.layers.1.mlp.up_proj.weight"]
-    assert up.spec.cuts == ((), (Cut("tp", (Section(32),)),))
+    assert up.spec.cuts == ((), (AxisCut("tp", (CutSection(32),)),))
     assert up.spec.where == (("layer", 1),)
     assert bind_manifest(model, checkpoint).tensors == bind_manifest(plain, checkpoint).tensors
 
@@ -97,22 +97,22 @@ def test_a_file_overrides_a_known_family_and_leaves_the_rest(load):
 def test_a_file_makes_additional_tensors_of_a_known_family_acceptable(load):
     config = fixture("llama")
     extra = {"model.layers.1.adapter.weight": (4, 32), "model.layers.0.adapter.weight": (4, 32)}
-    checkpoint = stored(({t.name: t.shape for t in describe(config).own()} | extra).items())
+    checkpoint = stored(({t.name: t.shape for t in describe_model(config).own()} | extra).items())
     with pytest.raises(UnsupportedError, match="adapter"):
-        bind_manifest(describe(config), checkpoint)
+        bind_manifest(describe_model(config), checkpoint)
     rules = load('[rules]\n"**.adapter.weight" = ["fsdp"]\n[layers]\npattern = "model.layers.*"\n')
-    model = model_for(config, checkpoint, rules)
+    model = choose_model(config, checkpoint, rules)
     assert set(extra) <= set(bind_manifest(model, checkpoint).tensors)
     assert model.tensors["model.layers.1.adapter.weight"].spec.where == (("layer", 1),)
 
 
 def test_without_config_and_rules_there_is_no_model():
-    assert model_for(None, stored(FOREIGN.items())) is None
+    assert choose_model(None, stored(FOREIGN.items())) is None
 
 
 def test_several_layer_patterns_follow_each_other(load):
     rules = load('[rules]\n"**" = []\n[layers]\npattern = ["enc.*", "dec.*"]\n')
-    model = model_for(None, stored([("enc.0.w", (2,)), ("enc.1.w", (2,)), ("dec.0.w", (2,))]), rules)
+    model = choose_model(None, stored([("enc.0.w", (2,)), ("enc.1.w", (2,)), ("dec.0.w", (2,))]), rules)
     assert model.tensors["dec.0.w"].spec.where == (("layer", 2),)
     assert model.layers == 3
 
@@ -149,14 +149,14 @@ def test_a_missing_file_is_an_error(tmp_path):
 
 def test_a_rule_of_more_dims_than_the_tensor_is_an_error(load):
     with pytest.raises(UsageError, match=r"speaks of 3 dims, but net\.embed\.weight is \[10, 4\]"):
-        model_for(None, stored(FOREIGN.items()), load('[rules]\n"**" = ["", "", "tp"]'))
+        choose_model(None, stored(FOREIGN.items()), load('[rules]\n"**" = ["", "", "tp"]'))
 
 
 def test_the_cuts_of_a_rule_place_as_those_of_a_family_do(load):
-    model = model_for(None, stored(FOREIGN.items()), load(RULES))
+    model = choose_model(None, stored(FOREIGN.items()), load(RULES))
     mesh = Mesh.of(tp=2, fsdp=2)
     tensor = model.tensors["net.blocks.0.up.weight"]
-    origins = [boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(r))[0].origin[0] for r in range(4)]
+    origins = [compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(r))[0].origin[0] for r in range(4)]
     assert origins == [0, 4, 2, 6]
 
 
@@ -192,18 +192,18 @@ def test_a_layer_pattern_counts_only_whole_parts():
 
 def test_the_rule_table_shows_every_rule_with_what_it_governs(load):
     config = fixture("qwen2-tied")
-    rows = {row.pattern: row for row in rule_table(describe(config))}
-    assert sum(row.tensors for row in rows.values()) == sum(1 for _ in describe(config).own())
+    rows = {row.pattern: row for row in build_rule_table(describe_model(config))}
+    assert sum(row.tensors for row in rows.values()) == sum(1 for _ in describe_model(config).own())
     q = rows["model.layers.*.self_attn.q_proj.weight"]
     assert (q.dims, q.axes, q.stages, q.tensors) == ("q hidden", (("tp", "fsdp"), ()), ("layer",), 2)
     assert rows["model.embed_tokens.weight"].stages == ("first", "last")
-    checkpoint = stored((t.name, t.shape) for t in describe(config).own())
-    changed = model_for(config, checkpoint, load('[rules]\n"**.q_proj.weight" = ["", "tp"]\n'))
-    row = next(row for row in rule_table(changed) if row.pattern == "**.q_proj.weight")
+    checkpoint = stored((t.name, t.shape) for t in describe_model(config).own())
+    changed = choose_model(config, checkpoint, load('[rules]\n"**.q_proj.weight" = ["", "tp"]\n'))
+    row = next(row for row in build_rule_table(changed) if row.pattern == "**.q_proj.weight")
     assert (row.dims, row.axes, row.tensors) == ("q hidden", ((), ("tp",)), 2)
 
 
 def test_the_patterns_of_a_familys_table_can_be_written_into_a_rule_file():
-    model = describe(fixture("gpt2"))
-    order = PatternList([row.pattern for row in rule_table(model)])
+    model = describe_model(fixture("gpt2"))
+    order = PatternList([row.pattern for row in build_rule_table(model)])
     assert all(order.first(tensor.name) is not None for tensor in model.own())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from shardctl.models import describe
+from shardctl.models import describe_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -224,7 +224,7 @@ CODECS = {
 def plain_state(config: Mapping[str, Any], seed: int = 0) -> Arrays:
     """Random weights of a model, in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
-    model = describe({key: value for key, value in config.items() if key != "quantization_config"})
+    model = describe_model({key: value for key, value in config.items() if key != "quantization_config"})
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in model.state().items()}
 
 

@@ -6,7 +6,7 @@ import pytest
 from codes import CODECS, LLAMA
 
 from shardctl.options import SourceOptions
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 
 LEFT_OPEN = ("g_idx", "input_scale", "input_scale_ub")
 """Arrays that some writers leave out, and a config does not tell of."""
@@ -17,7 +17,10 @@ ONE = ((), (1,))
 @pytest.mark.parametrize("name", CODECS)
 def test_the_arrays_are_those_of_the_checkpoint(quantised, tmp_path, name):
     (tmp_path / "config.json").write_bytes((quantised(name) / "config.json").read_bytes())
-    with opened(quantised(name)) as real, opened(tmp_path, SourceOptions(described=True)) as described:
+    with (
+        open_checkpoint(quantised(name)) as real,
+        open_checkpoint(tmp_path, SourceOptions(described=True)) as described,
+    ):
         there, here = real.manifest.tensors, described.manifest.tensors
         assert here.keys() <= there.keys()
         assert {n for n in there if n.rpartition(".")[2] not in LEFT_OPEN} == here.keys()
@@ -31,6 +34,6 @@ def test_the_arrays_are_those_of_the_checkpoint(quantised, tmp_path, name):
 @pytest.mark.parametrize("name", ["awq", "gptq-4"])
 def test_scales_have_the_type_of_the_model(quantised, tmp_path, name):
     (tmp_path / "config.json").write_bytes((quantised(name) / "config.json").read_bytes())
-    with opened(tmp_path, SourceOptions(described=True)) as described:
+    with open_checkpoint(tmp_path, SourceOptions(described=True)) as described:
         scales = {t.dtype.torch for t in described.manifest.tensors.values() if t.name.endswith(".scales")}
     assert scales == {LLAMA["dtype"]}

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from shardctl.errors import CutError
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.placement import boxes
+from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -126,14 +126,14 @@ def test_compressed_tensors_reads_a_ranks_part_with_the_ranks_own_scales(compres
     source, scheme = compressed(name)
     reader, mesh = BaseCompressor.get_value_from_registry(scheme.format), Mesh.of(tp=4)
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
-    whole, plain = read(source), describe(LLAMA)
+    whole, plain = read(source), describe_model(LLAMA)
     for rank in range(4):
         mine, compared = read(tmp_path / "ranks", rank), 0
         for tensor in plain.own():
             if ".layers." not in tensor.name or "norm" in tensor.name:
                 continue
             module = tensor.name.removesuffix(".weight")
-            (box,) = boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
+            (box,) = compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
             part = of(module, mine)
             if "weight_shape" in part:
                 assert part["weight_shape"].tolist() == list(tensor.shape)  # the whole's, on every rank
@@ -191,7 +191,10 @@ class TestBitsandbytes:
 
     def test_the_config_alone_describes_as_many_bytes(self, source, tmp_path):
         (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-        with opened(source) as real, opened(tmp_path / "config.json", SourceOptions(described=True)) as described:
+        with (
+            open_checkpoint(source) as real,
+            open_checkpoint(tmp_path / "config.json", SourceOptions(described=True)) as described,
+        ):
             there, here = real.manifest.tensors, described.manifest.tensors
         assert {n for n in there if not n.endswith("weight_format")} == here.keys()
         values = [n for n in here if "quant_state" not in n]

@@ -9,7 +9,7 @@ import torch
 from codes import CODECS, LLAMA, encoded, write
 
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
@@ -52,7 +52,7 @@ def test_each_rank_holds_and_writes_what_was_planned(quantised, tmp_path, name, 
 def test_experts_with_scales_of_their_own(tmp_path):
     config = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
     codec = CODECS["fp8-blocks"]
-    plain = {t.name: torch.randn(t.shape).bfloat16() for t in describe(config).own()}
+    plain = {t.name: torch.randn(t.shape).bfloat16() for t in describe_model(config).own()}
     routers = {name: tensor for name, tensor in plain.items() if name.endswith("block_sparse_moe.gate.weight")}
     state = encoded(codec, {n: t for n, t in plain.items() if n not in routers}) | routers
     source = write(tmp_path / "source", {**config, "quantization_config": codec.settings}, state)

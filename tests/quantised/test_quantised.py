@@ -10,11 +10,11 @@ from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.mesh import Mesh
-from shardctl.models import describe, load_rules, model_for, quantisation_config, rule_table
+from shardctl.models import build_rule_table, choose_model, describe_model, find_quantisation_config, load_rules
 from shardctl.models.naming import bind_manifest
-from shardctl.placement import boxes, check, intervals
+from shardctl.placement import check_cuts, compute_intervals, compute_rank_boxes
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -35,7 +35,7 @@ def manifest(state):
     tensors = {}
     for name, tensor in state.items():
         kind, shape = BY_TORCH[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape)
-        chunk = Chunk(Box.whole(shape), kind, Region("model.safetensors", 0, dense_strides(kind, shape)), name)
+        chunk = Chunk(Box.whole(shape), kind, Region("model.safetensors", 0, compute_dense_strides(kind, shape)), name)
         tensors[name] = Tensor(name, kind, shape, (chunk,))
     return Manifest("safetensors", tensors, {})
 
@@ -43,15 +43,15 @@ def manifest(state):
 def bound(config, state):
     """The checkpoint under canonical names."""
     stored = manifest(state)
-    return bind_manifest(model_for(config, stored), stored)
+    return bind_manifest(choose_model(config, stored), stored)
 
 
 def checked(config, degrees, state=None):
     """Every tensor of the model against a mesh."""
     mesh = Mesh.of(**degrees)
-    model = describe(config) if state is None else model_for(config, manifest(state))
+    model = describe_model(config) if state is None else choose_model(config, manifest(state))
     for tensor in model.own():
-        check(tensor.name, tensor.shape, tensor.spec, mesh)
+        check_cuts(tensor.name, tensor.shape, tensor.spec, mesh)
     return model
 
 
@@ -100,7 +100,7 @@ class TestArraysOfAWeight:
         ids=str,
     )
     def test_shapes_follow_from_the_config_alone(self, settings, expected):
-        assert shapes(describe(of(settings)), DOWN) == expected
+        assert shapes(describe_model(of(settings)), DOWN) == expected
 
     @pytest.mark.parametrize("name", CODECS)
     def test_they_are_those_that_are_written(self, name):
@@ -110,7 +110,7 @@ class TestArraysOfAWeight:
         assert found.warnings == ()
 
     def test_the_rule_table_says_how_their_dims_follow(self):
-        rows = {row.pattern: row for row in rule_table(describe(of(GPTQ)))}
+        rows = {row.pattern: row for row in build_rule_table(describe_model(of(GPTQ)))}
         down = rows["model.layers.*.mlp.down_proj.qzeros"]
         assert (down.dims, down.axes, down.tensors) == ("ffn/32 hidden/8", (("tp", "fsdp"), ()), 2)
         up = rows["model.layers.*.mlp.up_proj.qzeros"]
@@ -120,7 +120,7 @@ class TestArraysOfAWeight:
 def local(array, spec, mesh, at):
     """What a rank holds of an array, its boxes joined."""
     index = [
-        np.concatenate([np.arange(*part) for part in intervals(extent, cuts, mesh, at)] or [np.arange(0)])
+        np.concatenate([np.arange(*part) for part in compute_intervals(extent, cuts, mesh, at)] or [np.arange(0)])
         for extent, cuts in zip(array.shape, spec.cuts, strict=True)
     ]
     return array[np.ix_(*index)] if index else array
@@ -131,14 +131,14 @@ def local(array, spec, mesh, at):
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4", "gptq-3", "awq", "modelopt-nvfp4", "fbgemm-fp8"])
 def test_a_ranks_part_of_the_arrays_is_its_part_of_the_weight(name, config, tp):
     """Also of fused weights, of which a rank has one part each, and of experts."""
-    codec, plain, state = CODECS[name], describe(config), plain_state(config)
+    codec, plain, state = CODECS[name], describe_model(config), plain_state(config)
     if plain.fusions:  # experts, by names of their own
         state = {t.name: torch.randn(t.shape).bfloat16() for t in plain.own()}
     state = {n: t for n, t in state.items() if ".layers.0." in n or ".layers." not in n}
     config = {**config, "num_hidden_layers": 1, "quantization_config": codec.settings}
     routers = tuple(n.removesuffix(".weight") for n in state if n.endswith("block_sparse_moe.gate.weight"))
     stored = encoded(codec.__class__(codec.settings, codec.encode, codec.decode, routers), state)
-    model, mesh = model_for(config, manifest(stored)), Mesh.of(tp=tp)
+    model, mesh = choose_model(config, manifest(stored)), Mesh.of(tp=tp)
     compared = 0
     for tensor in plain.own():
         module = tensor.name.removesuffix(".weight")
@@ -151,7 +151,7 @@ def test_a_ranks_part_of_the_arrays_is_its_part_of_the_weight(name, config, tp):
         for rank in range(tp):
             at, mine = mesh.coordinate(rank), {}
             for short, full in arrays.items():
-                check(full, model.tensors[full].shape, model.tensors[full].spec, mesh)
+                check_cuts(full, model.tensors[full].shape, model.tensors[full].spec, mesh)
                 mine[short] = local(stored[full], model.tensors[full].spec, mesh, at)
             assert torch.equal(codec.decode(mine), local(whole, tensor.spec, mesh, at)), (module, rank)
             compared += 1
@@ -209,21 +209,21 @@ class TestCutsBetweenBlocks:
     def test_no_legal_cut_goes_through_a_block(self, size):
         """Whatever the degree: either all boundaries of weight and scales agree, or the cut is refused."""
         config = of({"quant_method": "fp8", "weight_block_size": [16, 12]}, intermediate_size=size)
-        model = describe(config)
+        model = describe_model(config)
         for degree in range(1, size + 1):
             mesh = Mesh.of(tp=degree)
             for module, block in ((UP, 16), (DOWN, 12)):
                 dim = 0 if module == UP else 1
                 codes, scales = (model.tensors[f"{module}.{n}"] for n in ("weight", "weight_scale_inv"))
                 try:
-                    check(codes.name, codes.shape, codes.spec, mesh)
+                    check_cuts(codes.name, codes.shape, codes.spec, mesh)
                 except CutError:
                     with pytest.raises(CutError):
-                        check(scales.name, scales.shape, scales.spec, mesh)
+                        check_cuts(scales.name, scales.shape, scales.spec, mesh)
                     continue
                 for rank in range(degree):
                     at = mesh.coordinate(rank)
-                    (mine,), (own,) = (boxes(t.shape, t.spec, mesh, at) for t in (codes, scales))
+                    (mine,), (own,) = (compute_rank_boxes(t.shape, t.spec, mesh, at) for t in (codes, scales))
                     assert mine.origin[dim] == own.origin[dim] * block
                     assert mine.stop[dim] == min(own.stop[dim] * block, size)
 
@@ -231,17 +231,19 @@ class TestCutsBetweenBlocks:
         narrow = of({"quant_method": "fp8", "weight_block_size": [32, 32]}, num_key_value_heads=2)
         wide = of({"quant_method": "fp8", "weight_block_size": [16, 16]}, num_key_value_heads=2)
         name, mesh = "model.layers.0.self_attn.k_proj.weight", Mesh.of(tp=4)
-        tensor = describe(wide, kv_heads="replicate").tensors[name]  # a head is a block
-        check(name, tensor.shape, tensor.spec, mesh)
-        assert [boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(r))[0].origin[0] for r in range(4)] == [
+        tensor = describe_model(wide, kv_heads="replicate").tensors[name]  # a head is a block
+        check_cuts(name, tensor.shape, tensor.spec, mesh)
+        assert [
+            compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(r))[0].origin[0] for r in range(4)
+        ] == [
             0,
             0,
             16,
             16,
         ]
-        tensor = describe(narrow, kv_heads="replicate").tensors[name]  # two heads are
+        tensor = describe_model(narrow, kv_heads="replicate").tensors[name]  # two heads are
         with pytest.raises(CutError, match="1 blocks of 32"):
-            check(name, tensor.shape, tensor.spec, mesh)
+            check_cuts(name, tensor.shape, tensor.spec, mesh)
 
 
 LINEAR = {
@@ -254,8 +256,8 @@ LINEAR = {
 class TestWhichWeights:
     def quantised(self, settings, config=LLAMA, state=None):
         full = {**config, "quantization_config": settings}
-        model = describe(full) if state is None else model_for(full, manifest(state))
-        plain = describe(config)
+        model = describe_model(full) if state is None else choose_model(full, manifest(state))
+        plain = describe_model(config)
         return {
             t.name.removesuffix(".weight")
             for t in plain.own()
@@ -317,7 +319,7 @@ class TestWhichWeights:
                 "1": group(["re:.*up_proj$", "model.layers.0.mlp.gate_proj"], "pack-quantized", num_bits=4),
             },
         }
-        model = describe(of(settings))
+        model = describe_model(of(settings))
         assert shapes(model, DOWN) == {"weight": ("F8_E4M3", (128, 256)), "weight_scale": ("F32", (128, 1))}
         assert set(shapes(model, UP)) == {"weight_packed", "weight_scale", "weight_shape"}
         expected = {m for m in LINEAR if m.endswith(("down_proj", "up_proj"))} | {"model.layers.0.mlp.gate_proj"}
@@ -342,7 +344,7 @@ class TestWhichWeights:
         assert f"{UP}.weight_scale_inv" in found.tensors
 
     def test_routers_are_spared_and_experts_are_not(self):
-        model = describe({**MIXTRAL, "quantization_config": AWQ})
+        model = describe_model({**MIXTRAL, "quantization_config": AWQ})
         assert shapes(model, "model.layers.0.block_sparse_moe.gate") == {"weight": ("BF16", (4, 128))}
         assert set(shapes(model, "model.layers.0.block_sparse_moe.experts.3.w1")) == {"qweight", "qzeros", "scales"}
         member = model.tensors["model.layers.0.block_sparse_moe.experts.3.w1.qzeros"].spec.member
@@ -364,13 +366,13 @@ class TestWhichWeights:
         assert set(bound(of(CODECS["awq"].settings), short).tensors) == set(state)
 
     def test_a_config_without_quantisation_changes_nothing(self):
-        assert quantisation_config(LLAMA) is None
-        assert quantisation_config({"compression_config": FP8}).values == FP8
-        assert quantisation_config({"text_config": {"quantization_config": FP8}}).values == FP8
-        assert describe({**LLAMA, "quantization_config": None}).tensors == describe(LLAMA).tensors
+        assert find_quantisation_config(LLAMA) is None
+        assert find_quantisation_config({"compression_config": FP8}).values == FP8
+        assert find_quantisation_config({"text_config": {"quantization_config": FP8}}).values == FP8
+        assert describe_model({**LLAMA, "quantization_config": None}).tensors == describe_model(LLAMA).tensors
 
     def test_blocks_that_a_familys_own_table_has_are_left_to_it(self):
-        assert describe(of({"quant_method": "mxfp4"})).tensors == describe(LLAMA).tensors
+        assert describe_model(of({"quant_method": "mxfp4"})).tensors == describe_model(LLAMA).tensors
 
 
 class TestMistakes:
@@ -439,13 +441,13 @@ class TestMistakes:
     )
     def test_what_is_not_known_is_named(self, settings, message):
         with pytest.raises(UnsupportedError, match=message):
-            describe(of(settings))
+            describe_model(of(settings))
 
     def test_gpt2_has_its_weights_the_other_way_round(self):
         sizes = {"n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 96, "n_positions": 16}
         config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes, "quantization_config": GPTQ}
         with pytest.raises(UnsupportedError, match=r"GPT2LMHeadModel, which are \[in, out\]"):
-            describe(config)
+            describe_model(config)
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -466,10 +468,10 @@ class TestMistakes:
     )
     def test_settings_that_make_no_sense_are_named(self, settings, message):
         if message is None:
-            describe(of(settings))
+            describe_model(of(settings))
             return
         with pytest.raises(SourceError, match=message):
-            describe(of(settings))
+            describe_model(of(settings))
 
 
 DEEPSEEK = {
@@ -513,7 +515,7 @@ def test_deepseeks_layer_that_predicts_is_understood_as_it_is_stored():
     more = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "vocab_size": 96, "num_hidden_layers": 1}
     codec = fp8_blocks(16, 16)
     config = {**DEEPSEEK, **sizes, **heads, **more, "first_k_dense_replace": 0, "quantization_config": codec.settings}
-    plain = describe({key: value for key, value in config.items() if key != "quantization_config"})
+    plain = describe_model({key: value for key, value in config.items() if key != "quantization_config"})
     spared = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate", "model.layers.1.eh_proj")
     spared += ("model.layers.1.embed_tokens", "model.layers.1.shared_head.head")
     state = {t.name: torch.randn(t.shape).bfloat16() for t in plain.tensors.values() if not t.row.buffer and not t.free}
@@ -529,6 +531,6 @@ def test_a_rule_file_can_say_how_unknown_quantised_weights_are_cut(tmp_path):
     rules.write_text('[rules]\n"**.up_proj.W_q" = ["tp"]\n"**" = []\n')
     state = plain_state(LLAMA)
     state[f"{UP}.W_q"] = state.pop(f"{UP}.weight")
-    model = model_for(of({"quant_method": "hqq"}), manifest(state), load_rules(rules))
+    model = choose_model(of({"quant_method": "hqq"}), manifest(state), load_rules(rules))
     assert [cut.axis for cut in model.tensors[f"{UP}.W_q"].spec.cuts[0]] == ["tp"]
     assert bind_manifest(model, manifest(state)).tensors.keys() == state.keys()

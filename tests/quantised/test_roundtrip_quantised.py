@@ -9,9 +9,9 @@ from reading import assert_same, of, read
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
-from shardctl.placement import boxes
+from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
@@ -50,14 +50,14 @@ def test_there_and_back_is_the_identity(quantised, tmp_path, name, mesh):
 def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(quantised, tmp_path, name, tp):
     codec, source, mesh = CODECS[name], quantised(name), Mesh.of(tp=tp)
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=mesh))
-    whole, plain = read(source), describe(LLAMA)
+    whole, plain = read(source), describe_model(LLAMA)
     for rank in range(tp):
         mine, compared = read(tmp_path / "ranks", rank), 0
         for tensor in plain.own():
             module = tensor.name.removesuffix(".weight")
             if f"{module}.weight" in whole and whole[f"{module}.weight"].dtype == torch.bfloat16:
                 continue
-            (box,) = boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
+            (box,) = compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
             assert torch.equal(codec.decode(of(module, mine)), codec.decode(of(module, whole))[box.slices()]), module
             compared += 1
         assert compared == 14
@@ -92,7 +92,7 @@ def test_a_mesh_to_another_mesh_directly(quantised, tmp_path):
 def test_experts_are_placed_with_their_scales(tmp_path):
     config = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
     codec = CODECS["fp8-blocks"]
-    plain = {t.name: torch.randn(t.shape).bfloat16() for t in describe(config).own()}
+    plain = {t.name: torch.randn(t.shape).bfloat16() for t in describe_model(config).own()}
     routers = {name: tensor for name, tensor in plain.items() if name.endswith("block_sparse_moe.gate.weight")}
     state = encoded(codec, {n: t for n, t in plain.items() if n not in routers}) | routers
     source = write(tmp_path / "source", {**config, "quantization_config": codec.settings}, state)

@@ -203,7 +203,7 @@ def test_a_record_that_two_runs_read_is_compared_with_what_both_read(source, tmp
     path, found = place(source, 0)
     flip(path, found.offset)
     monkeypatch.setattr("shardctl.execute.engine.SYNC_BYTES", 1)
-    monkeypatch.setattr("shardctl.execute.engine.split", partial(_small_bands, engine.split))
+    monkeypatch.setattr("shardctl.execute.engine.split_bands", partial(_small_bands, engine.split_bands))
     read_at, reads = LocalSource.read_at, []
 
     def counted(self, file, offset, into):

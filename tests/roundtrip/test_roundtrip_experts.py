@@ -11,13 +11,13 @@ from tiny_models import FIXTURES, assert_loaded, assert_same, config_of, loaded,
 
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
-MODELS = {name: describe(config_of(name)) for name in FIXTURES}
+MODELS = {name: describe_model(config_of(name)) for name in FIXTURES}
 MOE = [name for name, model in MODELS.items() if any(t.spec.of_expert for t in model.own())]
 FUSED = [name for name in MOE if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values())]
 """Those whose experts transformers holds in another form than the Hub."""
@@ -225,7 +225,7 @@ def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
     config = {**config_of("gpt_oss"), "quantization_config": {"quant_method": "mxfp4"}}
     made = {
         t.name: torch.randint(0, 256, t.shape, dtype=torch.uint8)
-        for t in describe(config).own()
+        for t in describe_model(config).own()
         if t.name.endswith(("_blocks", "_scales"))
     }
     others = {n: t for n, t in stored(tiny("gpt_oss").path).items() if not n.endswith(("gate_up_proj", "down_proj"))}
@@ -241,7 +241,7 @@ def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
 
 def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_path):
     config = {**config_of("gpt_oss"), "quantization_config": {"quant_method": "mxfp4"}}
-    tensors = {t.name: torch.zeros(t.shape, dtype=torch.uint8) for t in describe(config).own()}
+    tensors = {t.name: torch.zeros(t.shape, dtype=torch.uint8) for t in describe_model(config).own()}
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tiny_models import config_of, stored
 
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
@@ -73,7 +73,7 @@ def test_mxfp4_blocks_and_scales_are_planned_as_they_are_written(tiny, tmp_path,
     config = {**config_of("gpt_oss"), "quantization_config": {"quant_method": "mxfp4"}}
     made = {
         t.name: torch.randint(0, 256, t.shape, dtype=torch.uint8)
-        for t in describe(config).own()
+        for t in describe_model(config).own()
         if t.name.endswith(("_blocks", "_scales"))
     }
     others = {n: t for n, t in stored(tiny("gpt_oss").path).items() if not n.endswith(("gate_up_proj", "down_proj"))}

@@ -9,7 +9,7 @@ import torch
 from tiny_models import config_of, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.amounts import memory_size
+from shardctl.amounts import format_memory_size
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
@@ -85,7 +85,7 @@ def test_a_plan_says_that_each_rank_has_the_whole_embedding(tmp_path):
     vocabulary, hidden = 1 << 16, 64
     config = {**config_of("llama"), "vocab_size": vocabulary, "hidden_size": hidden, "dtype": "float32"}
     source = save(tmp_path / "source", config).path
-    more = memory_size(vocabulary * hidden * 4 // 2)
+    more = format_memory_size(vocabulary * hidden * 4 // 2)
     said = plan(source, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings
     assert any(f"rank 0 of layout trtllm holds {more} more than its part of the weights" in w for w in said)
     assert not plan(source, ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings

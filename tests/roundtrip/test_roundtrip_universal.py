@@ -17,7 +17,7 @@ from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -91,7 +91,7 @@ def test_it_reads_back_bit_for_bit(name, tmp_path):
     checked = verify(tmp_path / "universal", level="full", against=DEEPSPEED / name)
     assert checked.ok, checked.findings
     assert checked.digest == digest(DEEPSPEED / name).digest
-    with opened(DEEPSPEED / name) as before, opened(tmp_path / "universal") as after:
+    with open_checkpoint(DEEPSPEED / name) as before, open_checkpoint(tmp_path / "universal") as after:
         one, other = before.manifest.training, after.manifest.training
         assert one is not None
         assert other is not None
@@ -125,7 +125,7 @@ def test_weights_alone_are_all_loaded_however_many_groups_the_engine_has(tiny, t
     assert groups == [{"params": []}] * len(weights)
     assert digest(tmp_path / "universal").digest == digest(tiny).digest
     reshard(tmp_path / "universal", tmp_path / "dcp", ReshardOptions(to="dcp"))  # which shows no optimizer
-    with opened(tmp_path / "dcp") as checkpoint:
+    with open_checkpoint(tmp_path / "dcp") as checkpoint:
         training = checkpoint.manifest.training
         assert training is None or not (training.states or training.groups)
 

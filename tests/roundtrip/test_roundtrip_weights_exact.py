@@ -9,15 +9,15 @@ from collections import Counter
 import pytest
 from tiny_models import FIXTURES, config_of
 
-from shardctl.memory.holding import hold
-from shardctl.memory.inventory import take_stock
+from shardctl.memory.holding import list_holdings
+from shardctl.memory.inventory import build_inventory
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
-MODELS = {name: describe(config_of(name)) for name in FIXTURES}
+MODELS = {name: describe_model(config_of(name)) for name in FIXTURES}
 MOE = {name for name, model in MODELS.items() if any(t.spec.of_expert for t in model.own())}
 MESHES = ("tp=2,pp=2,fsdp=2", "fsdp=3")
 EXPERT_MESHES = ("tp=2,pp=2,fsdp=2", "tp=2,ep=2", "pp=2,dp=2,ep=2", "fsdp=4,ep=2")
@@ -60,12 +60,12 @@ def dense(mesh, rank):
 def test_weights_of_each_rank_are_what_its_files_hold(tiny, tmp_path, name, text):
     source, mesh = tiny(name), Mesh.parse(text)
     record = reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=mesh)).record
-    with opened(source.path) as checkpoint:
+    with open_checkpoint(source.path) as checkpoint:
         model, tensors = checkpoint.model, checkpoint.manifest.tensors
     specs = {tensor: model.tensors[tensor].spec for tensor in tensors}
-    inventory = take_stock(tensors.values(), specs, model.layers)
+    inventory = build_inventory(tensors.values(), specs, model.layers)
     written = payloads(tmp_path / "ranks", model)
-    holdings = hold(inventory, mesh, record.stages)
+    holdings = list_holdings(inventory, mesh, record.stages)
     for holding in holdings:
         experts = sum(part.nbytes for part in holding.parts if part.kind.spec.of_expert)
         assert experts == written[holding.rank, True]

@@ -15,12 +15,12 @@ from tiny_models import Tiny, assert_same, config_of, loaded, save, stored
 from shardctl.cli.program import run
 from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.models import find, transformers_plan
+from shardctl.models import find_family, transformers_plan
 from shardctl.models.transformers_plan import read_plan
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 BORROWED = SourceOptions(rules_from="transformers")
@@ -49,7 +49,7 @@ def foreign(tmp_path_factory):
     def give(kind) -> Tiny:
         if kind not in made:
             config = {**SIZES, "architectures": [UNKNOWN[kind]], "model_type": kind}
-            assert find(config) is None
+            assert find_family(config) is None
             made[kind] = save(tmp_path_factory.mktemp(kind) / "source", config)
         return made[kind]
 
@@ -72,7 +72,7 @@ def test_there_and_back_is_the_identity(foreign, tmp_path, kind, mesh):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_is_cut_is_what_the_plan_of_the_loaded_class_cuts(foreign, kind):
     source = foreign(kind)
-    with opened(source.path, BORROWED) as checkpoint:
+    with open_checkpoint(source.path, BORROWED) as checkpoint:
         model = checkpoint.require_model("a test")
     for name, tensor in model.tensors.items():
         module, _, what = name.rpartition(".")
@@ -132,7 +132,7 @@ def test_a_rule_file_goes_before_the_plan(foreign, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.up_proj.weight" = []\n')
     reading = SourceOptions(rules_from="transformers", rules=rules)
-    with opened(foreign("smollm3").path, reading) as checkpoint:
+    with open_checkpoint(foreign("smollm3").path, reading) as checkpoint:
         tensors = checkpoint.require_model("a test").tensors
     assert tensors["model.layers.0.mlp.up_proj.weight"].spec.cuts == ((), ())
     assert tensors["model.layers.0.mlp.gate_proj.weight"].spec.axes == ("tp", "fsdp")

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from shardctl.verbs.digest import Digested, digest
+from shardctl.verbs.digest import DigestResult, digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,7 @@ class Tiny:
         return getattr(transformers, self.config["architectures"][0])
 
     @cached_property
-    def digest(self) -> Digested:
+    def digest(self) -> DigestResult:
         """The digest of the source."""
         return digest(self.path)
 

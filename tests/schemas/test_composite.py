@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError
-from shardctl.manifest import Chunk, Region, dense_strides
-from shardctl.schemas.composite import Composite, interleave, join, stack
+from shardctl.manifest import Chunk, Region, compute_dense_strides
+from shardctl.schemas.composite import CompositeArray, interleave_arrays, join_arrays, stack_arrays
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +27,7 @@ DTYPE = BY_NAME["I32"]
 class Both:
     """An expression, and the array that NumPy makes of the same one."""
 
-    pieces: Composite
+    pieces: CompositeArray
     array: NDArray[np.int32]
 
 
@@ -42,13 +42,15 @@ def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, NDArray[np.int32]]:
 
 
 def leaf(name: str, values: NDArray[np.int32]) -> Both:
-    return Both(Composite.whole(name, values.shape), values)
+    return Both(CompositeArray.whole(name, values.shape), values)
 
 
-def filled(composite: Composite, values: dict[str, NDArray[np.int32]]) -> NDArray[np.int32]:
+def filled(composite: CompositeArray, values: dict[str, NDArray[np.int32]]) -> NDArray[np.int32]:
     """The array that a writer makes of the pieces: each chunk copied by its strides, all else zero."""
     buffer = np.zeros(composite.size, np.int32)
-    stored = Chunk(Box.whole(composite.shape), DTYPE, Region("f", 0, dense_strides(DTYPE, composite.shape)), "a")
+    stored = Chunk(
+        Box.whole(composite.shape), DTYPE, Region("f", 0, compute_dense_strides(DTYPE, composite.shape)), "a"
+    )
     for piece in composite.pieces:
         chunk = piece.view.pull(stored, piece.box)
         assert chunk is not None
@@ -76,14 +78,14 @@ def expressions(draw: st.DrawFn) -> tuple[Both, dict[str, NDArray[np.int32]]]:
             made = [m for m in made if all(m is not other for other in alike)]
             pieces, arrays = [m.pieces for m in group], [m.array for m in group]
             if operation == "join":
-                one = Both(join(pieces, dim), np.concatenate(arrays, dim))
+                one = Both(join_arrays(pieces, dim), np.concatenate(arrays, dim))
             elif operation == "stack":
-                one = Both(stack(pieces), np.stack(arrays))
+                one = Both(stack_arrays(pieces), np.stack(arrays))
             else:
                 turns = np.stack(arrays, dim + 1)
                 shape = list(one.array.shape)
                 shape[dim] *= len(arrays)
-                one = Both(interleave(pieces, dim), turns.reshape(shape))
+                one = Both(interleave_arrays(pieces, dim), turns.reshape(shape))
         elif operation == "part":
             start = draw(st.integers(0, one.array.shape[dim] - 1))
             stop = draw(st.integers(start + 1, one.array.shape[dim]))
@@ -126,27 +128,27 @@ def test_zeros_fill_what_is_padded_and_are_counted():
 
 def test_a_hole_is_a_mistake_and_never_padding():
     row = leaf("a", tensors({"a": (2, 3)})["a"]).pieces
-    holed = Composite((5, 3), join([row.padded(3), row]).pieces)
+    holed = CompositeArray((5, 3), join_arrays([row.padded(3), row]).pieces)
     with pytest.raises(ValueError, match="leave holes"):
         _ = holed.padding
 
 
 def test_stretches_that_go_on_are_one_piece_again():
     heads = leaf("q", tensors({"q": (64, 4)})["q"]).pieces.shares(0, 16)
-    assert len(join(heads).pieces) == 1
-    assert len(join(list(reversed(heads))).pieces) == 16
+    assert len(join_arrays(heads).pieces) == 1
+    assert len(join_arrays(list(reversed(heads))).pieces) == 16
 
 
 def test_an_index_of_a_stack_is_the_array_that_was_stacked():
     values = tensors({"a": (2, 3), "b": (2, 3)})
-    both = stack([leaf(n, v).pieces for n, v in values.items()])
+    both = stack_arrays([leaf(n, v).pieces for n, v in values.items()])
     np.testing.assert_array_equal(filled(both.at(0, 1), values), values["b"])
     with pytest.raises(ValueError, match="runs along dim 1"):
         both.at(1, 0)
 
 
 def test_parts_that_would_not_be_equal_are_refused_by_name():
-    whole = Composite.whole("model.norm.weight", (6, 2))
+    whole = CompositeArray.whole("model.norm.weight", (6, 2))
     with pytest.raises(CutError, match=re.escape("model.norm.weight: 6 rows or columns have no 4 equal parts")):
         whole.share(0, 1, 4)
     with pytest.raises(CutError, match="no part 4:9"):

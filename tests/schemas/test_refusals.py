@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 from shardctl.errors import CutError, SourceError, UnsupportedError
 from shardctl.layouts import COMPOSED, meta
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.drafting import draft
-from shardctl.verbs.opening import opened
+from shardctl.verbs.drafting import plan_conversion
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -27,7 +27,7 @@ CONFIGS = FIXTURES / "configs"
 def saved(place: Path, name: str, **changes: object) -> dict[str, object]:
     """A checkpoint of zeros; returns its config."""
     said = {**json.loads((CONFIGS / f"{name}.json").read_text()), "dtype": "float32", **changes}
-    tensors = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in describe(said).own()}
+    tensors = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in describe_model(said).own()}
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(said))
     return said
@@ -36,18 +36,18 @@ def saved(place: Path, name: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize("name", ["bart", "bert", "clip", "gptj", "jamba", "llava", "mamba", "t5", "vit", "whisper"])
 def test_a_model_that_no_engine_knows_is_refused_by_its_name(name, tmp_path):
     (architecture,) = saved(tmp_path, name)["architectures"]
-    with opened(tmp_path) as checkpoint:
+    with open_checkpoint(tmp_path) as checkpoint:
         for layout in (*(each.name for each in COMPOSED), meta.NAME):
             with pytest.raises(UnsupportedError, match=architecture):
-                draft(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
+                plan_conversion(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(tp=2)))
             with pytest.raises(UnsupportedError, match=architecture):  # whatever is wrong with the mesh
-                draft(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(fsdp=2)))
+                plan_conversion(checkpoint, ReshardOptions(to=layout, mesh=Mesh.of(fsdp=2)))
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "megatron", "torch_dist", "vllm"])
 def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(layout):
-    with opened(FIXTURES / "deepseek_mp" / "predicting" / "source") as checkpoint:
-        made = draft(checkpoint, ReshardOptions(to=layout))
+    with open_checkpoint(FIXTURES / "deepseek_mp" / "predicting" / "source") as checkpoint:
+        made = plan_conversion(checkpoint, ReshardOptions(to=layout))
     (said,) = made.have.warnings
     assert said.startswith("model.layers.61.")
     assert " and 21 more of layers that predict further tokens" in said
@@ -57,23 +57,26 @@ def test_layers_that_predict_further_tokens_are_left_behind_and_that_is_said(lay
 
 def test_an_array_that_would_be_padding_alone_is_refused(tmp_path):
     saved(tmp_path, "llama", vocab_size=3, num_attention_heads=4)
-    with opened(tmp_path) as checkpoint, pytest.raises(CutError, match=r"lm_head\.weight .* padding alone"):
-        draft(checkpoint, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)))
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CutError, match=r"lm_head\.weight .* padding alone"):
+        plan_conversion(checkpoint, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)))
 
 
 @pytest.mark.parametrize("dense", [0, 1])
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
 def test_experts_in_some_layers_are_nothing_for_tensorrt(name, dense, tmp_path):
     saved(tmp_path, name, decoder_sparse_step=1, mlp_only_layers=[dense])
-    with opened(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match=f"in every layer .* layer {dense} has"):
-        draft(checkpoint, ReshardOptions(to="trtllm"))
+    with (
+        open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(UnsupportedError, match=f"in every layer .* layer {dense} has"),
+    ):
+        plan_conversion(checkpoint, ReshardOptions(to="trtllm"))
 
 
 @pytest.mark.parametrize("name", ["megatron/llama-tp2-pp2", "torch_dist/stacked/iter"])
 def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
     with (
         pytest.raises(SourceError, match=r"has [0-9]+ rows, but the model has 5,000 tokens") as error,
-        opened(FIXTURES / name, SourceOptions(true_vocab=5000)),
+        open_checkpoint(FIXTURES / name, SourceOptions(true_vocab=5000)),
     ):
         pass
     assert "--true-vocab" in error.value.hint
@@ -81,13 +84,13 @@ def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
 
 def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
     reading, name = SourceOptions(true_vocab=128), "qwen3-moe-ep2-etp1"
-    with opened(FIXTURES / "megatron" / name, reading) as checkpoint:
+    with open_checkpoint(FIXTURES / "megatron" / name, reading) as checkpoint:
         assert not any("exchanged" in warning for warning in checkpoint.stored.warnings)
     folder = shutil.copytree(FIXTURES / "megatron" / name, tmp_path / name) / "iter_0000010"
     (folder / "mp_rank_00_000").rename(folder / "kept")
     (folder / "mp_rank_01_001").rename(folder / "mp_rank_00_000")
     (folder / "kept").rename(folder / "mp_rank_01_001")
-    with opened(tmp_path / name, reading) as checkpoint:
+    with open_checkpoint(tmp_path / name, reading) as checkpoint:
         assert sum("were folders exchanged?" in warning for warning in checkpoint.manifest.warnings) == 2
 
 
@@ -108,6 +111,6 @@ def test_a_last_rank_that_is_missing_is_thought_of(tmp_path):
     source = FIXTURES / "vllm" / "llama" / "0.25-tp2"
     for file in ("config.json", "model-rank-0-part-0.safetensors"):
         shutil.copy(source / file, tmp_path)
-    with pytest.raises(SourceError, match="has shape") as error, opened(tmp_path):
+    with pytest.raises(SourceError, match="has shape") as error, open_checkpoint(tmp_path):
         pass
     assert "files of the last ranks may be missing" in error.value.hint

@@ -13,10 +13,10 @@ import transformers
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.forward import Candidate, ForwardOptions, Original, forward
-from shardctl.verify.rank_files import rank_of
+from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
+from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,20 +70,22 @@ def saved_and_cut(base: Path, name: str, mesh: str = "tp=2") -> tuple[Path, Path
 
 def run(source: Path, shards: Path, **options: Any) -> ForwardResult:
     """The forward pass of shards beside that of their source."""
-    with opened(source, REPLICATE) as whole, opened(shards, REPLICATE) as cut:
+    with open_checkpoint(source, REPLICATE) as whole, open_checkpoint(shards, REPLICATE) as cut:
         mesh, stages = (cut.record.mesh, cut.record.stages) if cut.record else (None, ())
-        return forward(
-            Candidate(cut.manifest, cut.source, cut.model, mesh, stages),
-            Original(whole.stored, whole.manifest, whole.source, whole.config, whole.model, whole.source.root),
+        return compare_forward_passes(
+            CandidateCheckpoint(cut.manifest, cut.source, cut.model, mesh, stages),
+            OriginalCheckpoint(
+                whole.stored, whole.manifest, whole.source, whole.config, whole.model, whole.source.root
+            ),
             ForwardOptions(**options),
         )
 
 
 def place(path: Path, tensor: str, rank: int) -> tuple[Path, int, tuple[int, ...], int]:
     """Where a rank's part of a tensor lies: its file, offset and shape, and the width of an element in bytes."""
-    with opened(path, REPLICATE) as checkpoint:
+    with open_checkpoint(path, REPLICATE) as checkpoint:
         for chunk in checkpoint.manifest.tensors[tensor].chunks:
-            if isinstance(chunk.where, Region) and rank_of(chunk.where.file) == rank:
+            if isinstance(chunk.where, Region) and find_rank(chunk.where.file) == rank:
                 return path / chunk.where.file, chunk.where.offset, chunk.box.shape, chunk.dtype.unit_bytes
     raise LookupError(f"rank {rank} holds nothing of {tensor}")
 

@@ -10,10 +10,10 @@ import pytest
 
 from shardctl.box import Box
 from shardctl.errors import CutError, UsageError
-from shardctl.manifest import Chunk, Manifest, Region, Tensor, dense_strides
+from shardctl.manifest import Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.mesh import Mesh
-from shardctl.models import describe
-from shardctl.pieces import Placed, balance
+from shardctl.models import describe_model
+from shardctl.pieces import PlacedCheckpoint, balance_stages
 from shardctl.verify.alignment import check_alignment
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
@@ -41,12 +41,12 @@ def shard(rank):
 
 def cut(config, mesh, **options):
     """A model and the manifest of its ranks, as if they were written."""
-    model = describe(config, **options)
+    model = describe_model(config, **options)
     tensors = tuple(
         Tensor(t.name, t.dtype, t.shape, (), ties=t.ties) for t in model.own() if not t.free and not t.row.buffer
     )
     specs = {t.name: model.tensors[t.name].spec for t in tensors}
-    placed = Placed(tensors, specs, mesh, balance([1] * model.layers, 0, 0, mesh.degree("pp")))
+    placed = PlacedCheckpoint(tensors, specs, mesh, balance_stages([1] * model.layers, 0, 0, mesh.degree("pp")))
     chunks = {t.name: [] for t in tensors}
     for rank, held in placed.ranks():
         for one in held:
@@ -57,7 +57,7 @@ def cut(config, mesh, **options):
 
 
 def chunk(tensor, box, rank):
-    return Chunk(box, tensor.dtype, Region(shard(rank), 0, dense_strides(tensor.dtype, box.shape)), tensor.name)
+    return Chunk(box, tensor.dtype, Region(shard(rank), 0, compute_dense_strides(tensor.dtype, box.shape)), tensor.name)
 
 
 def stored(manifest, name, boxes):

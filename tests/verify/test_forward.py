@@ -14,9 +14,9 @@ from forward_models import FIXTURES, REPLICATE, config_of, cut, run, save
 from safetensors.torch import load_file, save_file
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import opened
-from shardctl.verify.forward import Candidate, ForwardOptions, Original
-from shardctl.verify.forward.comparison import Comparison
+from shardctl.verbs.opening import open_checkpoint
+from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint
+from shardctl.verify.forward.comparison import ForwardComparison
 
 THOROUGH = ("llama", "gpt2", "gemma", "mixtral", "phi3", "gpt_neox", "qwen2-tied", "qwen3", "bert", "t5")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "jamba-moe")
@@ -63,10 +63,14 @@ def test_shards_compute_what_the_source_computes(made, name, mesh):
 
 def comparison(source, shards, **options):
     """The parts of a comparison, for a look at what is in between."""
-    with opened(source, REPLICATE) as whole, opened(shards, REPLICATE) as parts:
-        original = Original(whole.stored, whole.manifest, whole.source, whole.config, whole.model, whole.source.root)
-        candidate = Candidate(parts.manifest, parts.source, parts.model, parts.record.mesh, parts.record.stages)
-        check = Comparison(candidate, original, ForwardOptions(**options))
+    with open_checkpoint(source, REPLICATE) as whole, open_checkpoint(shards, REPLICATE) as parts:
+        original = OriginalCheckpoint(
+            whole.stored, whole.manifest, whole.source, whole.config, whole.model, whole.source.root
+        )
+        candidate = CandidateCheckpoint(
+            parts.manifest, parts.source, parts.model, parts.record.mesh, parts.record.stages
+        )
+        check = ForwardComparison(candidate, original, ForwardOptions(**options))
         executor = check.executor(getattr(transformers, whole.config["architectures"][0]), "fp32")
         yield check, executor, *check.sides.fill(executor)
 
@@ -76,13 +80,13 @@ def comparison(source, shards, **options):
 )
 def test_the_source_in_parts_is_bit_for_bit_the_model_that_transformers_loads(made, name):
     """The reference itself: whatever else is compared with it would mean nothing."""
-    from shardctl.verify.forward.inputs import inputs_for
+    from shardctl.verify.forward.inputs import build_inputs
 
     kind = getattr(transformers, config_of(name)["architectures"][0])
     plain = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if name in EXPERTS else {})
     whole = kind.from_pretrained(made(name), **plain).eval()
     for _, executor, source, _ in comparison(made(name), made(name, "tp=2")):
-        inputs = inputs_for(executor.skeleton.model, "cpu")
+        inputs = build_inputs(executor.skeleton.model, "cpu")
         with torch.no_grad():
             expected = whole(**inputs, use_cache=False) if name != "bert" else whole(**inputs)
         assert torch.equal(executor.run(inputs, source).logits, expected.logits)

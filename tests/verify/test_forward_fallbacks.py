@@ -16,8 +16,8 @@ import transformers
 from forward_models import REPLICATE, config_of, cut, run, save, saved_and_cut, values
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import opened
-from shardctl.verify.forward import Candidate, Original, forward
+from shardctl.verbs.opening import open_checkpoint
+from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint, compare_forward_passes
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,13 @@ def made(tmp_path_factory):
 
 def run_as(paths, **config):
     """The forward pass under another config."""
-    with opened(paths[0], REPLICATE) as whole, opened(paths[1], REPLICATE) as parts:
-        original = Original(whole.stored, whole.manifest, whole.source, {**whole.config, **config}, whole.model)
-        return forward(
-            Candidate(parts.manifest, parts.source, parts.model, parts.record.mesh, parts.record.stages), original
+    with open_checkpoint(paths[0], REPLICATE) as whole, open_checkpoint(paths[1], REPLICATE) as parts:
+        original = OriginalCheckpoint(
+            whole.stored, whole.manifest, whole.source, {**whole.config, **config}, whole.model
+        )
+        return compare_forward_passes(
+            CandidateCheckpoint(parts.manifest, parts.source, parts.model, parts.record.mesh, parts.record.stages),
+            original,
         )
 
 
@@ -51,9 +54,9 @@ def test_quantised_weights_are_skipped_and_the_method_is_named(made):
 
 
 def test_without_a_config_there_is_no_model_to_run(made):
-    with opened(made("llama")[0]) as whole:
-        original = Original(whole.stored, whole.manifest, whole.source, None)
-        result = forward(Candidate(whole.manifest, whole.source), original)
+    with open_checkpoint(made("llama")[0]) as whole:
+        original = OriginalCheckpoint(whole.stored, whole.manifest, whole.source, None)
+        result = compare_forward_passes(CandidateCheckpoint(whole.manifest, whole.source), original)
     assert (result.status, result.blocks) == ("skipped", ())
     assert "no config.json" in result.reason
 
@@ -86,7 +89,7 @@ def test_experts_that_no_token_chose_are_said(made):
 
 
 def test_a_class_none_of_whose_modules_computes_with_parts_is_said(made, monkeypatch):
-    monkeypatch.setattr("shardctl.verify.forward.executor.leaf_of", lambda *_: None)
+    monkeypatch.setattr("shardctl.verify.forward.executor.find_leaf", lambda *_: None)
     result = run(*made("llama"))
     assert result.worst.error == 0
     assert "no module computed with the part of a rank: every weight was put together" in result.notes
@@ -175,7 +178,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from forward_models import run
 import torch, transformers, transformers.conversion_mapping, transformers.models.llama.modeling_llama
-from shardctl.verify.forward.comparison import give_back_memory
+from shardctl.verify.forward.comparison import release_freed_memory
 
 def anonymous():
     status = Path("/proc/self/status").read_text().splitlines()

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import opened
+from shardctl.verbs.opening import open_checkpoint
 
 LAYER = "model.layers.1"
 NAMES = {
@@ -74,7 +74,7 @@ def ranks_exchanged(projection):
 
 
 def layers_exchanged(path):
-    with opened(path, REPLICATE) as checkpoint:
+    with open_checkpoint(path, REPLICATE) as checkpoint:
         names = [name for name in checkpoint.manifest.tensors if name.startswith(f"{LAYER}.")]
     for name in names:
         for rank in (0, 1):

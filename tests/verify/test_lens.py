@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError
-from shardctl.manifest import Chunk, Fill, Manifest, Region, Tensor
+from shardctl.manifest import Chunk, ConstantFill, Manifest, Region, Tensor
 from shardctl.mesh import Mesh
-from shardctl.models.fusion import Fusion, Places
-from shardctl.verbs.opening import opened
-from shardctl.verify.forward import lens
+from shardctl.models.fusion import FusionPlaces, TensorFusion
+from shardctl.verbs.opening import open_checkpoint
+from shardctl.verify.forward import build_lens
 from shardctl.verify.forward.lens import FusedTensor, StoredTensor
-from shardctl.views import View
+from shardctl.views import ArrayView
 
 
 class Counting:
@@ -42,9 +42,9 @@ class Counting:
 @contextmanager
 def seen(path, *, named=True):
     """The lens of a checkpoint, and what counts its reads."""
-    with opened(path, REPLICATE) as checkpoint:
+    with open_checkpoint(path, REPLICATE) as checkpoint:
         source = Counting(checkpoint.source)
-        yield lens(checkpoint.manifest, source, checkpoint.model if named else None), source
+        yield build_lens(checkpoint.manifest, source, checkpoint.model if named else None), source
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_mask_cannot_select_what_is_not_read(types):
 
 def test_a_hole_is_an_error_that_names_the_tensor():
     dtype = BY_NAME["F32"]
-    tensor = Tensor("x", dtype, (4,), (Chunk(Box((0,), (2,)), dtype, Fill(b"\0\0\0\0")),))
+    tensor = Tensor("x", dtype, (4,), (Chunk(Box((0,), (2,)), dtype, ConstantFill(b"\0\0\0\0")),))
     with pytest.raises(CoverageError, match=r"x .*stored in no file"):
         StoredTensor(tensor, None)[...]
 
@@ -156,8 +156,8 @@ def test_from_pretrained_takes_the_lens_of_any_layout(folder, name, mesh):
 def test_without_a_model_the_names_are_those_that_are_stored(folder):
     source = folder / "mixtral-named"
     save(source, config_of("mixtral"))
-    with opened(source) as checkpoint:
-        found = lens(checkpoint.stored, checkpoint.source)
+    with open_checkpoint(source) as checkpoint:
+        found = build_lens(checkpoint.stored, checkpoint.source)
         names = set(json.loads(json.dumps(list(found))))
         assert names == set(checkpoint.stored.tensors)
         assert any("experts.0.w1.weight" in name for name in names)
@@ -166,7 +166,7 @@ def test_without_a_model_the_names_are_those_that_are_stored(folder):
 def test_interleaved_parts_of_an_array_are_put_in_their_places():
     """Gate in the even columns and up in the odd ones, as some stacks of experts have them."""
     whole = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
-    places = Places.of([View((e, 0, h), (2, 1), (2, 1)) for e in range(2) for h in range(2)], [(4, 3)] * 4)
+    places = FusionPlaces.of([ArrayView((e, 0, h), (2, 1), (2, 1)) for e in range(2) for h in range(2)], [(4, 3)] * 4)
 
     class Held(StoredTensor):
         def __init__(self, array):
@@ -177,10 +177,10 @@ def test_interleaved_parts_of_an_array_are_put_in_their_places():
             return self.array[box.slices()]
 
     parts = [Held(whole[e, :, h::2].T) for e in range(2) for h in range(2)]
-    fused = FusedTensor(Fusion("x", ("a", "b", "c", "d"), places), parts, BY_NAME["F32"])
+    fused = FusedTensor(TensorFusion("x", ("a", "b", "c", "d"), places), parts, BY_NAME["F32"])
     assert torch.equal(fused[...], torch.from_numpy(whole))
     assert torch.equal(fused[1, 1:, 2:7], torch.from_numpy(whole[1, 1:, 2:7]))
 
 
 def test_an_empty_manifest_is_an_empty_state_dict():
-    assert dict(lens(Manifest("x", {}, {}), None)) == {}
+    assert dict(build_lens(Manifest("x", {}, {}), None)) == {}

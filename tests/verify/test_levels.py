@@ -18,16 +18,23 @@ import shardctl.verbs.on_devices
 import shardctl.verify.forward
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.report.annotations import MOST, github
+from shardctl.report.annotations import MOST, format_github_annotations
 from shardctl.verbs.digest import digest
-from shardctl.verbs.level import Level, Verified
+from shardctl.verbs.level import LevelResult, VerifyResult
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward import BlockError, Continuation, ForwardResult, Generated, Opinion, Tolerance
-from shardctl.verify.forward.by_processes import usual_processes
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward import (
+    BlockError,
+    DistanceTolerance,
+    ForwardResult,
+    GeneratedTexts,
+    PromptContinuation,
+    SecondOpinion,
+)
+from shardctl.verify.forward.by_processes import choose_process_count
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GPU = torch.cuda.is_available()
@@ -36,7 +43,7 @@ GPU = torch.cuda.is_available()
 def checkpoint(place, config="llama", **changes):
     said = {**json.loads((CONFIGS / f"{config}.json").read_text()), "dtype": "float32", **changes}
     random = np.random.default_rng(11)
-    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe(said).own()}
+    tensors = {t.name: random.standard_normal(t.shape, np.float32) for t in describe_model(said).own()}
     place.mkdir(parents=True)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(said))
@@ -321,11 +328,13 @@ RESULT = ForwardResult(
     output_error=0.125,
     flips=3,
     positions=64,
-    tolerance=Tolerance(1e-5, 1e-4, 1e-4, 6.5e-6),
-    findings=(Finding("error", "forward", "model.layers.1 computes something else", "model.layers.1"),),
+    tolerance=DistanceTolerance(1e-5, 1e-4, 1e-4, 6.5e-6),
+    findings=(CheckFinding("error", "forward", "model.layers.1 computes something else", "model.layers.1"),),
     notes=("attention was assembled",),
-    opinion=Opinion("differs", "rank 1 is off", 0.5),
-    generated=Generated("Once", Continuation((1, 2), " upon a time"), Continuation((1, 3), " in a while")),
+    opinion=SecondOpinion("differs", "rank 1 is off", 0.5),
+    generated=GeneratedTexts(
+        "Once", PromptContinuation((1, 2), " upon a time"), PromptContinuation((1, 3), " in a while")
+    ),
     read_bytes=1000,
 )
 
@@ -347,7 +356,7 @@ class TestForward:
             asked.append(args)
             return RESULT
 
-        monkeypatch.setattr(shardctl.verify.forward, "forward", forward)
+        monkeypatch.setattr(shardctl.verify.forward, "compare_forward_passes", forward)
         return asked
 
     def test_what_it_is_asked(self, say, ranks, source, told):
@@ -365,8 +374,8 @@ class TestForward:
         assert told[0][2].processes == processes
 
     def test_processes_of_their_own_are_for_large_models(self):
-        assert usual_processes("cpu", 1 << 30) == 0
-        assert usual_processes("cpu", 8 << 30) >= 1
+        assert choose_process_count("cpu", 1 << 30) == 0
+        assert choose_process_count("cpu", 8 << 30) >= 1
 
     def test_a_comparison_with_itself_is_said_to_be_one(self, say, ranks, source):
         _, out, _ = say("verify", source, "--forward")
@@ -420,13 +429,13 @@ class TestForward:
 
 
 def test_annotations_are_at_most_ten_and_one_line_each():
-    many = Level("content")
-    many.add(Finding("error", "digest", f"w{n} 100%\nbroken", f"w{n}", f"a,b:{n}.safetensors") for n in range(30))
-    lines = github(Verified("dir", "", "", (many,))).splitlines()
+    many = LevelResult("content")
+    many.add(CheckFinding("error", "digest", f"w{n} 100%\nbroken", f"w{n}", f"a,b:{n}.safetensors") for n in range(30))
+    lines = format_github_annotations(VerifyResult("dir", "", "", (many,))).splitlines()
     assert len(lines) == MOST
     assert lines[0] == "::error file=dir/a%2Cb%3A0.safetensors,title=shardctl digest::w0 100%25\\nbroken"
     assert lines[-1] == "::error file=dir,title=FAILED%3A 30 findings::and 21 more findings"
-    assert github(Verified("dir", "", "", (Level("content"),))) == ""
+    assert format_github_annotations(VerifyResult("dir", "", "", (LevelResult("content"),))) == ""
 
 
 @pytest.mark.parametrize("layout", ["dcp", "torch_dist"])

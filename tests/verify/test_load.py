@@ -22,15 +22,14 @@ from shardctl.box import Box
 from shardctl.cli.program import run
 from shardctl.dtype import BY_NAME
 from shardctl.errors import Interrupted, SourceError, UnsupportedError, UsageError
-from shardctl.manifest import Chunk, Region, dense_strides
+from shardctl.manifest import Chunk, Region, compute_dense_strides
 from shardctl.mesh import Mesh
-from shardctl.models import describe
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.load import load
 from shardctl.verbs.reshard import reshard
-from shardctl.verify.load import Grid, Wanted, devices
-from shardctl.verify.load import load as load_tensors
-from shardctl.workers import Effort, Stop
+from shardctl.verify.load import BoxGrid, WantedTensor, list_devices, load_tensors
+from shardctl.workers import ExecutionOptions, StopRequest
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -51,7 +50,7 @@ def checkpoint(place, config, dtype=torch.bfloat16, **changes):
     """Random weights of a tiny model, and the config."""
     said = {**json.loads((CONFIGS / f"{config}.json").read_text()), **changes}
     generator = torch.Generator().manual_seed(5)
-    tensors = {t.name: torch.randn(t.shape, generator=generator).to(dtype) for t in describe(said).own()}
+    tensors = {t.name: torch.randn(t.shape, generator=generator).to(dtype) for t in describe_model(said).own()}
     place.mkdir(parents=True)
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(said))
@@ -98,9 +97,9 @@ def test_without_a_rank_everything_is_whole(llama, tmp_path, device):
 
 def test_small_blocks_and_many_threads(llama, tmp_path):
     expected = load_file(llama / "model.safetensors")
-    same(load(llama, effort=Effort(threads=4, block=64)), expected)
+    same(load(llama, effort=ExecutionOptions(threads=4, block=64)), expected)
     place = cut(llama, tmp_path / "ranks", tp=2)
-    same(load(place, effort=Effort(threads=3, block=100)), expected)
+    same(load(place, effort=ExecutionOptions(threads=3, block=100)), expected)
 
 
 def test_the_boxes_of_a_fused_tensor_are_one_array(tmp_path):
@@ -221,12 +220,12 @@ def test_boxes_side_by_side_make_an_array(data):
     values = np.arange(shape[0] * shape[1], dtype="<i4").reshape(shape)
     stored, chunks, kind = b"", [], BY_NAME["I32"]
     for box in data.draw(st.permutations(boxes)):
-        strides = dense_strides(kind, box.shape)
+        strides = compute_dense_strides(kind, box.shape)
         chunks.append(Chunk(box, kind, Region("f", len(stored), strides), "w"))
         stored += values[box.slices()].tobytes()
-    wanted = {"w": Wanted.part("w", chunks)}
+    wanted = {"w": WantedTensor.part("w", chunks)}
     loaded = load_tensors(
-        wanted, Reader(stored), "cpu", Effort(threads=1, block=data.draw(st.sampled_from([4, 16, 999])))
+        wanted, Reader(stored), "cpu", ExecutionOptions(threads=1, block=data.draw(st.sampled_from([4, 16, 999])))
     )
     rows, columns = ([i for a, b in spans for i in range(a, b)] for spans in chosen)
     assert loaded.tensors["w"].tolist() == values[np.ix_(rows, columns)].tolist()
@@ -243,7 +242,7 @@ def test_boxes_side_by_side_make_an_array(data):
 )
 def test_boxes_that_make_no_array_are_refused(boxes):
     with pytest.raises(SourceError, match="w: the boxes"):
-        Grid.of("w", boxes)
+        BoxGrid.of("w", boxes)
 
 
 def test_what_is_asked_wrongly(llama, tmp_path):
@@ -257,17 +256,17 @@ def test_what_is_asked_wrongly(llama, tmp_path):
             shardctl.load(llama, device=device)
     with pytest.raises(AttributeError, match="has no attribute 'save'"):
         _ = shardctl.save
-    stopped = Stop()
+    stopped = StopRequest()
     stopped.signal = 2
     with pytest.raises(Interrupted):
-        load(llama, effort=Effort(stop=stopped))
+        load(llama, effort=ExecutionOptions(stop=stopped))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_the_cpu():
-    assert devices("auto") == devices("cpu") == ["cpu"]
+    assert list_devices("auto") == list_devices("cpu") == ["cpu"]
     with pytest.raises(UnsupportedError, match="there is no CUDA device for cuda"):
-        devices("cuda")
+        list_devices("cuda")
 
 
 def test_without_torch_it_says_what_to_install(llama, monkeypatch):
@@ -313,12 +312,12 @@ MEASURE = """
 import resource, sys, torch
 import shardctl
 from shardctl.verbs.load import load
-from shardctl.workers import Effort
+from shardctl.workers import ExecutionOptions
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
-load(sys.argv[2], effort=Effort(threads=2))
+load(sys.argv[2], effort=ExecutionOptions(threads=2))
 before = anonymous()
-found = load(sys.argv[1], effort=Effort(threads=2))
+found = load(sys.argv[1], effort=ExecutionOptions(threads=2))
 size = sum(t.nbytes for t in found.values())
 print(anonymous() - before - size, size)
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UnsupportedError
-from shardctl.verify.processes import NotStartedError, Rank, RankError, run_ranks, usual_environment
+from shardctl.verify.processes import NotStartedError, RankError, RankProcess, build_environment, run_ranks
 
 LONG = 600
 """Seconds that a rank waits that is to be ended."""
@@ -24,17 +24,17 @@ SOON = 60
 """Seconds within which that must have happened, on a machine that has much else to do."""
 
 
-def square(rank: Rank) -> dict[str, int]:
+def square(rank: RankProcess) -> dict[str, int]:
     print("hello from", rank.number)
     return {"rank": rank.number, "square": rank.number**2, "world": rank.world}
 
 
-def seen(rank: Rank, name: str) -> object:
+def seen(rank: RankProcess, name: str) -> object:
     assert rank.world == 1
     return os.environ.get(name), os.getpgrp() == os.getpid(), sys.stdin.read()
 
 
-def fail(rank: Rank, who: int, how: str) -> None:
+def fail(rank: RankProcess, who: int, how: str) -> None:
     """What one rank does while the others wait for it."""
     print(f"rank {rank.number} is about to {how}")
     if rank.number != who:
@@ -86,7 +86,7 @@ def test_the_environment_is_that_of_a_rank():
     assert found == ["1", True, ""]
     (found,) = run_ranks(functools.partial(seen, name="HOME"), 1, environment={"HOME": "/nowhere"})
     assert found[0] == "/nowhere"
-    assert int(usual_environment(1000)["OMP_NUM_THREADS"]) == 1
+    assert int(build_environment(1000)["OMP_NUM_THREADS"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_ends_all_at_once_and_is_named(how, said):
         assert "memory" in error.hint
 
 
-def cascade(rank: Rank) -> None:
+def cascade(rank: RankProcess) -> None:
     """A rank fails, and then the others because of it."""
     rank.beat()
     while not all(rank.beats):
@@ -128,7 +128,7 @@ def test_of_several_that_raise_the_first_is_named():
     assert error.message == "rank 0 raised ValueError: number 0"
 
 
-def hang(rank: Rank, who: int) -> None:
+def hang(rank: RankProcess, who: int) -> None:
     rank.beat()
     if rank.number == who:
         threading.Event().wait()
@@ -144,7 +144,7 @@ def test_ranks_that_do_nothing_hang_and_the_one_that_came_least_far_is_named():
     assert seconds < SOON
 
 
-def spin(rank: Rank) -> None:
+def spin(rank: RankProcess) -> None:
     while rank.number == 0:
         pass
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_busy_forever_is_ended_by_the_deadline():
     assert seconds < SOON
 
 
-def spin_after_a_beat(rank: Rank) -> None:
+def spin_after_a_beat(rank: RankProcess) -> None:
     rank.beat()
     spin(rank)
 
@@ -167,7 +167,7 @@ def test_a_rank_that_is_busy_and_gets_no_further_is_ended():
     assert seconds < SOON
 
 
-def slow(rank: Rank, steps: int, beat: bool) -> str:  # noqa: FBT001 - pickled as it is
+def slow(rank: RankProcess, steps: int, beat: bool) -> str:  # noqa: FBT001 - pickled as it is
     for _ in range(steps):
         time.sleep(0.1)
         if beat:
@@ -206,7 +206,7 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path):
     assert said.stdout == "once\n[0, 1]\n"
 
 
-def parent(rank: Rank, note: str) -> None:
+def parent(rank: RankProcess, note: str) -> None:
     """Start a process of its own, and wait."""
     child = subprocess.Popen(["sleep", str(LONG)])
     Path(note).write_text(str(child.pid))
@@ -260,7 +260,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, start):
     assert all(gone(int(note.read_text())) for note in notes)
 
 
-def collective(rank: Rank, place: str, how: str) -> float:
+def collective(rank: RankProcess, place: str, how: str) -> float:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank.number, world_size=rank.world)

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX, Collector
+from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX, DcpCollector
 from shardctl.formats.dcp.metadata import read_metadata
 from shardctl.formats.format import Format
 from shardctl.formats.sharded_backend import is_megatron
@@ -22,7 +22,7 @@ _OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
 """Folders of a model and its optimizer, saved apart (accelerate `utils/fsdp_utils.py`, and so Trainer)."""
 
 
-def detect(source: Source) -> bool:
+def detect_dcp(source: Source) -> bool:
     """Whether the directory, or that of a model in it, has the metadata or the files of such a save.
 
     Megatron-LM's are such saves, too, and have a reader of their own.
@@ -36,7 +36,7 @@ def _is_mark(path: str) -> bool:
     return mark and (not folder or _MODEL.fullmatch(folder) is not None or _OPTIMIZER.fullmatch(folder) is not None)
 
 
-def scan(source: Source) -> Manifest:
+def scan_dcp(source: Source) -> Manifest:
     """Read the metadata and the head of every item.
 
     Tensors are named as the model does: without the keys of the dicts that they were saved in.
@@ -46,7 +46,7 @@ def scan(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: items that were compressed, or written by something else than torch.
     """
-    folders = _saves(source)
+    folders = _list_saves(source)
     optimizer = [folder for folder in folders if folder and _OPTIMIZER.fullmatch(folder)]
     model = [folder for folder in folders if folder not in optimizer] or optimizer[:1]
     if "" in folders:
@@ -56,14 +56,14 @@ def scan(source: Source) -> Manifest:
             f"{source.name} holds several checkpoints: {', '.join((*model, *optimizer))}", hint="give one of them"
         )
     if not model:
-        raise _unfinished(source)
+        raise _build_unfinished_error(source)
     read = {folder: [read_metadata(source, path) for path in folders[folder]] for folder in (*model, *optimizer)}
-    return Collector(source).manifest(
+    return DcpCollector(source).manifest(
         FORMAT.name, read[model[0]], read[optimizer[0]] if optimizer and optimizer != model else ()
     )
 
 
-def _saves(source: Source) -> dict[str, list[str]]:
+def _list_saves(source: Source) -> dict[str, list[str]]:
     """The metadata files of each folder that holds a save: one of all ranks, else one of each."""
     found: dict[str, list[str]] = {}
     for path in source.files():
@@ -76,7 +76,7 @@ def _saves(source: Source) -> dict[str, list[str]]:
     return found
 
 
-def _unfinished(source: Source) -> SourceError:
+def _build_unfinished_error(source: Source) -> SourceError:
     name = next((path for path in source.files() if _is_mark(path)), None)
     if name is None:
         return SourceError(f"{source.name} holds no {FORMAT.title}")
@@ -86,4 +86,4 @@ def _unfinished(source: Source) -> SourceError:
     )
 
 
-FORMAT: Final = Format("dcp", "torch.distributed.checkpoint files", detect, scan)
+FORMAT: Final = Format("dcp", "torch.distributed.checkpoint files", detect_dcp, scan_dcp)

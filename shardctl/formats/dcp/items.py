@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.torch_tensors import as_tensor
-from shardctl.formats.torch_zip import read_zip
+from shardctl.formats.torch_zip import read_torch_zip
 from shardctl.formats.zip_records import MAGIC
 from shardctl.manifest import Region
 from shardctl.settings import as_setting
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from shardctl.dtype import DType
-    from shardctl.formats.dcp.metadata import Item
+    from shardctl.formats.dcp.metadata import StoredItem
     from shardctl.settings import Setting
     from shardctl.storage import Source
 
@@ -30,7 +30,7 @@ NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i
 """The types whose values are read, and how `struct` calls them."""
 
 
-class _Shape(NamedTuple):
+class _ItemShape(NamedTuple):
     """What two items must have in common to be laid out alike."""
 
     length: int
@@ -38,7 +38,7 @@ class _Shape(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Layout(NamedTuple):
+class _ItemLayout(NamedTuple):
     """How an item that was read in full is laid out."""
 
     head: bytes
@@ -46,7 +46,7 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Items:
+class ItemReader:
     """Reads items of one source.
 
     The items of a model are alike. Once one was read in full, another of the same length, type and shape is laid out
@@ -55,10 +55,10 @@ class Items:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._known: dict[_Shape, _Layout] = {}
+        self._known: dict[_ItemShape, _ItemLayout] = {}
         self._values: dict[bytes, tuple[Setting] | None] = {}
 
-    def region(self, item: Item, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
+    def region(self, item: StoredItem, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
         """Where the elements of a tensor's box are.
 
         Raises:
@@ -72,19 +72,19 @@ class Items:
                 f"{where} was changed by {', '.join(map(ascii, item.transforms))} after it was saved",
                 hint="parts of such a stream cannot be read alone; load the checkpoint and save it without extensions",
             )
-        kind = _Shape(item.length, dtype.name, shape)
+        kind = _ItemShape(item.length, dtype.name, shape)
         known = self._known.get(kind)
-        if known is not None and read(self._source, item.file, item.offset, len(known.head)) == known.head:
+        if known is not None and read_bytes(self._source, item.file, item.offset, len(known.head)) == known.head:
             return Region(item.file, item.offset + len(known.head), known.strides)
         region = self._read(item, key, where, dtype, shape)
         start = region.offset - item.offset
         if 0 < start <= _HEAD:
-            self._known[kind] = _Layout(read(self._source, item.file, item.offset, start), region.strides)
+            self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
         return region
 
-    def _read(self, item: Item, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
+    def _read(self, item: StoredItem, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
         self._check_magic(item, where)
-        saved = read_zip(self._source, item.file, start=item.offset, size=item.length)
+        saved = read_torch_zip(self._source, item.file, start=item.offset, size=item.length)
         view = as_tensor(saved.tree, where)
         if view is None:
             raise SourceError(f"{where} is not a tensor, but the metadata says it is one")
@@ -97,8 +97,8 @@ class Items:
             raise UnsupportedError(f"{where} repeats elements: its strides make {view.storage.nbytes:,} bytes more")
         return saved.region(view, key)
 
-    def _check_magic(self, item: Item, where: str) -> None:
-        head = read(self._source, item.file, item.offset, min(item.length, len(MAGIC)))
+    def _check_magic(self, item: StoredItem, where: str) -> None:
+        head = read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC)))
         if head != MAGIC:
             raise UnsupportedError(
                 f"{where} is not what torch.save writes: it begins with {head.hex(' ')}",
@@ -106,15 +106,15 @@ class Items:
                 "with a HuggingFaceStorageWriter",
             )
 
-    def number(self, item: Item, key: str, dtype: str) -> float | int | None:
+    def number(self, item: StoredItem, key: str, dtype: str) -> float | int | None:
         """The value of a tensor of one element; None if its type is not one of numbers."""
         kind = BY_TORCH.get(dtype)
         if kind is None or kind.name not in NUMBERS:
             return None
         region = self.region(item, key, kind, ())
-        return float_or_int(kind.name, read(self._source, region.file, region.offset, kind.unit_bytes))
+        return decode_number(kind.name, read_bytes(self._source, region.file, region.offset, kind.unit_bytes))
 
-    def value(self, item: Item) -> tuple[Setting] | None:
+    def value(self, item: StoredItem) -> tuple[Setting] | None:
         """The number, text or list of those that was saved as an object, alone in a tuple; None for anything else.
 
         Raises HostileError if it tries to run code.
@@ -123,18 +123,18 @@ class Items:
             return None
         if item.length > _SMALL:
             return self._looked_into(item)
-        data = read(self._source, item.file, item.offset, item.length)
+        data = read_bytes(self._source, item.file, item.offset, item.length)
         if data not in self._values:
             self._values[data] = self._looked_into(item)
         return self._values[data]
 
-    def _looked_into(self, item: Item) -> tuple[Setting] | None:
-        if read(self._source, item.file, item.offset, min(item.length, len(MAGIC))) != MAGIC:
+    def _looked_into(self, item: StoredItem) -> tuple[Setting] | None:
+        if read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC))) != MAGIC:
             return None
-        return as_setting(read_zip(self._source, item.file, start=item.offset, size=item.length).tree)
+        return as_setting(read_torch_zip(self._source, item.file, start=item.offset, size=item.length).tree)
 
 
-def float_or_int(dtype: str, data: bytes) -> float | int:
+def decode_number(dtype: str, data: bytes) -> float | int:
     """The number that little-endian `data` is."""
     value: float | int = struct.unpack(NUMBERS[dtype], data)[0]
     return value

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.manifest import Group
+from shardctl.manifest import ParameterGroup
 from shardctl.settings import as_steps
-from shardctl.training import state_name
+from shardctl.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,7 +45,7 @@ _NESTED: Final = 3
 
 
 @dataclass(slots=True)
-class Sorted:
+class SortedKeys:
     """Every key of a checkpoint, by what it is."""
 
     weights: dict[str, str] = field(default_factory=dict)
@@ -66,19 +66,21 @@ class Sorted:
         return (f"weights are named by what follows {'.'.join(self.model)!r} in the keys",) if self.model else ()
 
 
-def sort_keys(tensors: Collection[str], objects: Iterable[str], places: Mapping[str, tuple[str | int, ...]]) -> Sorted:
+def sort_keys(
+    tensors: Collection[str], objects: Iterable[str], places: Mapping[str, tuple[str | int, ...]]
+) -> SortedKeys:
     """What each key is, from its place alone; a key without a place is one of the outermost dict."""
     ways = {key: tuple(map(str, places.get(key, (key,)))) for key in (*tensors, *objects)}
-    found = Sorted()
-    roots = _optimizers(ways.values())
+    found = SortedKeys()
+    roots = _list_optimizer_roots(ways.values())
     rest: dict[str, Way] = {}
     for key, way in ways.items():
-        root = next((r for r in roots if way[: len(r)] == r and _is_optimizers(way[len(r) :])), None)
+        root = next((r for r in roots if way[: len(r)] == r and _is_optimizer_key(way[len(r) :])), None)
         if root is None:
             rest[key] = way
         else:
             _sort_state(found, key, way[len(root) :])
-    found.model = _model({way for key, way in rest.items() if key in tensors})
+    found.model = _find_model_root({way for key, way in rest.items() if key in tensors})
     depth = len(found.model)
     for key, way in rest.items():
         inside = way[:depth] == found.model and not (depth == 0 and way[0] in _OTHERS)
@@ -91,7 +93,7 @@ def sort_keys(tensors: Collection[str], objects: Iterable[str], places: Mapping[
     return found
 
 
-def split_flat(text: str, parameters: Collection[str]) -> tuple[str, str]:
+def split_flat_key(text: str, parameters: Collection[str]) -> tuple[str, str]:
     """The parameter and the name in the `<parameter>.<name>` of a flattened optimizer.
 
     The longest known parameter counts, because names may have dots too; without one, the last word is the name.
@@ -108,8 +110,8 @@ def split_flat(text: str, parameters: Collection[str]) -> tuple[str, str]:
     return parameter, name
 
 
-def named_states(
-    found: Sorted,
+def build_named_states(
+    found: SortedKeys,
     weights: Collection[str],
     tensors: Collection[str],
     made: Callable[[str, str], Tensor],
@@ -117,7 +119,7 @@ def named_states(
 ) -> dict[str, Tensor]:
     """Optimizer states by name, each `made` of its key, which is one of `tensors`, and its name.
 
-    What is left behind is added to `warnings`, but for steps that are no tensors: `steps_done` finds those.
+    What is left behind is added to `warnings`, but for steps that are no tensors: `find_steps_done` finds those.
     Raises SourceError for two states of one name.
     """
     states: dict[str, Tensor] = {}
@@ -126,7 +128,7 @@ def named_states(
     numbered = True
     for key, (parameter, state) in found.states.items():
         if not parameter:
-            parameter, state = split_flat(state, weights)  # noqa: PLW2901 - told apart at last
+            parameter, state = split_flat_key(state, weights)  # noqa: PLW2901 - told apart at last
         if key not in tensors:
             plain += [key] if state != _STEP else []
             continue
@@ -134,7 +136,7 @@ def named_states(
             strange.append(key)
             numbered = numbered and parameter.isdecimal()
             continue
-        name = state_name(state, parameter)
+        name = format_state_name(state, parameter)
         if name in states:
             raise SourceError(
                 f"{key!r} and {states[name].chunks[0].name!r} are both the state {state} of {parameter}",
@@ -148,14 +150,16 @@ def named_states(
     return states
 
 
-def steps_done(found: Sorted, value: Callable[[str], Setting]) -> int | None:
+def find_steps_done(found: SortedKeys, value: Callable[[str], Setting]) -> int | None:
     """How many steps were done, by what `value` finds under a trainer's key, else under an optimizer's."""
     named = [key for key in found.others if key.rpartition(".")[2] in STEPS]
     steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == _STEP]
     return next((done for key in (*named, *steps[:1]) if (done := as_steps(value(key))) is not None), None)
 
 
-def settings_groups(found: Sorted, parameters: Collection[str], value: Callable[[str], Setting]) -> tuple[Group, ...]:
+def build_parameter_groups(
+    found: SortedKeys, parameters: Collection[str], value: Callable[[str], Setting]
+) -> tuple[ParameterGroup, ...]:
     """The groups of an optimizer, with what `value` finds under each key of their settings.
 
     A flattened optimizer has the settings of every parameter; those with the same ones are a group.
@@ -163,7 +167,7 @@ def settings_groups(found: Sorted, parameters: Collection[str], value: Callable[
     settings: dict[str, dict[str, Setting]] = {}
     for key, (group, name) in found.settings.items():
         if not group:
-            group, name = split_flat(name, parameters)  # noqa: PLW2901 - told apart at last
+            group, name = split_flat_key(name, parameters)  # noqa: PLW2901 - told apart at last
         settings.setdefault(group, {})[name] = value(key)
     groups: dict[str, tuple[dict[str, Setting], list[str]]] = {}
     for group, values in settings.items():
@@ -171,10 +175,10 @@ def settings_groups(found: Sorted, parameters: Collection[str], value: Callable[
         listed = values.pop(_MEMBERS, (group,))
         members = [name for name in listed if isinstance(name, str)] if isinstance(listed, tuple) else []
         groups.setdefault(repr(sorted(values.items())) if flat else group, (values, []))[1].extend(members)
-    return tuple(Group(tuple(members), values) for values, members in groups.values())
+    return tuple(ParameterGroup(tuple(members), values) for values, members in groups.values())
 
 
-def _optimizers(ways: Iterable[Way]) -> list[Way]:
+def _list_optimizer_roots(ways: Iterable[Way]) -> list[Way]:
     """Where optimizers are: what leads to `param_groups`, or to a `state` of three levels."""
     roots: dict[Way, None] = {}
     for way in ways:
@@ -186,14 +190,14 @@ def _optimizers(ways: Iterable[Way]) -> list[Way]:
     return list(roots)
 
 
-def _is_optimizers(way: Way) -> bool:
+def _is_optimizer_key(way: Way) -> bool:
     if len(way) == 1:
         return way[0].startswith((f"{_STATE}.", f"{_GROUPS}.")) or way[0] in {_STATE, _GROUPS}
     return bool(way) and way[0] in {_STATE, _GROUPS}
 
 
-def _sort_state(found: Sorted, key: str, way: Way) -> None:
-    """Note what a key of an optimizer is; parameters in flattened ones are told apart later, by `split_flat`."""
+def _sort_state(found: SortedKeys, key: str, way: Way) -> None:
+    """Note what a key of an optimizer is; parameters in flattened ones are told apart later, by `split_flat_key`."""
     if len(way) == 1:
         kind, _, text = way[0].partition(".")
         table = found.states if kind == _STATE else found.settings
@@ -208,7 +212,7 @@ def _sort_state(found: Sorted, key: str, way: Way) -> None:
         table[key] = (way[1], ".".join(way[2:]))
 
 
-def _model(ways: Collection[Way]) -> Way:
+def _find_model_root(ways: Collection[Way]) -> Way:
     """The dict that holds the weights: down through dicts of one entry, or of one with a name that models have."""
     at: Way = ()
     while True:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.formats.impostors import refuse_impostor
-from shardctl.formats.pickle_machine import load
-from shardctl.formats.pickle_state import Limits
-from shardctl.formats.pickle_tree import Call, Global
-from shardctl.formats.torch_tensors import sizes
-from shardctl.storage import read
+from shardctl.formats.pickle_machine import parse_pickle
+from shardctl.formats.pickle_state import PickleLimits
+from shardctl.formats.pickle_tree import CallNode, GlobalNode
+from shardctl.formats.torch_tensors import as_sizes
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -67,7 +67,7 @@ _FAR: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class StoredItem:
     """A stretch of a file that holds one box of a tensor, or one object, as torch.save wrote it."""
 
     file: str
@@ -86,7 +86,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredTensor:
     """A global tensor, as the metadata describes it."""
 
     dtype: str
@@ -96,25 +96,25 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
-class Metadata:
+class DcpMetadata:
     """What one `.metadata` says."""
 
     path: str
     version: str
     """Of the format, such as ``1.0.0``; empty before torch 2.5."""
-    tensors: dict[str, Declared]
+    tensors: dict[str, DeclaredTensor]
     """By key, in the file's order."""
     objects: tuple[str, ...]
     """Keys of what is no tensor."""
     places: dict[str, tuple[str | int, ...]]
     """By key, the way to it through the dicts and lists that were saved, where the writer says one that fits."""
-    items: dict[tuple[str, tuple[int, ...] | None], Item]
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
     """By key and, for tensors, the first index of the box."""
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
 
 
-def read_metadata(source: Source, path: str) -> Metadata:
+def read_metadata(source: Source, path: str) -> DcpMetadata:
     """Read a `.metadata` file.
 
     Raises:
@@ -125,20 +125,20 @@ def read_metadata(source: Source, path: str) -> Metadata:
     size = source.files()[path].size
     if size > LARGEST:
         raise HostileError(f"{path} has {size:,} bytes; more than {LARGEST:,} are not read")
-    head = read(source, path, 0, min(size, 1))
+    head = read_bytes(source, path, 0, min(size, 1))
     if head != b"\x80":
         refuse_impostor(source, path, "the metadata of a distributed checkpoint")
-    usual = Limits()
-    limits = Limits(
+    usual = PickleLimits()
+    limits = PickleLimits(
         opcodes=max(usual.opcodes, size), memory=max(usual.memory, _TREE * size), memo=max(usual.memo, size)
     )
-    pickle = load(read(source, path), path, limits=limits)
+    pickle = parse_pickle(read_bytes(source, path), path, limits=limits)
     _check_names(path, pickle.globals)
     folder = path.rpartition("/")[0]
-    return _Reader(path, f"{folder}/" if folder else "").metadata(pickle.value)
+    return _MetadataReader(path, f"{folder}/" if folder else "").metadata(pickle.value)
 
 
-def _check_names(path: str, names: tuple[Global, ...]) -> None:
+def _check_names(path: str, names: tuple[GlobalNode, ...]) -> None:
     for name in names:
         if name.module.startswith(_FIRST):
             raise UnsupportedError(
@@ -152,12 +152,12 @@ def _check_names(path: str, names: tuple[Global, ...]) -> None:
             )
 
 
-def _is_dtype(name: Global) -> bool:
+def _is_dtype(name: GlobalNode) -> bool:
     """A type is a name in torch itself; which of them are types is for the reader of tensors to say."""
     return name.module == "torch" and "." not in name.name
 
 
-class _Reader:
+class _MetadataReader:
     """Turns the tree of one file into what it means."""
 
     def __init__(self, path: str, folder: str) -> None:
@@ -167,7 +167,7 @@ class _Reader:
     def malformed(self, what: str) -> NoReturn:
         raise SourceError(f"{self.path} is malformed: {what}")
 
-    def metadata(self, node: object) -> Metadata:
+    def metadata(self, node: object) -> DcpMetadata:
         state = self.fields(node, "the metadata of a checkpoint", *_METADATA)
         described, stored = state.get("state_dict_metadata"), state.get("storage_data")
         if not isinstance(described, dict):
@@ -178,12 +178,12 @@ class _Reader:
         for key, value in described.items():
             if not isinstance(key, str) or not key or not _is_text(key):
                 self.malformed(f"a tensor has the name {ascii(key)[:100]}")
-            if _is(value, _BYTES):
+            if _is_call_of(value, _BYTES):
                 objects.append(key)
             else:
                 tensors[key] = self.tensor(key, value)
         version = state.get("version")
-        return Metadata(
+        return DcpMetadata(
             path=self.path,
             version=version[:20] if isinstance(version, str) else "",
             tensors=tensors,
@@ -195,11 +195,11 @@ class _Reader:
 
     def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
         """The attributes of an object of a class of torch that is one of `kinds`."""
-        if not isinstance(node, Call) or str(node.function) not in kinds or not isinstance(node.state, dict):
+        if not isinstance(node, CallNode) or str(node.function) not in kinds or not isinstance(node.state, dict):
             self.malformed(f"it holds something else in place of {what}")
         return node.state
 
-    def tensor(self, key: str, node: object) -> Declared:
+    def tensor(self, key: str, node: object) -> DeclaredTensor:
         state = self.fields(node, f"a description of {key!r}", _TENSOR)
         shape, chunks = self.size(state.get("size"), key), state.get("chunks")
         if not isinstance(chunks, list):
@@ -211,24 +211,24 @@ class _Reader:
             origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
             if len(origin) != len(extents) or len(origin) != len(shape):
                 self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
-            box = _box(origin, extents)
+            box = _build_box(origin, extents)
             if not whole.contains(box):
                 self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
             boxes.append(box)
-        return Declared(self.dtype(state.get("properties"), key), shape, tuple(boxes))
+        return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
 
     def dtype(self, node: object, key: str) -> str:
         """Of the properties only the type means anything."""
-        state = node.state if isinstance(node, Call) and str(node.function) in _PROPERTIES else None
+        state = node.state if isinstance(node, CallNode) and str(node.function) in _PROPERTIES else None
         if isinstance(state, dict):  # before torch 2.0 there was no __getstate__
             state = (state.get("dtype"),)
-        if not isinstance(state, tuple) or not state or not isinstance(state[0], Global):
+        if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalNode):
             self.malformed(f"tensor {key!r} has no type")
         return state[0].name
 
     def size(self, node: object, key: str) -> tuple[int, ...]:
         """The numbers of a `torch.Size`, or of a tuple or list in its place."""
-        found = sizes(node)
+        found = as_sizes(node)
         if found is None:
             self.malformed(f"tensor {key!r} has something else in place of sizes")
         return found
@@ -251,8 +251,8 @@ class _Reader:
         said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
         return {key: self.size(value, str(key)) for key, value in said if isinstance(key, str) and value is not None}
 
-    def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Item]:
-        found: dict[tuple[str, tuple[int, ...] | None], Item] = {}
+    def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+        found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         for index, info in stored.items():
             state = self.fields(index, "the place of an item", _INDEX)
             key, offset = state.get("fqn"), state.get("offset")
@@ -264,7 +264,7 @@ class _Reader:
             found[key, origin] = self.item(key, info)
         return found
 
-    def item(self, key: str, node: object) -> Item:
+    def item(self, key: str, node: object) -> StoredItem:
         state = self.fields(node, f"where {key!r} is", _INFO)
         file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
         if not isinstance(file, str) or not _is_text(file):
@@ -279,11 +279,11 @@ class _Reader:
         transforms = state.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
             self.malformed(f"{key!r} was changed in ways that are not named")
-        return Item(self.folder + file, offset, length, tuple(transforms))
+        return StoredItem(self.folder + file, offset, length, tuple(transforms))
 
 
-def _is(node: object, kind: str) -> bool:
-    return isinstance(node, Call) and str(node.function) == kind
+def _is_call_of(node: object, kind: str) -> bool:
+    return isinstance(node, CallNode) and str(node.function) == kind
 
 
 def _is_text(name: str) -> bool:
@@ -291,6 +291,6 @@ def _is_text(name: str) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def _box(origin: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+def _build_box(origin: tuple[int, ...], shape: tuple[int, ...]) -> Box:
     """The layers of a model are alike, and so are their boxes."""
     return Box(origin, shape)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.formats.choice import missing
-from shardctl.formats.dcp.items import Items
+from shardctl.formats.choice import describe_missing
+from shardctl.formats.dcp.items import ItemReader
 from shardctl.formats.impostors import refuse_unfinished
 from shardctl.formats.links import check_link
-from shardctl.manifest import Chunk, File, Fill, Tensor
+from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from shardctl.dtype import DType
-    from shardctl.formats.dcp.metadata import Declared, Item, Metadata
+    from shardctl.formats.dcp.metadata import DcpMetadata, DeclaredTensor, StoredItem
     from shardctl.settings import Setting
     from shardctl.storage import Source
 
@@ -29,19 +29,19 @@ _LOOKED: Final = 16
 """How often each box is looked at on the way: once for each dim that divides them, as a rule."""
 
 
-class Save:
+class DcpSave:
     """One save, which may have a metadata file of each rank.
 
     Every file is there, every item inside it, and no two share a byte: else it raises SourceError or HostileError.
     """
 
-    def __init__(self, source: Source, metadata: Sequence[Metadata], items: Items | None = None) -> None:
+    def __init__(self, source: Source, metadata: Sequence[DcpMetadata], items: ItemReader | None = None) -> None:
         self.source = source
         self.metadata = metadata
-        self.items = items if items is not None else Items(source)
-        self.files: dict[str, File] = {}
+        self.items = items if items is not None else ItemReader(source)
+        self.files: dict[str, CheckpointFile] = {}
         """The files of items, by path."""
-        self.tensors = _united(metadata)
+        self.tensors = _unite_tensors(metadata)
         self._check_items()
 
     def _check_items(self) -> None:
@@ -58,12 +58,12 @@ class Save:
         if gaps:
             keys = sorted({key for _, _, key in by_file[gaps[0]]})
             raise SourceError(
-                f"{missing(gaps)}, with parts of {len(keys)} entries such as {keys[0]!r}",
+                f"{describe_missing(gaps)}, with parts of {len(keys)} entries such as {keys[0]!r}",
                 hint="a rank's file was not copied, or its save did not finish",
             )
         for path, spans in by_file.items():
             self._check_file(path, sorted(spans))
-            self.files[path] = File(path, files[path].size, archives=tuple(sorted(archives.get(path, ()))))
+            self.files[path] = CheckpointFile(path, files[path].size, archives=tuple(sorted(archives.get(path, ()))))
 
     def _check_file(self, path: str, spans: list[tuple[int, int, str]]) -> None:
         source = self.source
@@ -88,10 +88,10 @@ class Save:
             raise UnsupportedError(f"{key!r} has the type torch.{declared.dtype}, which safetensors cannot hold")
         chunks = tuple(self._chunks(key, declared, dtype))
         if not chunks and 0 in declared.shape:
-            chunks = (Chunk(Box.whole(declared.shape), dtype, Fill(bytes(dtype.unit_bytes)), key),)
+            chunks = (Chunk(Box.whole(declared.shape), dtype, ConstantFill(bytes(dtype.unit_bytes)), key),)
         return Tensor(name, dtype, declared.shape, chunks)
 
-    def _chunks(self, key: str, declared: Declared, dtype: DType) -> Iterable[Chunk]:
+    def _chunks(self, key: str, declared: DeclaredTensor, dtype: DType) -> Iterable[Chunk]:
         if dtype.unit_elements > 1:
             raise UnsupportedError(f"{key!r} is {dtype}, of which several elements share a byte")
         for each in self.metadata:
@@ -102,7 +102,7 @@ class Save:
         if not declared.boxes and 0 not in declared.shape:
             raise SourceError(f"{key!r} {list(declared.shape)} is described without a box that holds any of it")
 
-    def item(self, metadata: Metadata, key: str, origin: tuple[int, ...] | None) -> Item:
+    def item(self, metadata: DcpMetadata, key: str, origin: tuple[int, ...] | None) -> StoredItem:
         """Where the box of a key that begins at `origin` is; raises SourceError if the metadata does not say it."""
         item = metadata.items.get((key, origin))
         if item is None:
@@ -120,14 +120,14 @@ class Save:
         return None
 
 
-def writers(files: Iterable[str]) -> int | None:
+def count_writers(files: Iterable[str]) -> int | None:
     """How many processes wrote files, by their names; None if no name says it."""
     return len({match[1] for path in files if (match := _WRITTEN.fullmatch(path))}) or None
 
 
-def _united(metadata: Sequence[Metadata]) -> dict[str, Declared]:
+def _unite_tensors(metadata: Sequence[DcpMetadata]) -> dict[str, DeclaredTensor]:
     """Every tensor, its boxes disjoint but for copies of one that several ranks saved each by itself."""
-    found: dict[str, Declared] = {}
+    found: dict[str, DeclaredTensor] = {}
     for each in metadata:
         for key, declared in each.tensors.items():
             other = found.setdefault(key, declared)
@@ -161,15 +161,15 @@ def _check_disjoint(key: str, boxes: tuple[Box, ...], most: int) -> int:
         looked += len(group)
         if looked > _LOOKED * len(boxes) + most:
             raise HostileError(f"{key!r} has {len(boxes):,} boxes in an order that nobody saves and that takes long")
-        parts = _divided(group)
+        parts = _divide_boxes(group)
         if len(parts) > 1:
             groups += parts
         else:
-            compared += _compare(key, group, most - compared)
+            compared += _compare_boxes(key, group, most - compared)
     return compared
 
 
-def _compare(key: str, boxes: list[Box], most: int) -> int:
+def _compare_boxes(key: str, boxes: list[Box], most: int) -> int:
     """Compare boxes that begin before another ends, along the dim that tells most apart."""
     dims = range(len(boxes[0].origin)) if len(boxes) > 1 else range(0)
     dim = max(dims, key=lambda d: len({box.origin[d] for box in boxes}), default=None)
@@ -194,7 +194,7 @@ def _compare(key: str, boxes: list[Box], most: int) -> int:
     return compared
 
 
-def _divided(boxes: list[Box]) -> list[list[Box]]:
+def _divide_boxes(boxes: list[Box]) -> list[list[Box]]:
     """The boxes in groups, each of which begins, along some dim, where the one before has ended.
 
     A grid falls apart into single boxes so, and so does one whose columns are cut in rows of their own.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect, rank_prefix
+from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import SourceError
-from shardctl.formats.choice import missing
+from shardctl.formats.choice import describe_missing
 from shardctl.formats.format import Format
-from shardctl.formats.rank_arrays import all_called, called, rank_arrays
-from shardctl.formats.side_files import side_files
+from shardctl.formats.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
+from shardctl.formats.side_files import list_side_files
 from shardctl.manifest import Manifest
 from shardctl.mesh import Mesh
 from shardctl.schemas import deepseek_mp
@@ -22,12 +22,12 @@ _TITLE: Final = "DeepSeek's modelI-mpN.safetensors"
 _FILE: Final = re.compile(r"model(0|[1-9][0-9]{0,4})-mp([1-9][0-9]{0,4})\.safetensors")
 
 
-def detect(source: Source) -> bool:
+def detect_deepseek_mp(source: Source) -> bool:
     """Whether the directory holds such files and no other safetensors files."""
-    return all_called(source, _FILE)
+    return has_only_rank_files(source, _FILE)
 
 
-def scan(source: Source) -> Manifest:
+def scan_deepseek_mp(source: Source) -> Manifest:
     """Read the header of every rank's file; arrays are those of the files, ``rankI/`` before each name.
 
     Which tensors of a model lie in them, only the model's config says; DeepSeek's converter leaves that behind.
@@ -36,9 +36,9 @@ def scan(source: Source) -> Manifest:
         SourceError: a file is missing or malformed, or files for different numbers of ranks are there.
         HostileError: a link leaves the directory.
     """
-    files = _files(source)
-    arrays, sizes = rank_arrays(source, {rank: [path] for rank, path in enumerate(files)})
-    side, left = side_files(source, set(sizes))
+    files = _list_rank_files(source)
+    arrays, sizes = read_rank_arrays(source, {rank: [path] for rank, path in enumerate(files)})
+    side, left = list_side_files(source, set(sizes))
     ranks = len(files)
     return Manifest(
         format=FORMAT.name,
@@ -46,18 +46,18 @@ def scan(source: Source) -> Manifest:
         files=sizes,
         objects=side,
         warnings=left,
-        dialect=Dialect(
+        dialect=LibraryDialect(
             deepseek_mp.NAME,
             Mesh.of(tp=ranks, ep=ranks, etp=1),
-            {rank: rank_prefix(rank) for rank in range(ranks)},
+            {rank: format_rank_prefix(rank) for rank in range(ranks)},
         ),
     )
 
 
-def _files(source: Source) -> list[str]:
+def _list_rank_files(source: Source) -> list[str]:
     """The files in the order of ranks; raises SourceError for a gap, and for files of several conversions."""
     found: dict[int, dict[int, str]] = {}
-    for match in called(source, _FILE, _TITLE):
+    for match in match_files(source, _FILE, _TITLE):
         found.setdefault(int(match[2]), {})[int(match[1])] = match[0]
     if len(found) > 1:
         counts = " and ".join(f"mp{count}" for count in sorted(found))
@@ -66,7 +66,7 @@ def _files(source: Source) -> list[str]:
     gaps = [f"model{n}-mp{count}.safetensors" for n in range(count) if n not in files]
     if gaps:
         raise SourceError(
-            f"{missing(gaps)}: {len(files)} of {count} files are here",
+            f"{describe_missing(gaps)}: {len(files)} of {count} files are here",
             hint="every rank's file is needed; fetch the rest",
         )
     odd = next((files[n] for n in files if n >= count), None)
@@ -75,4 +75,4 @@ def _files(source: Source) -> list[str]:
     return [files[n] for n in range(count)]
 
 
-FORMAT: Final = Format("deepseek", _TITLE, detect, scan)
+FORMAT: Final = Format("deepseek", _TITLE, detect_deepseek_mp, scan_deepseek_mp)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.deepspeed.checkpoint import Reader
-from shardctl.formats.deepspeed.files import choose, is_mark, sort_files
+from shardctl.formats.deepspeed.checkpoint import DeepSpeedReader
+from shardctl.formats.deepspeed.files import choose_checkpoint, is_deepspeed_file, sort_files
 from shardctl.formats.format import Format
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 
-def detect(source: Source) -> bool:
+def detect_deepspeed(source: Source) -> bool:
     """Whether the directory, or one in it, has files that are named as DeepSpeed names them."""
-    return any(is_mark(path) for path in source.files())
+    return any(is_deepspeed_file(path) for path in source.files())
 
 
-def scan(source: Source, weights: Weights = None) -> Manifest:
+def scan_deepspeed(source: Source, weights: Weights = None) -> Manifest:
     """Read every pickle without running it, and say where each part of each tensor is.
 
     Raises:
@@ -31,7 +31,7 @@ def scan(source: Source, weights: Weights = None) -> Manifest:
     found = sort_files(source)
     if not found:
         raise SourceError(f"{source.name} holds no files of DeepSpeed")
-    return Reader(source, choose(source, found), weights).manifest(FORMAT.name)
+    return DeepSpeedReader(source, choose_checkpoint(source, found), weights).manifest(FORMAT.name)
 
 
-FORMAT: Final = Format("deepspeed", "files of DeepSpeed", detect, scan, scan, saved=True)
+FORMAT: Final = Format("deepspeed", "files of DeepSpeed", detect_deepspeed, scan_deepspeed, scan_deepspeed, saved=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.deepspeed.found import Found
+from shardctl.formats.deepspeed.found import CheckpointPieces
 from shardctl.formats.deepspeed.layers import read_layers
 from shardctl.formats.deepspeed.modules import read_models, read_modules
 from shardctl.formats.deepspeed.partitions import MissingRankError, read_partitions
-from shardctl.formats.deepspeed.tensor_parallel import Cuts
+from shardctl.formats.deepspeed.tensor_parallel import ParallelCuts
 from shardctl.formats.deepspeed.universal import read_universal
 from shardctl.formats.deepspeed.without_zero import read_optimizer
-from shardctl.formats.side_files import side_files
-from shardctl.manifest import File, Group, Manifest, Opaque, Training
-from shardctl.training import state_name
+from shardctl.formats.side_files import list_side_files
+from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, ParameterGroup, TrainingState
+from shardctl.training import format_state_name
 
 if TYPE_CHECKING:
-    from shardctl.formats.deepspeed.files import Files
-    from shardctl.formats.deepspeed.pieces import Pieces
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
+    from shardctl.formats.deepspeed.pieces import TensorPieces
     from shardctl.formats.format import Weights
     from shardctl.manifest import Tensor
     from shardctl.storage import Source
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _LATEST = frozenset({"latest", "latest_universal"})
 
 
-class Reader:
+class DeepSpeedReader:
     """Reads the files of one checkpoint."""
 
-    def __init__(self, source: Source, files: Files, weights: Weights) -> None:
+    def __init__(self, source: Source, files: DeepSpeedFiles, weights: Weights) -> None:
         self.source = source
         self.files = files
         self.weights = weights
         self.models = read_models(source, files)
-        self.found = Found()
-        self.cuts = Cuts(self.models, files)
+        self.found = CheckpointPieces()
+        self.cuts = ParallelCuts(self.models, files)
 
     def manifest(self, name: str) -> Manifest:
         """Read everything but tensor data."""
@@ -57,12 +57,12 @@ class Reader:
         training = self._training(use_master=master)
         used = {file for t in (*weights.values(), *training.states.values()) for file in t.files}
         own = {*files.paths(), *(path for path in self.source.files() if path in _LATEST)}
-        side, left = side_files(self.source, own)
+        side, left = list_side_files(self.source, own)
         return Manifest(
             format=name,
             tensors=weights,
-            files={path: File(path, self.source.files()[path].size) for path in sorted(used)},
-            objects=(*side, *(Opaque(key, "drop", file=path) for key, path in dict.fromkeys(found.others))),
+            files={path: CheckpointFile(path, self.source.files()[path].size) for path in sorted(used)},
+            objects=(*side, *(OpaqueObject(key, "drop", file=path) for key, path in dict.fromkeys(found.others))),
             warnings=(*found.warnings, *left),
             training=training,
         )
@@ -152,26 +152,26 @@ class Reader:
             raise SourceError(f"{self.source.name} holds no weights")
         return weights
 
-    def _tensor(self, pieces: Pieces, name: str, called: str, ties: tuple[str, ...] = ()) -> Tensor:
+    def _tensor(self, pieces: TensorPieces, name: str, called: str, ties: tuple[str, ...] = ()) -> Tensor:
         cut = None
         if pieces is self.found.module or not self.files.universal:  # the converter put the others together
             cut = self.cuts.cut(name, pieces.shapes(name), trained=name in self.found.parameters)
         return pieces.tensor(name, called, cut, ties)
 
-    def _training(self, *, use_master: bool) -> Training:
+    def _training(self, *, use_master: bool) -> TrainingState:
         found = self.found
         states = {}
         for name in found.parameters:
             for state, pieces in found.states.items():
                 if name in pieces.held:
-                    called = state_name(state, name)
+                    called = format_state_name(state, name)
                     states[called] = self._tensor(pieces, name, called)
         versions = [state.version for state in self.models.values() if state.version]
-        return Training(
+        return TrainingState(
             writer=f"DeepSpeed {versions[0]}" if versions else "DeepSpeed",
             ranks=found.world * len(self.models),
             step=next((s.steps for s in self.models.values() if s.steps is not None), None),
             states=states,
-            groups=tuple(Group(tuple(names), values) for names, values in found.groups.values()),
+            groups=tuple(ParameterGroup(tuple(names), values) for names, values in found.groups.values()),
             notes=self._notes(use_master=use_master),
         )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from shardctl.formats.deepspeed.geometry import Partition
+    from shardctl.formats.deepspeed.geometry import FlatPartition
     from shardctl.formats.deepspeed.model_states import ModelState
     from shardctl.formats.deepspeed.optimizer_states import OptimizerState
 
 _EXPERT: Final = re.compile(r"(.*\.deepspeed_experts\.)([0-9]{1,9})(\..*)")
 
 
-class Experts:
+class ExpertNames:
     """The experts that each rank of one model has, told from the names of parameters."""
 
     def __init__(self, state: ModelState) -> None:
@@ -35,7 +35,7 @@ class Experts:
         self._count = {prefix: len(numbers) for prefix, numbers in found.items()}
         """Experts of each layer on one rank."""
 
-    def name(self, name: str, part: Partition, held: OptimizerState) -> str:
+    def name(self, name: str, part: FlatPartition, held: OptimizerState) -> str:
         """What the whole model calls a parameter that a rank has in a part of its own.
 
         Raises UnsupportedError for parameters that are divided among ranks in a way that the names do not tell.

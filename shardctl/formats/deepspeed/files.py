@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -29,7 +29,7 @@ _LONGEST: Final = 1_024
 
 
 @dataclass(slots=True)
-class Files:
+class DeepSpeedFiles:
     """The files of one checkpoint, by what they are."""
 
     folder: str
@@ -57,32 +57,32 @@ class Files:
         return bool(self.model or self.optimizer or self.layers or self.universal)
 
 
-def sort_files(source: Source) -> dict[str, Files]:
+def sort_files(source: Source) -> dict[str, DeepSpeedFiles]:
     """The files of DeepSpeed in each folder that has any: the root, and those directly below it."""
-    found: dict[str, Files] = {}
+    found: dict[str, DeepSpeedFiles] = {}
     for path in source.files():
-        for folder in _folders(path):
-            files = found.get(folder) or Files(folder)
-            if _sort(files, path, path[len(folder) :]):
+        for folder in _list_folders(path):
+            files = found.get(folder) or DeepSpeedFiles(folder)
+            if _sort_file(files, path, path[len(folder) :]):
                 found[folder] = files
                 break
     return {folder: files for folder, files in found.items() if files}
 
 
-def is_mark(path: str) -> bool:
+def is_deepspeed_file(path: str) -> bool:
     """Whether the name alone says that DeepSpeed wrote this."""
     name = path.rpartition("/")[2]
-    if any(_STATE.fullmatch(path[len(folder) :]) for folder in _folders(path)):
+    if any(_STATE.fullmatch(path[len(folder) :]) for folder in _list_folders(path)):
         return True
     return path.count("/") <= 1 and any(p.fullmatch(name) for p in (_MODEL, _OPTIMIZER, _LAYER))
 
 
-def _folders(path: str) -> list[str]:
+def _list_folders(path: str) -> list[str]:
     top, slash, _ = path.partition("/")
     return ["", f"{top}/"] if slash else [""]
 
 
-def _sort(files: Files, path: str, name: str) -> bool:
+def _sort_file(files: DeepSpeedFiles, path: str, name: str) -> bool:
     """Note what the file is, if it is one of DeepSpeed."""
     if m := _MODEL.fullmatch(name):
         files.model[int(m[2]), int(m[1]) if m[1] is not None else None] = path
@@ -107,7 +107,7 @@ def _sort(files: Files, path: str, name: str) -> bool:
     return True
 
 
-def choose(source: Source, found: dict[str, Files]) -> Files:
+def choose_checkpoint(source: Source, found: dict[str, DeepSpeedFiles]) -> DeepSpeedFiles:
     """The checkpoint that is meant: the folder that `latest` names, else the only one.
 
     Raises:
@@ -119,7 +119,7 @@ def choose(source: Source, found: dict[str, Files]) -> Files:
     for name in _LATEST:
         if name not in source.files():
             continue
-        tag = read(source, name, 0, min(source.files()[name].size, _LONGEST)).decode(errors="replace").strip()
+        tag = read_bytes(source, name, 0, min(source.files()[name].size, _LONGEST)).decode(errors="replace").strip()
         if not tag or tag in {".", ".."} or any(c in tag for c in "/\\\0:"):
             raise HostileError(
                 f"{name} says {ascii(tag)[:100]}, which is not the name of a folder beside it",

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardctl.formats.deepspeed.pieces import Pieces
+from shardctl.formats.deepspeed.pieces import TensorPieces
 
 if TYPE_CHECKING:
     from shardctl.settings import Setting
 
 
 @dataclass(slots=True)
-class Found:
+class CheckpointPieces:
     """Pieces of every tensor, by what they are of."""
 
-    module: Pieces = field(default_factory=Pieces)
+    module: TensorPieces = field(default_factory=TensorPieces)
     """The module's own copy of weights, and what has no other."""
-    master: Pieces = field(default_factory=Pieces)
+    master: TensorPieces = field(default_factory=TensorPieces)
     """The optimizer's copy of them."""
-    states: dict[str, Pieces] = field(default_factory=dict)
+    states: dict[str, TensorPieces] = field(default_factory=dict)
     """By state, under the names of parameters."""
     parameters: dict[str, None] = field(default_factory=dict)
     """Those that the optimizer has, in its order."""
@@ -37,8 +37,8 @@ class Found:
 
     def forget_optimizer(self) -> None:
         """Leave out all that its files said."""
-        self.master, self.states, self.parameters, self.groups = Pieces(), {}, {}, {}
+        self.master, self.states, self.parameters, self.groups = TensorPieces(), {}, {}, {}
 
-    def state(self, name: str) -> Pieces:
+    def state(self, name: str) -> TensorPieces:
         """The pieces of one kind of state."""
-        return self.states.setdefault(name, Pieces())
+        return self.states.setdefault(name, TensorPieces())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """A stretch of a parameter's row-major elements, in a flat array."""
 
     start: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """Where in the flat array the first one is."""
 
 
-class Partition(NamedTuple):
+class FlatPartition(NamedTuple):
     """One of the equal parts of a group of parameters."""
 
     rank: int
@@ -37,9 +37,9 @@ class Partition(NamedTuple):
     """How many of those there are."""
 
 
-def joined(
-    shapes: Mapping[str, tuple[int, ...]], part: Partition, length: int, paddings: Sequence[int] = ()
-) -> Iterator[tuple[str, Run]]:
+def list_joined_runs(
+    shapes: Mapping[str, tuple[int, ...]], part: FlatPartition, length: int, paddings: Sequence[int] = ()
+) -> Iterator[tuple[str, ElementRun]]:
     """What is in a part of stages 1 and 2: the parameters follow one another, and the whole is cut in equal parts.
 
     Args:
@@ -57,7 +57,7 @@ def joined(
         size = prod(shape)
         start, stop = max(offset, begin), min(offset + size, end)
         if start < stop:
-            yield name, Run(start - offset, stop - offset, start - begin)
+            yield name, ElementRun(start - offset, stop - offset, start - begin)
         offset += size + (paddings[number] if paddings else 0)
     if offset > part.parts * length:
         raise SourceError(
@@ -65,7 +65,7 @@ def joined(
         )
 
 
-def scattered(shapes: Mapping[str, tuple[int, ...]], part: Partition) -> Iterator[tuple[str, Run]]:
+def list_scattered_runs(shapes: Mapping[str, tuple[int, ...]], part: FlatPartition) -> Iterator[tuple[str, ElementRun]]:
     """What is in a part of stage 3: each parameter by itself is cut in equal parts, the last ones shorter or empty.
 
     >>> list(scattered({"a": (5,), "b": (2, 2)}, Partition(1, 2)))
@@ -77,5 +77,5 @@ def scattered(shapes: Mapping[str, tuple[int, ...]], part: Partition) -> Iterato
         share = -(-size // part.parts)
         start, stop = min(part.rank * share, size), min((part.rank + 1) * share, size)
         if start < stop:
-            yield name, Run(start, stop, offset)
+            yield name, ElementRun(start, stop, offset)
         offset += share

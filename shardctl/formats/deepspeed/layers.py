@@ -8,21 +8,23 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from shardctl.formats.deepspeed.model_states import tensors
+from shardctl.formats.deepspeed.model_states import collect_tensors
 from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.formats.deepspeed.files import Files
-    from shardctl.formats.deepspeed.found import Found
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
+    from shardctl.formats.deepspeed.found import CheckpointPieces
     from shardctl.formats.deepspeed.model_states import ModelState
     from shardctl.storage import Source
 
 _TIED: Final = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
-def read_layers(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
+def read_layers(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
     """Note what each layer's file has, under the names that the whole pipeline has for it.
 
     Layers that are tied have a name in common; each of their files has a copy.
@@ -35,7 +37,7 @@ def read_layers(source: Source, files: Files, models: Mapping[int, ModelState], 
             tied.setdefault((m[1], shape), []).append(name)
     for (layer, rank), path in sorted(files.layers.items()):
         saved = open_saved(source, path)
-        held, others = tensors(saved, saved.tree)
+        held, others = collect_tensors(saved, saved.tree)
         for local, array in held.items():
             name = f"{layer}.{local}"
             known = tied.get((local, array.shape), [])

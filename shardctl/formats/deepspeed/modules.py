@@ -6,21 +6,21 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
-from shardctl.formats.deepspeed.geometry import Partition, scattered
-from shardctl.formats.deepspeed.model_states import read_model_state, tensors
+from shardctl.formats.deepspeed.geometry import FlatPartition, list_scattered_runs
+from shardctl.formats.deepspeed.model_states import collect_tensors, read_model_state
 from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.formats.deepspeed.files import Files
-    from shardctl.formats.deepspeed.found import Found
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
+    from shardctl.formats.deepspeed.found import CheckpointPieces
     from shardctl.formats.deepspeed.model_states import ModelState
-    from shardctl.formats.deepspeed.values import Array
+    from shardctl.formats.deepspeed.values import FileArray
     from shardctl.storage import Source
 
 
-def read_models(source: Source, files: Files) -> dict[int, ModelState]:
+def read_models(source: Source, files: DeepSpeedFiles) -> dict[int, ModelState]:
     """The module's state of each model-parallel rank; at stage 3 that of its first data-parallel one.
 
     A Universal Checkpoint may have it twice, for engines of every stage; the one that is of no rank has the tensors.
@@ -45,7 +45,9 @@ def read_models(source: Source, files: Files) -> dict[int, ModelState]:
     return models
 
 
-def read_modules(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
+def read_modules(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
     """Note where everything is that the module has itself."""
     for rank, state in models.items():
         shapes = dict(state.frozen_shapes)
@@ -60,13 +62,13 @@ def read_modules(source: Source, files: Files, models: Mapping[int, ModelState],
         found.others += [(key, state.path) for key in state.others]
     for (_, _, rank), path in sorted(files.experts.items()):
         saved = open_saved(source, path)
-        held, others = tensors(saved, saved.tree)
+        held, others = collect_tensors(saved, saved.tree)
         for name, array in held.items():
             found.module.add_array(name, rank, array)
         found.others += [(key, path) for key in others]
 
 
-def _read_frozen(source: Source, files: Files, rank: int, state: ModelState, found: Found) -> None:
+def _read_frozen(source: Source, files: DeepSpeedFiles, rank: int, state: ModelState, found: CheckpointPieces) -> None:
     """Parameters that are not trained: whole at stage 2; at stage 3 each rank's file has a part."""
     for name, array in state.frozen.items():
         if state.frozen_shapes.get(name) == array.shape and rank not in found.module.held.get(name, {}):
@@ -90,13 +92,13 @@ def _read_frozen(source: Source, files: Files, rank: int, state: ModelState, fou
                 raise SourceError(f"{path} lacks its part of the frozen parameter {name!r}")
             if not prod(shape):
                 found.module.empty(name, rank, shape, part.dtype)
-            for _, run in scattered({name: shape}, Partition(data, world)):
+            for _, run in list_scattered_runs({name: shape}, FlatPartition(data, world)):
                 found.module.add_run(name, rank, shape, part, run)
 
 
-def _find_ties(state: ModelState, found: Found) -> None:
+def _find_ties(state: ModelState, found: CheckpointPieces) -> None:
     """Names that share one storage, and those that the file says are shared."""
-    places: dict[Array, str] = {}
+    places: dict[FileArray, str] = {}
     for name in found.parameters:
         if name in state.module and state.module[name].size:
             places[state.module[name]] = name

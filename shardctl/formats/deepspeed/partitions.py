@@ -8,26 +8,28 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
-from shardctl.formats.deepspeed.experts import Experts
-from shardctl.formats.deepspeed.geometry import joined, scattered
+from shardctl.formats.deepspeed.experts import ExpertNames
+from shardctl.formats.deepspeed.geometry import list_joined_runs, list_scattered_runs
 from shardctl.formats.deepspeed.optimizer_states import WEIGHTS, read_optimizer_state
-from shardctl.formats.deepspeed.values import Array
+from shardctl.formats.deepspeed.values import FileArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.formats.deepspeed.files import Files
-    from shardctl.formats.deepspeed.found import Found
-    from shardctl.formats.deepspeed.geometry import Run
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
+    from shardctl.formats.deepspeed.found import CheckpointPieces
+    from shardctl.formats.deepspeed.geometry import ElementRun
     from shardctl.formats.deepspeed.model_states import ModelState
-    from shardctl.formats.deepspeed.optimizer_states import Flats, OptimizerState
-    from shardctl.formats.deepspeed.pieces import Pieces
+    from shardctl.formats.deepspeed.optimizer_states import FlatGroup, OptimizerState
+    from shardctl.formats.deepspeed.pieces import TensorPieces
     from shardctl.storage import Source
 
 _FLOAT: Final = BY_NAME["F32"]
 
 
-def read_partitions(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
+def read_partitions(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
     """Read every `*_optim_states.pt`, and note where the parts of each parameter are.
 
     Raises:
@@ -36,24 +38,26 @@ def read_partitions(source: Source, files: Files, models: Mapping[int, ModelStat
     for rank, state in models.items():
         own = {data: path for (model, data), path in files.optimizer.items() if model == rank}
         if not own:
-            raise _missing(files, rank, 0)
-        _Rank(source, files, found, rank, state).read(own)
+            raise _build_missing_error(files, rank, 0)
+        _RankPartitions(source, files, found, rank, state).read(own)
 
 
-def add_number(pieces: Pieces, name: str, rank: int, number: Array | float) -> None:
+def add_number(pieces: TensorPieces, name: str, rank: int, number: FileArray | float) -> None:
     """Note a state that is one number; every data-parallel rank has the same, so one of them is enough."""
     if rank in pieces.held.get(name, {}):
         return
-    if isinstance(number, Array):
+    if isinstance(number, FileArray):
         pieces.add_array(name, rank, number)
     else:
         pieces.add_fill(name, rank, _FLOAT, struct.pack("<f", number))
 
 
-class _Rank:
+class _RankPartitions:
     """One model-parallel rank: the files of all its data-parallel ranks."""
 
-    def __init__(self, source: Source, files: Files, found: Found, rank: int, state: ModelState) -> None:
+    def __init__(
+        self, source: Source, files: DeepSpeedFiles, found: CheckpointPieces, rank: int, state: ModelState
+    ) -> None:
         self.source = source
         self.files = files
         self.found = found
@@ -62,7 +66,7 @@ class _Rank:
         if state.groups is None:
             raise SourceError(f"{state.path} does not say what is in the flat partitions (param_shapes)")
         self.groups = state.groups
-        self.experts = Experts(state)
+        self.experts = ExpertNames(state)
         self.members: list[dict[str, None]] = [{} for _ in self.groups]
         """The parameters of each flat group."""
 
@@ -72,7 +76,7 @@ class _Rank:
         first = read_optimizer_state(self.source, paths[least], least, self.state.data_parallel or max(paths) + 1)
         for data in range(first.world):
             if data not in paths:
-                raise _missing(self.files, self.rank, data)
+                raise _build_missing_error(self.files, self.rank, data)
         if max(paths) >= first.world:
             raise SourceError(
                 f"{paths[max(paths)]} is there, but the checkpoint is of {first.world} data-parallel ranks",
@@ -108,13 +112,13 @@ class _Rank:
                     hint="the files are of different saves",
                 )
 
-    def _add(self, number: int, flats: Flats, held: OptimizerState) -> None:
+    def _add(self, number: int, flats: FlatGroup, held: OptimizerState) -> None:
         """Note where the parameters of one group are in the parts of one data-parallel rank."""
         shapes = self.groups[number]
         if held.stage == WEIGHTS:
-            runs = dict(scattered(shapes, flats.part))
+            runs = dict(list_scattered_runs(shapes, flats.part))
         else:
-            runs = dict(joined(shapes, flats.part, flats.length, flats.paddings))
+            runs = dict(list_joined_runs(shapes, flats.part, flats.length, flats.paddings))
             _check_mapped(held.path, runs, flats)
         called = {name: self.experts.name(name, flats.part, held) for name in shapes}
         self.found.parameters |= dict.fromkeys(called.values())
@@ -133,7 +137,7 @@ class _Rank:
         self.found.others += [(f"{state} of group {number}", held.path) for state in flats.strange]
 
 
-def _check_mapped(path: str, runs: dict[str, Run], flats: Flats) -> None:
+def _check_mapped(path: str, runs: dict[str, ElementRun], flats: FlatGroup) -> None:
     """Hold what the shapes say against what the file itself says of its parameters."""
     if not flats.mapped:
         return
@@ -151,7 +155,7 @@ class MissingRankError(SourceError):
     """A rank's file is not there."""
 
 
-def _missing(files: Files, rank: int, data: int) -> MissingRankError:
+def _build_missing_error(files: DeepSpeedFiles, rank: int, data: int) -> MissingRankError:
     known = next(iter(files.optimizer.values()))
     prefix = known[: known.index("zero_pp_rank_")]
     return MissingRankError(

@@ -22,7 +22,7 @@ _CLASSES: Final[dict[str, Callable[[str], bool]]] = {
 }
 
 
-class _Atom(NamedTuple):
+class _PatternAtom(NamedTuple):
     """One character of a name."""
 
     text: str
@@ -38,7 +38,7 @@ class _Atom(NamedTuple):
         return self.kind == "any" or _CLASSES[self.text](character)
 
 
-class Patterns:
+class NamePatterns:
     r"""Some patterns, of which a name may fit one; patterns of plain characters cost nothing, however many there are.
 
     Raises UnsupportedError for a pattern with more than characters, classes and repetitions of them.
@@ -51,10 +51,10 @@ class Patterns:
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._plain: dict[str, str] = {}
-        self._others: list[tuple[str, tuple[_Atom, ...], bool]] = []
+        self._others: list[tuple[str, tuple[_PatternAtom, ...], bool]] = []
         self._spent = 0
         for pattern in patterns:
-            atoms, whole = _parsed(pattern)
+            atoms, whole = _parse_pattern(pattern)
             if whole and all(atom.kind == "is" and not atom.repeats for atom in atoms):
                 self._plain.setdefault("".join(atom.text for atom in atoms), pattern)
             else:
@@ -69,13 +69,13 @@ class Patterns:
             return self._plain[name]
         return next((pattern for pattern, atoms, whole in self._others if self._fits(atoms, name, whole=whole)), None)
 
-    def _fits(self, atoms: tuple[_Atom, ...], name: str, *, whole: bool) -> bool:
-        active = _closed({0}, atoms)
+    def _fits(self, atoms: tuple[_PatternAtom, ...], name: str, *, whole: bool) -> bool:
+        active = _close_states({0}, atoms)
         for character in name:
             if not whole and len(atoms) in active:
                 return True
             self._spent += len(active)
-            active = _closed(
+            active = _close_states(
                 {at if atoms[at].repeats else at + 1 for at in active if at < len(atoms) and atoms[at].fits(character)},
                 atoms,
             )
@@ -86,7 +86,7 @@ class Patterns:
         return len(atoms) in active
 
 
-def _closed(active: set[int], atoms: tuple[_Atom, ...]) -> set[int]:
+def _close_states(active: set[int], atoms: tuple[_PatternAtom, ...]) -> set[int]:
     """With what can be reached by leaving out what may be there no time."""
     found = set()
     for at in active:
@@ -98,18 +98,18 @@ def _closed(active: set[int], atoms: tuple[_Atom, ...]) -> set[int]:
     return found
 
 
-def _parsed(pattern: str) -> tuple[tuple[_Atom, ...], bool]:
+def _parse_pattern(pattern: str) -> tuple[tuple[_PatternAtom, ...], bool]:
     """The atoms of a pattern, and whether it describes the whole name."""
     text = pattern.removeprefix("^")
     whole = text.endswith("$") and not text.endswith("\\$")
     text = text[:-1] if whole else text
-    atoms: list[_Atom] = []
+    atoms: list[_PatternAtom] = []
     at = 0
     while at < len(text):
         character = text[at]
         at += 1
         if character == "\\" and at < len(text) and (text[at] in _CLASSES or not text[at].isalnum()):
-            atoms.append(_Atom(text[at], "class" if text[at] in _CLASSES else "is"))
+            atoms.append(_PatternAtom(text[at], "class" if text[at] in _CLASSES else "is"))
             at += 1
         elif character in "*+" and atoms and not atoms[-1].repeats:
             last = atoms[-1] if character == "+" else atoms.pop()
@@ -120,5 +120,5 @@ def _parsed(pattern: str) -> tuple[tuple[_Atom, ...], bool]:
                 "which shardctl does not understand"
             )
         else:
-            atoms.append(_Atom(character, "any" if character == "." else "is"))
+            atoms.append(_PatternAtom(character, "any" if character == "." else "is"))
     return tuple(atoms), whole

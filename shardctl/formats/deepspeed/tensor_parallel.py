@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.deepspeed.patterns import Patterns
-from shardctl.formats.deepspeed.pieces import Cut
-from shardctl.formats.deepspeed.values import integer, items, table
+from shardctl.formats.deepspeed.patterns import NamePatterns
+from shardctl.formats.deepspeed.pieces import TensorCut
+from shardctl.formats.deepspeed.values import as_dict, as_integer, as_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.formats.deepspeed.files import Files
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
     from shardctl.formats.deepspeed.model_states import ModelState
 
 Shape = tuple[int, ...]
@@ -35,22 +35,22 @@ _UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
 _HINT: Final = "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
 
 
-class Cuts:
+class ParallelCuts:
     """How the tensors of one checkpoint are cut."""
 
-    def __init__(self, models: Mapping[int, ModelState], files: Files) -> None:
+    def __init__(self, models: Mapping[int, ModelState], files: DeepSpeedFiles) -> None:
         first = next(iter(models.values()), None)
         said = first.tensor_parallel if first is not None else None
         layers = len({rank for _, rank in files.layers})
         self.ranks = said or (layers if files.layers else len(models))
         """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
         self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
-        self._said_of: dict[str, Patterns] = {}
+        self._said_of: dict[str, NamePatterns] = {}
         """By key, the patterns of names that the rules have there."""
-        self._known: dict[object, Cut | None] = {}
+        self._known: dict[object, TensorCut | None] = {}
         """The same for each state of a parameter."""
 
-    def cut(self, name: str, shapes: Shapes, *, trained: bool) -> Cut | None:
+    def cut(self, name: str, shapes: Shapes, *, trained: bool) -> TensorCut | None:
         """How a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
 
         Raises:
@@ -71,7 +71,7 @@ class Cuts:
         key = (name, tuple(shapes.items()))
         if key not in self._known:
             parts = self._parts(name, by_rank)
-            self._known[key] = parts and Cut(
+            self._known[key] = parts and TensorCut(
                 self._without_padding(name, parts[0]), {rank: parts[1][rank % self.ranks] for rank in shapes}
             )
         return self._known[key]
@@ -96,44 +96,46 @@ class Cuts:
             )
         if self._said(_HALVES, name):
             widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]
-            return _interleaved(name, shapes, 0, widths)
-        for number, entry in enumerate(items(self._info.get(_SEVERAL))):
-            held = table(entry)
-            pattern = self._found(f"{_SEVERAL} {number}", items(held.get("patterns")), name)
-            dim = integer(held.get("partition_dim"))
+            return _interleave_parts(name, shapes, 0, widths)
+        for number, entry in enumerate(as_list(self._info.get(_SEVERAL))):
+            held = as_dict(entry)
+            pattern = self._found(f"{_SEVERAL} {number}", as_list(held.get("patterns")), name)
+            dim = as_integer(held.get("partition_dim"))
             if pattern is not None and dim is not None:
-                return _interleaved(name, shapes, dim, self._widths(name, pattern, held, dim))
+                return _interleave_parts(name, shapes, dim, self._widths(name, pattern, held, dim))
         dim = 1 if self._said(_ROWS, name) else 0
-        return _interleaved(name, shapes, dim, [[shape[dim] if dim < len(shape) else 0 for shape in shapes.values()]])
+        return _interleave_parts(
+            name, shapes, dim, [[shape[dim] if dim < len(shape) else 0 for shape in shapes.values()]]
+        )
 
     def _widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
         """Of each of several parts that are cut by themselves, the extents that ranks have."""
-        said = table(self._info.get(_WIDTHS)).get(pattern)
+        said = as_dict(self._info.get(_WIDTHS)).get(pattern)
         if said is not None:
-            return [[integer(n) or 0 for n in items(part)] for part in items(said)]
-        shape = items(held.get("shape"))
-        extents = items(shape[dim]) if dim < len(shape) else []
-        if not extents or any(not integer(n) or n % self.ranks for n in extents):
+            return [[as_integer(n) or 0 for n in as_list(part)] for part in as_list(said)]
+        shape = as_list(held.get("shape"))
+        extents = as_list(shape[dim]) if dim < len(shape) else []
+        if not extents or any(not as_integer(n) or n % self.ranks for n in extents):
             raise UnsupportedError(f"the checkpoint does not say how wide the parts of {name!r} are", hint=_HINT)
         return [[n // self.ranks] * self.ranks for n in extents]
 
     def _without_padding(self, name: str, shape: Shape) -> Shape:
-        rows = integer(self._info.get("original_vocab_size"))
+        rows = as_integer(self._info.get("original_vocab_size"))
         if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY, name):
             return (rows, *shape[1:])
         return shape
 
     def _said(self, key: str, name: str) -> bool:
         listed = self._info.get(key)
-        return self._found(key, items(listed) or list(table(listed)), name) is not None
+        return self._found(key, as_list(listed) or list(as_dict(listed)), name) is not None
 
     def _found(self, key: str, patterns: list[Any], name: str) -> str | None:
         if key not in self._said_of:
-            self._said_of[key] = Patterns(p for p in patterns if isinstance(p, str))
+            self._said_of[key] = NamePatterns(p for p in patterns if isinstance(p, str))
         return self._said_of[key].find(name)
 
 
-def _interleaved(
+def _interleave_parts(
     name: str, shapes: Shapes, dim: int, widths: list[list[int]]
 ) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]]:
     """Several parts one after another along `dim`, each cut among the ranks; `widths` are extents by part and rank."""

@@ -9,18 +9,18 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.deepspeed.geometry import Run
-from shardctl.formats.deepspeed.optimizer_states import settings
+from shardctl.formats.deepspeed.geometry import ElementRun
+from shardctl.formats.deepspeed.optimizer_states import parse_group_settings
 from shardctl.formats.deepspeed.partitions import add_number
-from shardctl.formats.deepspeed.values import items, number, table, tensor
-from shardctl.formats.pickle_tree import mapping
+from shardctl.formats.deepspeed.values import as_array, as_dict, as_list, as_number
+from shardctl.formats.pickle_tree import as_mapping
 from shardctl.formats.torch_save import open_saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.formats.deepspeed.files import Files
-    from shardctl.formats.deepspeed.found import Found
+    from shardctl.formats.deepspeed.files import DeepSpeedFiles
+    from shardctl.formats.deepspeed.found import CheckpointPieces
     from shardctl.formats.deepspeed.model_states import ModelState
     from shardctl.storage import Source
 
@@ -31,7 +31,9 @@ _WHOLE: Final = "param"
 """The key of the tensor, where the file has a dict; a file of stage 3 is a bare flat tensor."""
 
 
-def read_universal(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
+def read_universal(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
     """Note where the master and the states of every parameter are.
 
     What the module has itself and the optimizer has not (buffers, frozen parameters) is left to the module, whose
@@ -57,7 +59,7 @@ def read_universal(source: Source, files: Files, models: Mapping[int, ModelState
             )
         found.parameters[name] = None
         for kind, path in files.universal[name].items():
-            _add(source, path, name, kind, shapes.get(name) if len(models) == 1 else None, found)
+            _add_file(source, path, name, kind, shapes.get(name) if len(models) == 1 else None, found)
     _read_settings(source, files, models, found)
     missing = [name for name in shapes if name not in files.universal]
     if missing:
@@ -68,36 +70,42 @@ def read_universal(source: Source, files: Files, models: Mapping[int, ModelState
         )
 
 
-def _read_settings(source: Source, files: Files, models: Mapping[int, ModelState], found: Found) -> None:
+def _read_settings(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
     """Hyper-parameters, and at stage 3 the steps, from the file that has the rest of one rank's optimizer."""
     path = f"{files.folder}{_REST}"
     state = next(iter(models.values()), None)
     if path not in source.files() or state is None or state.groups is None:
         return
     saved = open_saved(source, path)
-    tree = mapping(saved.tree) or {}
-    for place, (members, values) in enumerate(settings(items(tree.get("param_groups")), len(state.groups))):
+    tree = as_mapping(saved.tree) or {}
+    for place, (members, values) in enumerate(
+        parse_group_settings(as_list(tree.get("param_groups")), len(state.groups))
+    ):
         names, _ = found.groups.setdefault(place, ({}, values))
         for member in members:
             names |= dict.fromkeys(state.groups[member])
-    inner = table(tree.get("optimizer_state_dict")).get("state")
+    inner = as_dict(tree.get("optimizer_state_dict")).get("state")
     for place, group in enumerate(state.groups):
-        step = table(table(inner).get(place)).get(_STEP)
-        value = tensor(saved, step, _STEP) if step is not None else None
+        step = as_dict(as_dict(inner).get(place)).get(_STEP)
+        value = as_array(saved, step, _STEP) if step is not None else None
         if value is not None:
             for name in group:
                 add_number(found.state(_STEP), name, 0, value)
 
 
-def _add(source: Source, path: str, name: str, kind: str, shape: tuple[int, ...] | None, found: Found) -> None:
+def _add_file(
+    source: Source, path: str, name: str, kind: str, shape: tuple[int, ...] | None, found: CheckpointPieces
+) -> None:
     """Note one file of a parameter."""
     saved = open_saved(source, path)
-    tree = mapping(saved.tree)
+    tree = as_mapping(saved.tree)
     node = saved.tree if tree is None else tree.get(_WHOLE)
-    if kind == _STEP and (said := number(node)) is not None:
+    if kind == _STEP and (said := as_number(node)) is not None:
         add_number(found.state(kind), name, 0, said)
         return
-    array = tensor(saved, node, name)
+    array = as_array(saved, node, name)
     if array is None:
         raise SourceError(f"{path} is not a tensor, nor a dict with one under {_WHOLE!r}")
     if kind == _STEP:
@@ -113,4 +121,4 @@ def _add(source: Source, path: str, name: str, kind: str, shape: tuple[int, ...]
         raise SourceError(f"{path} has no shape, and no file beside it says that of {name!r}")
     if array.size != prod(shape) or len(array.shape) != 1:
         raise SourceError(f"{path} is {list(array.shape)}, but the parameter is {list(shape)}")
-    pieces.add_run(name, 0, shape, array, Run(0, array.size, 0))
+    pieces.add_run(name, 0, shape, array, ElementRun(0, array.size, 0))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.formats.deepspeed.geometry import Partition, joined
-from shardctl.formats.deepspeed.optimizer_states import settings
+from shardctl.formats.deepspeed.geometry import FlatPartition, list_joined_runs
+from shardctl.formats.deepspeed.optimizer_states import parse_group_settings
 from shardctl.formats.deepspeed.partitions import add_number
-from shardctl.formats.deepspeed.values import flat, items, table, tensor
+from shardctl.formats.deepspeed.values import as_array, as_dict, as_list, parse_flat_array
 
 if TYPE_CHECKING:
-    from shardctl.formats.deepspeed.found import Found
+    from shardctl.formats.deepspeed.found import CheckpointPieces
     from shardctl.formats.deepspeed.model_states import ModelState
 
 _INNER: Final = "optimizer_state_dict"
@@ -21,29 +21,29 @@ _APART: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
 
 
-def read_optimizer(rank: int, state: ModelState, found: Found) -> None:
+def read_optimizer(rank: int, state: ModelState, found: CheckpointPieces) -> None:
     """Note the master weights and states in the file of one model-parallel rank.
 
     Which number is which parameter is not in the file. It is known where the optimizer has one group, and as many
     parameters of the same shapes as the module: then they follow one another as there. Else the optimizer is left
     behind, with a warning.
     """
-    top = table(state.optimizer)
-    base = table(top.get(_INNER)) or top
-    groups = [table(group) for group in items(base.get("param_groups"))]
+    top = as_dict(state.optimizer)
+    base = as_dict(top.get(_INNER)) or top
+    groups = [as_dict(group) for group in as_list(base.get("param_groups"))]
     if state.saved is None or not groups:
         return
-    names = _names(state)
-    numbers = [n for group in groups for n in items(group.get("params"))]
-    states = {n: _arrays(state, node) for n, node in table(base.get("state")).items()}
-    if len(groups) != 1 or len(names) != len(numbers) or not _fit(state, names, numbers, states):
+    names = _list_parameters(state)
+    numbers = [n for group in groups for n in as_list(group.get("params"))]
+    states = {n: _collect_arrays(state, node) for n, node in as_dict(base.get("state")).items()}
+    if len(groups) != 1 or len(names) != len(numbers) or not _has_fitting_states(state, names, numbers, states):
         found.warnings.append(
             f"{state.path}: the optimizer is left behind, for without ZeRO its states have numbers in place of names, "
             f"and which is which cannot be told ({len(groups)} groups, {len(numbers)} of {len(names)} parameters)"
         )
         return
     found.parameters |= dict.fromkeys(names)
-    ((_, values),) = settings(groups, 0)
+    ((_, values),) = parse_group_settings(groups, 0)
     found.groups.setdefault(0, ({}, values))[0].update(dict.fromkeys(names))
     for number, name in zip(numbers, names, strict=True):
         for key, value in states.get(number, {}).items():
@@ -54,32 +54,32 @@ def read_optimizer(rank: int, state: ModelState, found: Found) -> None:
     _read_master(rank, state, top, names, found)
 
 
-def _read_master(rank: int, state: ModelState, top: dict[Any, Any], names: list[str], found: Found) -> None:
+def _read_master(rank: int, state: ModelState, top: dict[Any, Any], names: list[str], found: CheckpointPieces) -> None:
     if state.saved is None:
         return
-    apart = items(top.get(_APART))
-    for name, node in zip(names, items(apart[0]) if len(apart) == 1 else (), strict=False):
-        array = tensor(state.saved, node, f"{_APART} of {name}")
+    apart = as_list(top.get(_APART))
+    for name, node in zip(names, as_list(apart[0]) if len(apart) == 1 else (), strict=False):
+        array = as_array(state.saved, node, f"{_APART} of {name}")
         if array is not None and array.shape == state.module[name].shape:
             found.master.add_array(name, rank, array)
-    flats = items(top.get(_FLAT))
+    flats = as_list(top.get(_FLAT))
     if len(flats) == 1:
-        array = flat(state.saved, flats[0], _FLAT)
+        array = parse_flat_array(state.saved, flats[0], _FLAT)
         shapes = {name: state.module[name].shape for name in names}
-        for name, run in joined(shapes, Partition(0, 1), array.size):
+        for name, run in list_joined_runs(shapes, FlatPartition(0, 1), array.size):
             found.master.add_run(name, rank, shapes[name], array, run)
 
 
-def _arrays(state: ModelState, node: object) -> dict[str, Any]:
+def _collect_arrays(state: ModelState, node: object) -> dict[str, Any]:
     found = {}
-    for key, value in table(node).items():
-        array = tensor(state.saved, value, str(key)[:200]) if state.saved is not None else None
+    for key, value in as_dict(node).items():
+        array = as_array(state.saved, value, str(key)[:200]) if state.saved is not None else None
         if array is not None:
             found[str(key)[:200]] = array
     return found
 
 
-def _names(state: ModelState) -> list[str]:
+def _list_parameters(state: ModelState) -> list[str]:
     """The module's parameters, in its order; a tied one once."""
     seen = set()
     names = []
@@ -90,7 +90,9 @@ def _names(state: ModelState) -> list[str]:
     return names
 
 
-def _fit(state: ModelState, names: list[str], numbers: list[Any], states: dict[Any, dict[str, Any]]) -> bool:
+def _has_fitting_states(
+    state: ModelState, names: list[str], numbers: list[Any], states: dict[Any, dict[str, Any]]
+) -> bool:
     """Whether every state is as its parameter or one number."""
     for number, name in zip(numbers, names, strict=True):
         if type(number) is not int:

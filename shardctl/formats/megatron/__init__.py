@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.dialect import Dialect
+from shardctl.dialect import LibraryDialect
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.formats.format import Format
-from shardctl.formats.megatron.directory import directory, has_ranks, ranks_of
-from shardctl.formats.megatron.rank_file import read_rank
+from shardctl.formats.megatron.directory import choose_iteration, has_ranks, list_rank_folders
+from shardctl.formats.megatron.rank_file import read_rank_file
 from shardctl.formats.sharded_backend import TRACKER
-from shardctl.formats.side_files import side_files
-from shardctl.manifest import Chunk, File, Manifest, Opaque, Tensor, Training
+from shardctl.formats.side_files import list_side_files
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
 from shardctl.schemas import megatron
-from shardctl.schemas.megatron.arguments import LAST_ROW, config_of, zero_centred
+from shardctl.schemas.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
 from shardctl.schemas.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
 from shardctl.schemas.megatron.names import EXTRA_STATE, FURTHER
-from shardctl.schemas.megatron.ranks import least_mesh
+from shardctl.schemas.megatron.ranks import build_least_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.formats.megatron.directory import Directory
-    from shardctl.formats.megatron.rank_file import RankFile
+    from shardctl.formats.megatron.directory import RankDirectory
+    from shardctl.formats.megatron.rank_file import MegatronRankFile
     from shardctl.mesh import Mesh
     from shardctl.settings import Setting
     from shardctl.storage import Source
@@ -41,12 +41,12 @@ _OPTIMIZER: Final = re.compile(r".*/(distrib_optim|layer_wise_optimizer_[0-9]+|o
 _MOST: Final = 1 << 20
 
 
-def detect(source: Source) -> bool:
+def detect_megatron(source: Source) -> bool:
     """Whether there are folders of ranks with files of their weights, of one iteration or below it."""
     return has_ranks(source)
 
 
-def scan(source: Source) -> Manifest:
+def scan_megatron(source: Source) -> Manifest:
     """Read every rank's pickle without running it.
 
     Arrays have the names of megatron-core's local layers, whatever theirs are, behind that of their rank's folder and
@@ -58,41 +58,49 @@ def scan(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: a version that is not known, or experts' parts that folders' names do not tell apart.
     """
-    found = directory(source)
-    files = {name: read_rank(source, path) for name, path in found.files.items()}
+    found = choose_iteration(source)
+    files = {name: read_rank_file(source, path) for name, path in found.files.items()}
     first = next(iter(files.values()))
-    mesh = _mesh(first)
-    ranks = ranks_of(found, mesh)
+    mesh = _build_mesh(first)
+    ranks = list_rank_folders(found, mesh)
     for each in files.values():
         _check_version(each)
         if each.version != first.version:
             raise SourceError(
                 f"{each.path} has checkpoint_version {each.version:g}, but {first.path} {first.version:g}"
             )
-    counts = _layers(files, ranks, mesh)
-    tied = _tied(first, files, ranks, mesh)
-    side, left = side_files(source, set(found.files.values()))
+    counts = _count_layers(files, ranks, mesh)
+    tied = _is_tied(first, files, ranks, mesh)
+    side, left = list_side_files(source, set(found.files.values()))
     return Manifest(
         format=FORMAT.name,
-        tensors={tensor.name: tensor for name, each in files.items() for tensor in _tensors(name, each)},
-        files={path: File(path, source.files()[path].size) for path in found.files.values()},
-        objects=(*(_sorted_out(each) for each in side), *(each for file in files.values() for each in _inside(file))),
-        warnings=(*left, *_beside(found), *_swapped(files, ranks, mesh), *_further(files)),
-        training=Training(
-            writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_notes(source, found, files))
+        tensors={tensor.name: tensor for name, each in files.items() for tensor in _build_tensors(name, each)},
+        files={path: CheckpointFile(path, source.files()[path].size) for path in found.files.values()},
+        objects=(
+            *(_set_policy(each) for each in side),
+            *(each for file in files.values() for each in _list_inner_objects(file)),
         ),
-        dialect=Dialect(
+        warnings=(
+            *left,
+            *_note_other_iterations(found),
+            *_note_swapped_ranks(files, ranks, mesh),
+            *_note_further_layers(files),
+        ),
+        training=TrainingState(
+            writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_list_notes(source, found, files))
+        ),
+        dialect=LibraryDialect(
             megatron.NAME,
             mesh,
             {rank: f"{name}/" for rank, name in ranks.items()},
             tuple(sum(counts[stage :: mesh.degree("pp")]) for stage in range(mesh.degree("pp"))),
-            {megatron.LAYERS: counts, **_facts(first, files, mesh)},
+            {megatron.LAYERS: counts, **_collect_facts(first, files, mesh)},
         ),
-        own_config=config_of(first.arguments, tied=tied),
+        own_config=convert_arguments_to_config(first.arguments, tied=tied),
     )
 
 
-def _mesh(file: RankFile) -> Mesh:
+def _build_mesh(file: MegatronRankFile) -> Mesh:
     """The mesh that the args describe, without replicas."""
     said = file.arguments
     if not said:
@@ -109,17 +117,17 @@ def _mesh(file: RankFile) -> Mesh:
     tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
     pp, ep = degree("pipeline_model_parallel_size") or 1, degree("expert_model_parallel_size") or 1
     try:
-        return least_mesh(tp=tp, pp=pp, ep=ep, etp=_etp(said, degree("expert_tensor_parallel_size"), tp))
+        return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=_choose_etp(said, degree("expert_tensor_parallel_size"), tp))
     except UsageError as error:
         raise SourceError(f"{file.path} has args that cannot be: {error.message}") from error
 
 
-def _etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
+def _choose_etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
     """Over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
     return tp if etp is None or not said.get("num_experts") else etp
 
 
-def _check_version(file: RankFile) -> None:
+def _check_version(file: MegatronRankFile) -> None:
     if file.version not in _ROWS:
         raise UnsupportedError(
             f"{file.path} has a checkpoint_version that is not known ({file.version:g}): how rows of queries, keys and "
@@ -128,13 +136,13 @@ def _check_version(file: RankFile) -> None:
         )
 
 
-def _layers(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> tuple[int, ...]:
+def _count_layers(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> tuple[int, ...]:
     """Layers of each chunk of each stage, in the order in which data flows: every stage's first chunk, then the next.
 
     The files do not say which layers of the model theirs are; what `get_transformer_layer_offset` computes from the
     args is this order in any case. Raises SourceError if the ranks of a stage differ, or not all layers are there.
     """
-    stages: dict[int, tuple[RankFile, tuple[int, ...]]] = {}
+    stages: dict[int, tuple[MegatronRankFile, tuple[int, ...]]] = {}
     for rank, name in ranks.items():
         each, stage = files[name], mesh.coordinate(rank)["pp"]
         other, counts = stages.setdefault(stage, (each, each.layers))
@@ -154,7 +162,9 @@ def _layers(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh)
     return found
 
 
-def _tied(first: RankFile, files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> bool:
+def _is_tied(
+    first: MegatronRankFile, files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh
+) -> bool:
     """Whether the head is the embedding: as the args say, else as the files have none."""
     untied = first.arguments.get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
@@ -163,7 +173,9 @@ def _tied(first: RankFile, files: Mapping[str, RankFile], ranks: Mapping[int, st
     return mesh.degree("pp") == 1 and not any(name.endswith(_HEAD) for name in last.views)
 
 
-def _facts(first: RankFile, files: Mapping[str, RankFile], mesh: Mesh) -> dict[str, str | int | bool]:
+def _collect_facts(
+    first: MegatronRankFile, files: Mapping[str, MegatronRankFile], mesh: Mesh
+) -> dict[str, str | int | bool]:
     """What else decides how the arrays are made."""
     rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING)), 0)
     latents = next((v.shape[0] for n, v in first.views.items() if n.endswith("linear_kv_down_proj.weight")), None)
@@ -176,35 +188,35 @@ def _facts(first: RankFile, files: Mapping[str, RankFile], mesh: Mesh) -> dict[s
         megatron.ROWS: _ROWS[first.version],
         megatron.LATENTS_CUT: cut,
         megatron.GROUPED: grouped,
-        ZERO_CENTRED: zero_centred(first.arguments),
+        ZERO_CENTRED: has_zero_centred_norms(first.arguments),
     }
 
 
-def _tensors(folder: str, file: RankFile) -> Iterator[Tensor]:
+def _build_tensors(folder: str, file: MegatronRankFile) -> Iterator[Tensor]:
     for name, view in file.views.items():
         stored = file.stored[name]
         chunk = Chunk(Box.whole(view.shape), view.dtype, file.saved.region(view, stored), stored)
         yield Tensor(f"{folder}/{name}", view.dtype, view.shape, (chunk,))
 
 
-def _sorted_out(side: Opaque) -> Opaque:
+def _set_policy(side: OpaqueObject) -> OpaqueObject:
     """Files of ranks and of the training loop are left behind."""
     loop = side.name == TRACKER or _OF_RANKS.fullmatch(side.name) is not None
     return replace(side, policy="drop") if loop else side
 
 
-def _inside(file: RankFile) -> Iterator[Opaque]:
+def _list_inner_objects(file: MegatronRankFile) -> Iterator[OpaqueObject]:
     for name in file.others:
-        yield Opaque(name, "drop", file=file.path)
+        yield OpaqueObject(name, "drop", file=file.path)
 
 
-def _beside(found: Directory) -> Iterator[str]:
+def _note_other_iterations(found: RankDirectory) -> Iterator[str]:
     if found.others:
         others = ", ".join(each.rstrip("/") for each in found.others)
         yield f"{found.folder.rstrip('/') or 'this iteration'} is read; {others} is left behind"
 
 
-def _swapped(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh) -> Iterator[str]:
+def _note_swapped_ranks(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> Iterator[str]:
     """Where the ranks that the args name, if each file has its own, are not of the folders: tp is always innermost."""
     said = {name: files[name].arguments.get("rank") for name in ranks.values()}
     if len({value for value in said.values() if isinstance(value, int)}) < len(said):
@@ -215,13 +227,13 @@ def _swapped(files: Mapping[str, RankFile], ranks: Mapping[int, str], mesh: Mesh
             yield f"{files[name].path} was written by rank {value}, not by one of tp{index}: were folders exchanged?"
 
 
-def _further(files: Mapping[str, RankFile]) -> Iterator[str]:
+def _note_further_layers(files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
     count = sum(file.others.get(FURTHER, 0) for file in files.values())
     if count:
         yield f"{count} arrays {FURTHER}* of layers that predict further tokens are left behind, as by transformers"
 
 
-def _notes(source: Source, found: Directory, files: Mapping[str, RankFile]) -> Iterator[str]:
+def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
     """How the files were understood."""
     first = next(iter(files.values()))
     if first.before_core:
@@ -233,4 +245,4 @@ def _notes(source: Source, found: Directory, files: Mapping[str, RankFile]) -> I
         yield "the optimizer's states are left behind: their order is that of the run's buffers, which no file tells"
 
 
-FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect, scan, saved=True)
+FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect_megatron, scan_megatron, saved=True)

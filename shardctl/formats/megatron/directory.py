@@ -8,9 +8,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.sharded_backend import TRACKER, tracked
+from shardctl.formats.sharded_backend import TRACKER, read_tracker
 from shardctl.schemas.megatron.layers import TITLE
-from shardctl.schemas.megatron.ranks import FILE, folders
+from shardctl.schemas.megatron.ranks import FILE, list_mesh_folders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +25,7 @@ _SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class RankDirectory:
     """The files of one iteration."""
 
     folder: str
@@ -41,7 +41,7 @@ def has_ranks(source: Source) -> bool:
     return any(found[3] in FILES for path in source.files() if (found := _FOLDER.fullmatch(path)))
 
 
-def directory(source: Source) -> Directory:
+def choose_iteration(source: Source) -> RankDirectory:
     """The ranks of the iteration that the tracker names, or of the only one.
 
     Raises SourceError if there are several and nothing says which, or the one that is named is not there.
@@ -53,7 +53,7 @@ def directory(source: Source) -> Directory:
             found.setdefault(match[1] or "", {})[match[2]] = path
     if not found:
         raise SourceError(f"{source.name} holds no folders mp_rank_* with {FILE} of {TITLE}")
-    folder = "" if "" in found else tracked(source)
+    folder = "" if "" in found else read_tracker(source)
     if folder is None and TRACKER in source.files():
         raise SourceError(f"{TRACKER} holds neither a number nor release")
     if folder is None and len(found) > 1:
@@ -68,12 +68,12 @@ def directory(source: Source) -> Directory:
             hint="the copy is not complete; or give the folder of another iteration",
         )
     others = tuple(sorted(each for each in found if each not in {folder, ""}))
-    return Directory(folder, dict(sorted(found[folder].items())), others)
+    return RankDirectory(folder, dict(sorted(found[folder].items())), others)
 
 
-def ranks_of(found: Directory, mesh: Mesh) -> dict[int, str]:
+def list_rank_folders(found: RankDirectory, mesh: Mesh) -> dict[int, str]:
     """The folders of a mesh's ranks; raises SourceError, naming it, for one that is missing or one too many."""
-    wanted = list(islice(folders(mesh), len(found.files) + 1))  # the args may say any number
+    wanted = list(islice(list_mesh_folders(mesh), len(found.files) + 1))  # the args may say any number
     said = ", ".join(f"{axis}={mesh.degree(axis)}" for axis in ("tp", "pp", "ep", "etp"))
     missing = [name for name in wanted if name not in found.files]
     if missing:

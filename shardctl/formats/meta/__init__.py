@@ -6,14 +6,14 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.choice import missing
-from shardctl.formats.format import Format, given_file
+from shardctl.formats.choice import describe_missing
+from shardctl.formats.format import Format, find_given_file
 from shardctl.formats.links import check_link
 from shardctl.formats.meta.params import PARAMS, read_params
-from shardctl.formats.meta.parts import BUFFERS, Part, join_parts
-from shardctl.formats.side_files import side_files
+from shardctl.formats.meta.parts import BUFFERS, MetaRankFile, join_parts
+from shardctl.formats.side_files import list_side_files
 from shardctl.formats.torch_save import read_weights
-from shardctl.manifest import File, Manifest, Opaque, Training
+from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, TrainingState
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -25,12 +25,12 @@ _LEFT: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
 """Files that describe Meta's own, and would be wrong beside others."""
 
 
-def detect(source: Source) -> bool:
+def detect_meta(source: Source) -> bool:
     """Whether the directory holds files of these names; one of them given alone is a file of torch.save."""
-    return given_file(source) is None and any(_FILE.fullmatch(path) for path in source.files())
+    return find_given_file(source) is None and any(_FILE.fullmatch(path) for path in source.files())
 
 
-def scan(source: Source) -> Manifest:
+def scan_meta(source: Source) -> Manifest:
     """Read every pickle without running it, and join what the ranks have of each tensor.
 
     Names and the order of rows stay Meta's: the model of the config, which is made from `params.json`, translates them.
@@ -47,18 +47,18 @@ def scan(source: Source) -> Manifest:
             hint="give the same model in bfloat16",
         )
     params = read_params(source)
-    parts: list[Part] = []
+    parts: list[MetaRankFile] = []
     warnings: list[str] = []
-    for path in _files(source):
+    for path in _list_rank_files(source):
         check_link(source, path)
         found = read_weights(source, path)
-        parts.append(Part(path, found.saved, found.state.views))
+        parts.append(MetaRankFile(path, found.saved, found.state.views))
         warnings += (*found.saved.warnings, *found.state.warnings)
     joined = join_parts(parts, params)
     config = params.config(joined.shapes) if params is not None else None
-    side, left = side_files(source, {part.path for part in parts})
-    objects = [Opaque(o.name, "drop", o.file, size=o.size) if o.name in _LEFT else o for o in side]
-    objects += [Opaque(name, "drop", file=parts[0].path) for name in sorted(BUFFERS & parts[0].views.keys())]
+    side, left = list_side_files(source, {part.path for part in parts})
+    objects = [OpaqueObject(o.name, "drop", o.file, size=o.size) if o.name in _LEFT else o for o in side]
+    objects += [OpaqueObject(name, "drop", file=parts[0].path) for name in sorted(BUFFERS & parts[0].views.keys())]
     notes = list(joined.notes)
     if config is None:
         what = f"{PARAMS} is unlike that of Llama 2 and 3" if params is not None else f"there is no {PARAMS}"
@@ -66,15 +66,15 @@ def scan(source: Source) -> Manifest:
     return Manifest(
         format=FORMAT.name,
         tensors=joined.tensors,
-        files={part.path: File(part.path, source.files()[part.path].size) for part in parts},
+        files={part.path: CheckpointFile(part.path, source.files()[part.path].size) for part in parts},
         objects=tuple(objects),
         warnings=(*warnings, *left),
-        training=Training(writer="Meta's Llama", ranks=len(parts), notes=tuple(notes)),
+        training=TrainingState(writer="Meta's Llama", ranks=len(parts), notes=tuple(notes)),
         own_config=config,
     )
 
 
-def _files(source: Source) -> list[str]:
+def _list_rank_files(source: Source) -> list[str]:
     """The files in the order of ranks; raises SourceError for a gap."""
     numbers = {int(found[1]): path for path in source.files() if (found := _FILE.fullmatch(path))}
     if not numbers:
@@ -83,9 +83,10 @@ def _files(source: Source) -> list[str]:
     gaps = [f"consolidated.{n:0{width}}.pth" for n in range(max(numbers)) if n not in numbers]
     if gaps:
         raise SourceError(
-            f"{missing(gaps)}, but {numbers[max(numbers)]} is there", hint="every rank's file is needed; fetch the rest"
+            f"{describe_missing(gaps)}, but {numbers[max(numbers)]} is there",
+            hint="every rank's file is needed; fetch the rest",
         )
     return [numbers[n] for n in sorted(numbers)]
 
 
-FORMAT: Final = Format("meta", _TITLE, detect, scan, saved=True)
+FORMAT: Final = Format("meta", _TITLE, detect_meta, scan_meta, saved=True)

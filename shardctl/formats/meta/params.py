@@ -33,7 +33,7 @@ _LLAMA3_THETA: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True)
-class Params:
+class MetaParams:
     """The fields that decide how tensors are cut and what the model is."""
 
     dim: int
@@ -56,7 +56,7 @@ class Params:
             return None
         theta, scaled = self.given.get("rope_theta", 10_000.0), bool(self.given.get("use_scaled_rope"))
         vocabulary = shapes["tok_embeddings.weight"][0]
-        version, context = _version(vocabulary, theta, scaled=scaled)
+        version, context = _guess_llama_version(vocabulary, theta, scaled=scaled)
         config: dict[str, object] = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -105,7 +105,7 @@ class Params:
         return int(self.given.get("hidden_dim") or -(-hidden // multiple) * multiple)
 
 
-def _version(vocabulary: int, theta: float, *, scaled: bool) -> tuple[str, int]:
+def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tuple[str, int]:
     """Which Llama this seems to be, and the longest context it was trained for."""
     if scaled:
         return "Llama 3.1", 131_072
@@ -116,7 +116,7 @@ def _version(vocabulary: int, theta: float, *, scaled: bool) -> tuple[str, int]:
     return "Llama 2", 4_096
 
 
-def read_params(source: Source) -> Params | None:
+def read_params(source: Source) -> MetaParams | None:
     """What `params.json` says; None if there is none.
 
     Raises SourceError if it is malformed, or numbers are missing or not positive.
@@ -128,21 +128,21 @@ def read_params(source: Source) -> Params | None:
         given = given["model"]  # what a run was started with, around the model's own
     if not isinstance(given, dict):
         raise SourceError(f"{PARAMS} is not a JSON object")
-    dim, layers, heads = (_count(given, name) for name in ("dim", "n_layers", "n_heads"))
-    kv_heads = _count(given, "n_kv_heads") if given.get("n_kv_heads") is not None else heads
+    dim, layers, heads = (_parse_count(given, name) for name in ("dim", "n_layers", "n_heads"))
+    kv_heads = _parse_count(given, "n_kv_heads") if given.get("n_kv_heads") is not None else heads
     if given.get("head_dim") is None and dim % heads:
         raise SourceError(f"{PARAMS} has {heads} heads, which do not divide dim {dim}")
-    head = _count(given, "head_dim") if given.get("head_dim") is not None else dim // heads
+    head = _parse_count(given, "head_dim") if given.get("head_dim") is not None else dim // heads
     for name in ("rope_theta", "norm_eps", "ffn_dim_multiplier", "multiple_of", "hidden_dim", "rope_scaling_factor"):
         value = given.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
     vocabulary = given.get("vocab_size")
     known = isinstance(vocabulary, int) and not isinstance(vocabulary, bool) and vocabulary > 0
-    return Params(dim, layers, heads, kv_heads, head, vocabulary if known else None, given)
+    return MetaParams(dim, layers, heads, kv_heads, head, vocabulary if known else None, given)
 
 
-def _count(given: Mapping[str, Any], name: str) -> int:
+def _parse_count(given: Mapping[str, Any], name: str) -> int:
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_MANY:
         raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
-from shardctl.errors import SourceError, UnsupportedError, some
-from shardctl.formats.choice import missing
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.formats.choice import describe_missing
 from shardctl.manifest import Chunk, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.formats.meta.params import Params
-    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.formats.meta.params import MetaParams
+    from shardctl.formats.torch_tensors import SavedFile, StorageView
 
 BUFFERS: Final = frozenset({"rope.freqs"})
 """Computed from the config, and stored by older files."""
@@ -36,17 +36,17 @@ _MATRIX: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MetaRankFile:
     """The file of one rank."""
 
     path: str
-    saved: Saved
-    views: Mapping[str, View]
+    saved: SavedFile
+    views: Mapping[str, StorageView]
     """By name what it holds of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedParts:
     """All parts together."""
 
     tensors: Mapping[str, Tensor]
@@ -60,7 +60,7 @@ class Joined:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
-def join_parts(parts: Sequence[Part], params: Params | None) -> Joined:
+def join_parts(parts: Sequence[MetaRankFile], params: MetaParams | None) -> JoinedParts:
     """The tensors of the files of all ranks, in the order of ranks.
 
     Raises:
@@ -72,22 +72,22 @@ def join_parts(parts: Sequence[Part], params: Params | None) -> Joined:
     for part in parts[1:]:
         _check_same(parts[0], part)
     _check_count(parts, params)
-    notes = [] if len(parts) == 1 else [_say(_embedding_dim(parts, params))]
+    notes = [] if len(parts) == 1 else [_describe_embedding_cut(_find_embedding_dim(parts, params))]
     tensors = {}
     for name in names:
-        dim, times = _cut(name, parts, params)
-        tensors[name] = _joined(name, parts, dim, times)
+        dim, times = _find_cut(name, parts, params)
+        tensors[name] = _join_tensor(name, parts, dim, times)
         if times > 1 and dim is not None and len(notes) == 1:
             notes.append(f"each key/value head is on {times} ranks; its copies must be equal")
-    return Joined(tensors, tuple(notes))
+    return JoinedParts(tensors, tuple(notes))
 
 
-def _cut(name: str, parts: Sequence[Part], params: Params | None) -> tuple[int | None, int]:
+def _find_cut(name: str, parts: Sequence[MetaRankFile], params: MetaParams | None) -> tuple[int | None, int]:
     """The dim along which a tensor is cut, None for not at all, and on how many ranks each part is."""
     if len(parts) == 1 or _WHOLE.fullmatch(name):
         return None, len(parts)
     if name == EMBEDDING:
-        dim = _embedding_dim(parts, params)
+        dim = _find_embedding_dim(parts, params)
         return dim, 1 if dim is not None else len(parts)
     if _INPUTS.fullmatch(name):
         return 1, 1
@@ -98,7 +98,7 @@ def _cut(name: str, parts: Sequence[Part], params: Params | None) -> tuple[int |
     return 0, 1
 
 
-def _embedding_dim(parts: Sequence[Part], params: Params | None) -> int | None:
+def _find_embedding_dim(parts: Sequence[MetaRankFile], params: MetaParams | None) -> int | None:
     """How the embedding is cut, by its shape alone; raises SourceError if that fits no known way."""
     rows, columns = parts[0].views[EMBEDDING].shape
     hidden = parts[0].views[NORM].shape[0]
@@ -116,12 +116,12 @@ def _embedding_dim(parts: Sequence[Part], params: Params | None) -> int | None:
     )
 
 
-def _say(dim: int | None) -> str:
+def _describe_embedding_cut(dim: int | None) -> str:
     ways = {1: "along the hidden dim, as Llama 2 does", 0: "along the vocabulary, as Llama 3 does"}
     return f"the embedding is cut {ways[dim]}" if dim is not None else "the embedding is whole on every rank"
 
 
-def _joined(name: str, parts: Sequence[Part], dim: int | None, times: int) -> Tensor:
+def _join_tensor(name: str, parts: Sequence[MetaRankFile], dim: int | None, times: int) -> Tensor:
     """The whole tensor; `times` ranks have the same part."""
     first = parts[0].views[name]
     shape = list(first.shape)
@@ -150,7 +150,7 @@ def _check_known(path: str, names: Sequence[str]) -> None:
     unknown = [n for n in names if n != EMBEDDING and not any(p.fullmatch(n) for p in (_OUTPUTS, _INPUTS, _WHOLE))]
     if unknown:
         raise UnsupportedError(
-            f"{path} has {some(map(ascii, unknown))}, which Llama 2 and 3 have not",
+            f"{path} has {format_first_few(map(ascii, unknown))}, which Llama 2 and 3 have not",
             hint="how such tensors are cut is not known; give the model in the layout of transformers",
         )
     lacking = [name for name in (EMBEDDING, NORM) if name not in names]
@@ -158,7 +158,7 @@ def _check_known(path: str, names: Sequence[str]) -> None:
         raise SourceError(f"{path} has no {' and no '.join(lacking)}, so it is not a Llama of Meta's")
 
 
-def _check_same(first: Part, other: Part) -> None:
+def _check_same(first: MetaRankFile, other: MetaRankFile) -> None:
     for one, two in ((first, other), (other, first)):
         lacking = [name for name in one.views if name not in two.views and name not in BUFFERS]
         if lacking:
@@ -167,7 +167,7 @@ def _check_same(first: Part, other: Part) -> None:
             )
 
 
-def _check_count(parts: Sequence[Part], params: Params | None) -> None:
+def _check_count(parts: Sequence[MetaRankFile], params: MetaParams | None) -> None:
     """Raise SourceError if the first rank's part of a layer is not one of as many as there are files."""
     views, path = parts[0].views, parts[0].path
     for name, view in views.items():
@@ -187,7 +187,7 @@ def _check_count(parts: Sequence[Part], params: Params | None) -> None:
         width = len(path) - len("consolidated..pth")
         gaps = [f"consolidated.{n:0{width}}.pth" for n in range(len(parts), count)]
         raise SourceError(
-            f"{missing(gaps)}: {name} is [{rows}, {columns}] in {path}, one of {count} parts",
+            f"{describe_missing(gaps)}: {name} is [{rows}, {columns}] in {path}, one of {count} parts",
             hint="every rank's file is needed; fetch the rest",
         )
     raise SourceError(

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Final
 from shardctl.bounded_text import CONFIG_TEXT, read_json
 from shardctl.errors import SourceError
 from shardctl.formats.dcp.keys import sort_keys
-from shardctl.formats.format import Format, given_file
-from shardctl.formats.pickled_ranks.checkpoint import Collector
-from shardctl.formats.pickled_ranks.trained import training
-from shardctl.formats.rank_files import rank_files
-from shardctl.formats.side_files import side_files
-from shardctl.manifest import File, Manifest, Opaque, OwnConfig
+from shardctl.formats.format import Format, find_given_file
+from shardctl.formats.pickled_ranks.checkpoint import RankCollector
+from shardctl.formats.pickled_ranks.trained import collect_training
+from shardctl.formats.rank_files import list_rank_files
+from shardctl.formats.side_files import list_side_files
+from shardctl.manifest import CheckpointFile, Manifest, OpaqueObject, OwnConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardctl.formats.rank_files import RankFile
+    from shardctl.formats.rank_files import RankFileName
     from shardctl.storage import Source
 
 _WHOLE: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -32,15 +32,15 @@ _CONFIG: Final = "huggingface/config.json"
 """Where verl keeps the config, beside the files of its ranks."""
 
 
-def detect(source: Source) -> bool:
+def detect_pickled_ranks(source: Source) -> bool:
     """Whether the directory holds files with the numbers of ranks in their names, and no whole model."""
     files = source.files()
-    if given_file(source) is not None or any(path in files for path in _WHOLE):
+    if find_given_file(source) is not None or any(path in files for path in _WHOLE):
         return False
-    return any(file.kind == "model" for file in rank_files(files))
+    return any(file.kind == "model" for file in list_rank_files(files))
 
 
-def scan(source: Source) -> Manifest:
+def scan_pickled_ranks(source: Source) -> Manifest:
     """Read every pickle without running it, and put together what the ranks have.
 
     Tensors are named as the model does: without the keys of the dicts that they were saved in.
@@ -50,12 +50,12 @@ def scan(source: Source) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: sums that are pending, tensors of a kind that is not converted.
     """
-    files = rank_files(source.files())
-    model = _one_save(source, [file for file in files if file.kind == "model"], "models")
-    optimizer = _one_save(source, [file for file in files if file.kind == "optimizer"], "optimizers")
+    files = list_rank_files(source.files())
+    model = _select_one_save(source, [file for file in files if file.kind == "model"], "models")
+    optimizer = _select_one_save(source, [file for file in files if file.kind == "optimizer"], "optimizers")
     if not model:
         raise SourceError(f"{source.name} holds no files of a model's ranks", hint="give the directory that does")
-    collector = Collector(source)
+    collector = RankCollector(source)
     for file in model:
         collector.read(file)
     for file in optimizer:
@@ -69,21 +69,21 @@ def scan(source: Source) -> Manifest:
             hint=f"if each holds the whole model, give one of them: {source.name}/{model[0].path}",
         )
     weights = {name: collector.tensor(key, name, model) for key, name in found.weights.items()}
-    trained = training(collector, found, weights, optimizer or model, len(model))
+    trained = collect_training(collector, found, weights, optimizer or model, len(model))
     for each in (model, optimizer):
         collector.heed_missing(each)
     return Manifest(
         format=FORMAT.name,
         tensors=weights,
-        files={file.path: File(file.path, source.files()[file.path].size) for file in (*model, *optimizer)},
-        objects=(*_side_files(source, files), *(Opaque(key, "drop") for key in found.others)),
+        files={file.path: CheckpointFile(file.path, source.files()[file.path].size) for file in (*model, *optimizer)},
+        objects=(*_list_side_objects(source, files), *(OpaqueObject(key, "drop") for key in found.others)),
         warnings=tuple(collector.warnings),
         training=trained,
-        own_config=_own_config(source),
+        own_config=_read_own_config(source),
     )
 
 
-def _one_save(source: Source, files: Sequence[RankFile], what: str) -> list[RankFile]:
+def _select_one_save(source: Source, files: Sequence[RankFileName], what: str) -> list[RankFileName]:
     """The files in the order of ranks; raises SourceError if they are those of several saves."""
     families = {file.family: file for file in sorted(files, key=lambda file: file.path, reverse=True)}
     if len(families) > 1:
@@ -99,17 +99,19 @@ def _one_save(source: Source, files: Sequence[RankFile], what: str) -> list[Rank
     return ordered
 
 
-def _side_files(source: Source, files: Sequence[RankFile]) -> list[Opaque]:
-    side, _ = side_files(source, {file.path for file in files if file.kind != "other"})
+def _list_side_objects(source: Source, files: Sequence[RankFileName]) -> list[OpaqueObject]:
+    side, _ = list_side_files(source, {file.path for file in files if file.kind != "other"})
     others = {file.path for file in files if file.kind == "other"}
     return [replace(each, policy="drop") if each.name in others else each for each in side]
 
 
-def _own_config(source: Source) -> OwnConfig | None:
+def _read_own_config(source: Source) -> OwnConfig | None:
     if _CONFIG not in source.files():
         return None
     config = read_json(source, _CONFIG, CONFIG_TEXT)
     return OwnConfig(config) if isinstance(config, dict) else None
 
 
-FORMAT: Final = Format("pickled-ranks", "files of torch.save by ranks", detect, scan, saved=True)
+FORMAT: Final = Format(
+    "pickled-ranks", "files of torch.save by ranks", detect_pickled_ranks, scan_pickled_ranks, saved=True
+)

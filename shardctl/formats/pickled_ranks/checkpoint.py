@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.box import Box, subtract_all
-from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, some
+from shardctl.errors import CoverageError, HostileError, SourceError, UnsupportedError, format_first_few
 from shardctl.formats.pickle_budget import VisitCounter
-from shardctl.formats.pickle_tree import Call, mapping
-from shardctl.formats.pickled_ranks.parts import as_part
-from shardctl.formats.torch_save import check_total, open_saved
-from shardctl.manifest import Chunk, Fill, Region, Tensor
+from shardctl.formats.pickle_tree import CallNode, as_mapping
+from shardctl.formats.pickled_ranks.parts import as_tensor_part
+from shardctl.formats.torch_save import check_total_size, open_saved
+from shardctl.manifest import Chunk, ConstantFill, Region, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dtype import DType
     from shardctl.formats.dcp.keys import Way
-    from shardctl.formats.pickled_ranks.parts import Part, Piece
-    from shardctl.formats.rank_files import RankFile
-    from shardctl.formats.torch_tensors import Saved, View
+    from shardctl.formats.pickled_ranks.parts import LocalPiece, TensorPart
+    from shardctl.formats.rank_files import RankFileName
+    from shardctl.formats.torch_tensors import SavedFile, StorageView
     from shardctl.storage import Source
 
 _DEPTH: Final = 32
@@ -29,7 +29,7 @@ _FLAT: Final = "_flat_param"
 
 
 @dataclass(slots=True)
-class Held:
+class CollectedTensor:
     """A tensor as far as it was met."""
 
     shape: tuple[int, ...]
@@ -43,12 +43,12 @@ class Held:
     """Those that the ranks say have it."""
 
 
-class Collector:
+class RankCollector:
     """Reads the files of ranks, one after another."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, CollectedTensor] = {}
         """By key: the way, joined by dots."""
         self.objects: dict[str, Any] = {}
         """What is no tensor, by key, of the first rank that has it."""
@@ -56,31 +56,31 @@ class Collector:
         self.warnings: list[str] = []
         self._uncovered: dict[tuple[tuple[int, ...], tuple[Box, ...]], Box | None] = {}
 
-    def read(self, file: RankFile, root: Way = ()) -> None:
+    def read(self, file: RankFileName, root: Way = ()) -> None:
         """Take in one rank's file; `root` is put before the ways in it.
 
-        Raises as `open_saved` and `as_part`, and SourceError if it contradicts another rank's.
+        Raises as `open_saved` and `as_tensor_part`, and SourceError if it contradicts another rank's.
         """
         path = file.path
         saved = open_saved(self.source, path)
         self.warnings += saved.warnings
-        views: list[View] = []
-        leaves = list(_leaves(saved.tree, path))
+        views: list[StorageView] = []
+        leaves = list(_walk_leaves(saved.tree, path))
         flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)
         for way, node in leaves:
             key = ".".join((*root, *way))
             if self.ways.setdefault(key, (*root, *way)) != (*root, *way):
                 raise SourceError(f"{path}: two values would have the key {ascii(key)[:100]}")
-            part = as_part(node, f"{path}: tensor {ascii(key)[:200]}")
+            part = as_tensor_part(node, f"{path}: tensor {ascii(key)[:200]}")
             if part is None or (flat and not part.divided):
                 self.objects.setdefault(key, node)
                 continue
             views += (piece.view for piece in part.pieces)
             self._add(key, part, saved)
-        check_total(self.source, path, views)
+        check_total_size(self.source, path, views)
 
-    def _add(self, key: str, part: Part, saved: Saved) -> None:
-        known = self.held.setdefault(key, Held(part.shape, part.dtype, saved.path, part.divided))
+    def _add(self, key: str, part: TensorPart, saved: SavedFile) -> None:
+        known = self.held.setdefault(key, CollectedTensor(part.shape, part.dtype, saved.path, part.divided))
         if (known.shape, known.dtype) != (part.shape, part.dtype):
             raise SourceError(
                 f"{key!r} is {known.dtype} {list(known.shape)} in {known.file}, but {part.dtype} {list(part.shape)} in "
@@ -89,16 +89,16 @@ class Collector:
             )
         known.divided |= part.divided
         known.ranks |= part.ranks
-        known.chunks += (_chunk(key, piece, saved) for piece in part.pieces if piece.box.size)
+        known.chunks += (_build_chunk(key, piece, saved) for piece in part.pieces if piece.box.size)
 
-    def tensor(self, key: str, name: str, files: Sequence[RankFile]) -> Tensor:
+    def tensor(self, key: str, name: str, files: Sequence[RankFileName]) -> Tensor:
         """The tensor of a key, called `name`; `files` are those of all ranks that could have it.
 
         Raises CoverageError, naming box and file, if no rank has some of it.
         """
         held = self.held[key]
         if 0 in held.shape:
-            nothing = Chunk(Box.whole(held.shape), held.dtype, Fill(bytes(held.dtype.unit_bytes)), key)
+            nothing = Chunk(Box.whole(held.shape), held.dtype, ConstantFill(bytes(held.dtype.unit_bytes)), key)
             return Tensor(name, held.dtype, held.shape, (nothing,))
         found = tuple(dict.fromkeys(chunk.box for chunk in held.chunks))
         pattern = (held.shape, found)
@@ -106,29 +106,31 @@ class Collector:
             self._uncovered[pattern] = next(iter(subtract_all(Box.whole(held.shape), found)), None)
         lacking = self._uncovered[pattern]
         if lacking is not None:
-            missing = _missing(files, held.ranks)
-            where = f"{some(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
+            missing = _list_missing_files(files, held.ranks)
+            where = f"{format_first_few(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else ""
             raise CoverageError(
                 f"{where or 'no file has a part'}: {key!r} {list(held.shape)} lacks {lacking}",
                 hint="every rank's file is needed" if missing else "a file is of another rank or another save",
             )
         return Tensor(name, held.dtype, held.shape, tuple(held.chunks))
 
-    def heed_missing(self, files: Sequence[RankFile]) -> None:
+    def heed_missing(self, files: Sequence[RankFileName]) -> None:
         """Warn of files that are not there although ranks speak of them, if all they had is in others."""
-        missing = _missing(files, {rank for held in self.held.values() for rank in held.ranks})
+        missing = _list_missing_files(files, {rank for held in self.held.values() for rank in held.ranks})
         if missing:
-            self.warnings.append(f"{some(missing)}: not here; other ranks have copies of all that was in it")
+            self.warnings.append(
+                f"{format_first_few(missing)}: not here; other ranks have copies of all that was in it"
+            )
 
 
-def _missing(files: Sequence[RankFile], ranks: set[int]) -> list[str]:
+def _list_missing_files(files: Sequence[RankFileName], ranks: set[int]) -> list[str]:
     """Names of files that are not there: of ranks that are spoken of, or of a gap in the numbers."""
     there = {file.rank for file in files}
     expected = ranks | set(range(max(there, default=0)))
     return [files[0].of(rank) for rank in sorted(expected - there)] if files else []
 
 
-def _chunk(key: str, piece: Piece, saved: Saved) -> Chunk:
+def _build_chunk(key: str, piece: LocalPiece, saved: SavedFile) -> Chunk:
     """Where the elements of a box are."""
     view = piece.view
     if view.dtype.unit_elements > 1 and piece.box.shape != view.shape:
@@ -138,10 +140,10 @@ def _chunk(key: str, piece: Piece, saved: Saved) -> Chunk:
     return Chunk(piece.box, view.dtype, Region(region.file, region.offset + shift, region.strides), key)
 
 
-def _leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
+def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
     """Every value in nested dicts, and in lists of dicts or of tensors, with the keys that lead to it."""
     todo: list[tuple[Way, Any]] = [((), tree)]
-    if mapping(tree) is None:
+    if as_mapping(tree) is None:
         raise UnsupportedError(
             f"{path} holds something else than a dict of tensors", hint="torch.save(model.state_dict(), ...) makes one"
         )
@@ -149,8 +151,8 @@ def _leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
     while todo:
         way, node = todo.pop()
         visits.visit(len(node) if isinstance(node, list | dict) else 1)
-        inside = mapping(node)
-        if inside is None and isinstance(node, list) and any(isinstance(each, Call | dict) for each in node):
+        inside = as_mapping(node)
+        if inside is None and isinstance(node, list) and any(isinstance(each, CallNode | dict) for each in node):
             inside = dict(enumerate(node))
         if inside is None:
             yield way, node

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.pickle_tree import Call, Global
-from shardctl.formats.pickled_ranks.placements import Placement, boxes, local_shape
-from shardctl.formats.torch_tensors import View, as_tensor, sizes
+from shardctl.formats.pickle_tree import CallNode, GlobalNode
+from shardctl.formats.pickled_ranks.placements import AxisPlacement, compute_local_shape, list_local_boxes
+from shardctl.formats.torch_tensors import StorageView, as_sizes, as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,125 +44,128 @@ _FEWEST: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalPiece:
     """A box of a tensor and the local tensor that has its elements."""
 
     box: Box
-    view: View
+    view: StorageView
     at: tuple[int, ...]
     """Where in the local tensor the box begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """What a rank has of a tensor."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
     dtype: DType
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
     divided: bool
     """Whether it says itself that it is a part; a plain tensor does not."""
     ranks: frozenset[int] = frozenset()
     """Other ranks that it mentions."""
 
 
-_Found = tuple[tuple[Piece, ...], frozenset[int]]
+_Found = tuple[tuple[LocalPiece, ...], frozenset[int]]
 
 
-def as_part(node: object, where: str) -> Part | None:
+def as_tensor_part(node: object, where: str) -> TensorPart | None:
     """What a node stands for, None if it is no tensor. `where` begins messages.
 
     Raises:
         SourceError: malformed, or the local tensor is not the one that the description is of.
         UnsupportedError: pending sums (`Partial`), placements that are not known, tensors as `as_tensor` refuses.
     """
-    if isinstance(node, Call) and str(node.function) in _PARAMETERS and node.args:
-        return as_part(node.args[0], where) if _is_wrapper(node.args[0]) else _plain(node, where)
+    if isinstance(node, CallNode) and str(node.function) in _PARAMETERS and node.args:
+        return as_tensor_part(node.args[0], where) if _is_wrapper(node.args[0]) else _as_plain_part(node, where)
     if not _is_wrapper(node):
-        return _plain(node, where)
-    assert isinstance(node, Call)  # noqa: S101 - what a wrapper is
+        return _as_plain_part(node, where)
+    assert isinstance(node, CallNode)  # noqa: S101 - what a wrapper is
     _, kind, args, state, *_ = node.args
-    shape, dtype = _sizes(args[2], where), BY_TORCH.get(args[1].name) if isinstance(args[1], Global) else None
+    shape, dtype = _parse_sizes(args[2], where), BY_TORCH.get(args[1].name) if isinstance(args[1], GlobalNode) else None
     if dtype is None:
         raise UnsupportedError(f"{where} has the type {ascii(args[1])[:40]}, which safetensors cannot hold")
-    found = _sharded(state, shape, where) if str(kind) == _SHARDED else _distributed(state, shape, where)
+    found = _parse_sharded_tensor(state, shape, where) if str(kind) == _SHARDED else _parse_dtensor(state, shape, where)
     pieces, ranks = found
     if any(piece.view.dtype != dtype for piece in pieces):
-        _malformed(where, f"is {dtype}, but its local tensor is not")
-    return Part(shape, dtype, pieces, divided=True, ranks=ranks)
+        _raise_malformed(where, f"is {dtype}, but its local tensor is not")
+    return TensorPart(shape, dtype, pieces, divided=True, ranks=ranks)
 
 
 def _is_wrapper(node: object) -> bool:
     """Whether it is a call that makes a DTensor or a ShardedTensor: `(rebuild, class, arguments, state)`."""
-    if not isinstance(node, Call) or str(node.function) not in _WRAPPED:
+    if not isinstance(node, CallNode) or str(node.function) not in _WRAPPED:
         return False
     match node.args:
-        case (Global() as rebuild, Global() as kind, tuple() as args, _, *_) if len(args) >= _FEWEST:
+        case (GlobalNode() as rebuild, GlobalNode() as kind, tuple() as args, _, *_) if len(args) >= _FEWEST:
             return str(rebuild) == _EMPTY and str(kind) in {*_DTENSORS, _SHARDED}
     return False
 
 
-def _plain(node: object, where: str) -> Part | None:
+def _as_plain_part(node: object, where: str) -> TensorPart | None:
     view = as_tensor(node, where)
     if view is None:
         return None
-    whole = Piece(Box.whole(view.shape), view, (0,) * len(view.shape))
-    return Part(view.shape, view.dtype, (whole,), divided=False)
+    whole = LocalPiece(Box.whole(view.shape), view, (0,) * len(view.shape))
+    return TensorPart(view.shape, view.dtype, (whole,), divided=False)
 
 
 # DTensor
 
 
-def _distributed(state: object, shape: tuple[int, ...], where: str) -> _Found:
-    attributes = _attributes(state, where)
+def _parse_dtensor(state: object, shape: tuple[int, ...], where: str) -> _Found:
+    attributes = _parse_attributes(state, where)
     local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
-    if not isinstance(spec, Call) or not str(spec.function).endswith(".DTensorSpec"):
-        _malformed(where, "has no description of its placements")
-    said = _attributes(spec.state, where)
+    if not isinstance(spec, CallNode) or not str(spec.function).endswith(".DTensorSpec"):
+        _raise_malformed(where, "has no description of its placements")
+    said = _parse_attributes(spec.state, where)
     mesh, listed = said.get("mesh"), said.get("placements")
-    if not isinstance(mesh, Call) or not isinstance(listed, tuple | list):
-        _malformed(where, "has no device mesh or no placements")
-    known = _attributes(mesh.state, where)
-    extents, index = _mesh_shape(known, where), known.get("_coordinate_on_dim")
+    if not isinstance(mesh, CallNode) or not isinstance(listed, tuple | list):
+        _raise_malformed(where, "has no device mesh or no placements")
+    known = _parse_attributes(mesh.state, where)
+    extents, index = _parse_mesh_shape(known, where), known.get("_coordinate_on_dim")
     ranks = frozenset(
-        rank for key in ("_flatten_rank_map", "_flatten_mesh_list") for rank in _numbers(known.get(key)) or ()
+        rank for key in ("_flatten_rank_map", "_flatten_mesh_list") for rank in _as_numbers(known.get(key)) or ()
     )
     if index is None:  # of a rank that is not in the mesh
         return (), ranks
-    at = _numbers(index)
+    at = _as_numbers(index)
     if (
         at is None
         or not len(at) == len(extents) == len(listed)
         or not all(a < n for a, n in zip(at, extents, strict=True))
     ):
-        _malformed(where, f"is placed on a mesh of {list(extents)} in a way that does not fit it")
+        _raise_malformed(where, f"is placed on a mesh of {list(extents)} in a way that does not fit it")
     placements = tuple(
-        _placement(node, size, a, len(shape), where) for node, size, a in zip(listed, extents, at, strict=True)
+        _parse_placement(node, size, a, len(shape), where) for node, size, a in zip(listed, extents, at, strict=True)
     )
     view = as_tensor(local, where)
     if view is None:
-        _malformed(where, "has no local tensor")
-    expected = local_shape(shape, placements)
+        _raise_malformed(where, "has no local tensor")
+    expected = compute_local_shape(shape, placements)
     if view.shape != expected and not (0 in view.shape and 0 in expected):
         raise SourceError(
             f"{where} {list(shape)}: this rank has {list(view.shape)}, but its placements mean {list(expected)}"
         )
-    return tuple(Piece(box, view, start) for box, start in boxes(shape, placements)), ranks
+    return tuple(LocalPiece(box, view, start) for box, start in list_local_boxes(shape, placements)), ranks
 
 
-def _mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
+def _parse_mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
     """Ranks along each axis: since torch 2.9 of a layout, before of the tensor of ranks."""
     layout = mesh.get("_layout")
-    if isinstance(layout, Call):
-        state = _attributes(layout.state, where)
+    if isinstance(layout, CallNode):
+        state = _parse_attributes(layout.state, where)
         axes = state.get("axes")
         if isinstance(axes, tuple | list):
-            extents = [_attributes(axis.state, where).get("shape") if isinstance(axis, Call) else None for axis in axes]
+            extents = [
+                _parse_attributes(axis.state, where).get("shape") if isinstance(axis, CallNode) else None
+                for axis in axes
+            ]
         else:
             shape = state.get("shape")
             extents = list(shape) if isinstance(shape, tuple | list) else [shape]
-        sizes = [_product(extent) for extent in extents]
+        sizes = [_multiply_extents(extent) for extent in extents]
     else:
         ranks = as_tensor(mesh.get("mesh"), where)
         sizes = list(ranks.shape) if ranks is not None else [None]
@@ -172,68 +175,68 @@ def _mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _product(extent: object, depth: int = _NESTED) -> int | None:
+def _multiply_extents(extent: object, depth: int = _NESTED) -> int | None:
     """The ranks of one axis, which may be several axes flattened."""
     if isinstance(extent, tuple | list) and len(extent) <= _AXES and depth:
-        parts = [_product(part, depth - 1) for part in extent]
+        parts = [_multiply_extents(part, depth - 1) for part in extent]
         known = [part for part in parts if part is not None]
         return prod(known) if len(known) == len(parts) else None
     return extent if type(extent) is int and 0 < extent < _FAR else None
 
 
-def _placement(node: object, size: int, index: int, ndim: int, where: str) -> Placement:
-    function = str(node.function) if isinstance(node, Call) else ""
+def _parse_placement(node: object, size: int, index: int, ndim: int, where: str) -> AxisPlacement:
+    function = str(node.function) if isinstance(node, CallNode) else ""
     prefix = next((p for p in _PLACEMENTS if function.startswith(p)), None)
-    if not isinstance(node, Call) or prefix is None:
-        _malformed(where, "has something else in place of a placement")
+    if not isinstance(node, CallNode) or prefix is None:
+        _raise_malformed(where, "has something else in place of a placement")
     kind = function.removeprefix(prefix)
     if kind == "Replicate":
-        return Placement(size, index)
+        return AxisPlacement(size, index)
     if kind in {"Partial", "_Partial", "MaskPartial", "_MaskPartial", "_NormPartial"}:
         raise UnsupportedError(f"{where} is a sum that the ranks have not added up yet ({kind})")
     if kind not in {"Shard", "_StridedShard"}:
         raise UnsupportedError(f"{where} is placed by {function}, which shardctl does not know")
-    state = _attributes(node.state, where) if node.state is not None else {}
+    state = _parse_attributes(node.state, where) if node.state is not None else {}
     dim = state.get("dim", node.args[0] if node.args else None)
     factor = state.get("split_factor", 1)
     if type(dim) is not int or not -ndim <= dim < ndim or type(factor) is not int or not 0 < factor < _FAR:
-        _malformed(where, f"of {ndim} dims is cut along dim {ascii(dim)[:40]}")
-    return Placement(size, index, dim % ndim, factor if kind == "_StridedShard" else 1)
+        _raise_malformed(where, f"of {ndim} dims is cut along dim {ascii(dim)[:40]}")
+    return AxisPlacement(size, index, dim % ndim, factor if kind == "_StridedShard" else 1)
 
 
 # ShardedTensor
 
 
-def _sharded(state: object, shape: tuple[int, ...], where: str) -> _Found:
+def _parse_sharded_tensor(state: object, shape: tuple[int, ...], where: str) -> _Found:
     """`state` is `(local shards, metadata, process group, sharding spec, init_rrefs)`."""
     if not isinstance(state, tuple | list) or not state or not isinstance(state[0], tuple | list):
-        _malformed(where, "has no list of shards")
+        _raise_malformed(where, "has no list of shards")
     pieces = []
     whole = Box.whole(shape)
     for node in state[0]:
-        shard = _attributes(node.state, where) if isinstance(node, Call) else {}
+        shard = _parse_attributes(node.state, where) if isinstance(node, CallNode) else {}
         described = shard.get("metadata")
-        said = _attributes(described.state, where) if isinstance(described, Call) else {}
-        origin, extents = _sizes(said.get("shard_offsets"), where), _sizes(said.get("shard_sizes"), where)
+        said = _parse_attributes(described.state, where) if isinstance(described, CallNode) else {}
+        origin, extents = _parse_sizes(said.get("shard_offsets"), where), _parse_sizes(said.get("shard_sizes"), where)
         view = as_tensor(shard.get("tensor"), where)
         if view is None:
-            _malformed(where, "has a shard without a tensor")
+            _raise_malformed(where, "has a shard without a tensor")
         if len(origin) != len(extents) or len(extents) != len(shape) or not whole.contains(Box(origin, extents)):
-            _malformed(where, f"of shape {list(shape)} has a shard of {list(extents)} at {list(origin)}")
+            _raise_malformed(where, f"of shape {list(shape)} has a shard of {list(extents)} at {list(origin)}")
         if view.shape != extents:
             raise SourceError(f"{where}: a shard is {list(view.shape)}, but its description says {list(extents)}")
-        pieces.append(Piece(Box(origin, extents), view, (0,) * len(extents)))
-    return tuple(pieces), frozenset(_placed(state))
+        pieces.append(LocalPiece(Box(origin, extents), view, (0,) * len(extents)))
+    return tuple(pieces), frozenset(_list_shard_ranks(state))
 
 
-def _placed(state: Any) -> Iterator[int]:  # noqa: ANN401 - a node of a tree
+def _list_shard_ranks(state: Any) -> Iterator[int]:  # noqa: ANN401 - a node of a tree
     """The ranks that the metadata of all shards names."""
-    metadata = state[1].state if len(state) > 1 and isinstance(state[1], Call) else None
+    metadata = state[1].state if len(state) > 1 and isinstance(state[1], CallNode) else None
     shards = metadata.get("shards_metadata") if isinstance(metadata, dict) else None
     for shard in shards if isinstance(shards, tuple | list) else ():
-        said = _merged(shard.state) if isinstance(shard, Call) else None
+        said = _merge_attributes(shard.state) if isinstance(shard, CallNode) else None
         device = said.get("placement") if said is not None else None
-        rank = _merged(device.state) if isinstance(device, Call) else None
+        rank = _merge_attributes(device.state) if isinstance(device, CallNode) else None
         if rank is not None and type(rank.get("_rank")) is int:
             yield rank["_rank"]
 
@@ -241,7 +244,7 @@ def _placed(state: Any) -> Iterator[int]:  # noqa: ANN401 - a node of a tree
 # Nodes
 
 
-def _merged(state: object) -> dict[Any, Any] | None:
+def _merge_attributes(state: object) -> dict[Any, Any] | None:
     """The attributes in a pickled state: a dict, or one and that of the slots."""
     if isinstance(state, dict):
         return state
@@ -250,25 +253,25 @@ def _merged(state: object) -> dict[Any, Any] | None:
     return None
 
 
-def _attributes(state: object, where: str) -> dict[Any, Any]:
-    found = _merged(state)
+def _parse_attributes(state: object, where: str) -> dict[Any, Any]:
+    found = _merge_attributes(state)
     if found is None:
-        _malformed(where, "has a description without attributes")
+        _raise_malformed(where, "has a description without attributes")
     return found
 
 
-def _numbers(node: object) -> tuple[int, ...] | None:
+def _as_numbers(node: object) -> tuple[int, ...] | None:
     if not isinstance(node, tuple | list) or any(type(n) is not int or not 0 <= n < _FAR for n in node):
         return None
     return tuple(node)
 
 
-def _sizes(node: object, where: str) -> tuple[int, ...]:
-    found = sizes(node)
+def _parse_sizes(node: object, where: str) -> tuple[int, ...]:
+    found = as_sizes(node)
     if found is None:
-        _malformed(where, "has a shape, sizes or offsets that are negative or malformed")
+        _raise_malformed(where, "has a shape, sizes or offsets that are negative or malformed")
     return found
 
 
-def _malformed(where: str, what: str) -> NoReturn:
+def _raise_malformed(where: str, what: str) -> NoReturn:
     raise SourceError(f"{where} {what}")

@@ -24,7 +24,7 @@ _Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class AxisPlacement:
     """What one axis of the mesh does to a tensor."""
 
     size: int
@@ -38,7 +38,9 @@ class Placement:
 
 
 @lru_cache(maxsize=1 << 14)  # layers are alike
-def boxes(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+def list_local_boxes(
+    shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The boxes that a rank has of a tensor of `shape`, and where each begins in its own, local tensor.
 
     >>> [str(b) for b, _ in boxes((8, 3), (Placement(2, 1, 0, 2), Placement(2, 0, 0)))]  # FSDP2 and tensor parallel
@@ -46,7 +48,7 @@ def boxes(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[tu
 
     Raises HostileError for placements that divide a tensor into very many boxes.
     """
-    runs = _runs(shape, placements)
+    runs = _compute_runs(shape, placements)
     if prod(map(len, runs)) > _MOST:
         raise HostileError(f"placements that divide a tensor of {list(shape)} into more than {_MOST:,} boxes")
     starts = [list(accumulate((count for _, count in each), initial=0))[:-1] for each in runs]
@@ -57,21 +59,21 @@ def boxes(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[tu
 
 
 @lru_cache(maxsize=1 << 14)
-def local_shape(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> tuple[int, ...]:
+def compute_local_shape(shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]) -> tuple[int, ...]:
     """The shape of what a rank has of a tensor of `shape`."""
-    return tuple(sum(count for _, count in each) for each in _runs(shape, placements))
+    return tuple(sum(count for _, count in each) for each in _compute_runs(shape, placements))
 
 
-def _runs(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[_Runs]:
+def _compute_runs(shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]) -> list[_Runs]:
     """The stretches of each dim that a rank has."""
     runs: list[_Runs] = [((0, extent),) if extent else () for extent in shape]
     for placement in placements:
         if placement.dim is not None:
-            runs[placement.dim] = _share(runs[placement.dim], placement)
+            runs[placement.dim] = _share_runs(runs[placement.dim], placement)
     return runs
 
 
-def _share(runs: _Runs, placement: Placement) -> _Runs:
+def _share_runs(runs: _Runs, placement: AxisPlacement) -> _Runs:
     """What one rank gets of the stretches that the axes before left."""
     total = sum(count for _, count in runs)
     piece = -(-total // placement.factor)
@@ -82,7 +84,7 @@ def _share(runs: _Runs, placement: Placement) -> _Runs:
         stop = min(start + piece, total)
         part = -(-(stop - start) // placement.size)
         first = min(start + part * placement.index, stop)
-        for begin, count in _within(runs, first, min(first + part, stop)):
+        for begin, count in _slice_runs(runs, first, min(first + part, stop)):
             if shares and sum(shares[-1]) == begin:
                 shares[-1] = (shares[-1][0], shares[-1][1] + count)
             else:
@@ -92,7 +94,7 @@ def _share(runs: _Runs, placement: Placement) -> _Runs:
     return tuple(shares)
 
 
-def _within(runs: _Runs, start: int, stop: int) -> _Runs:
+def _slice_runs(runs: _Runs, start: int, stop: int) -> _Runs:
     """The part of the stretches, taken as one, from `start` to `stop`."""
     found, at = [], 0
     for first, count in runs:

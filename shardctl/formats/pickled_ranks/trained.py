@@ -5,46 +5,46 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardctl.formats.dcp.items import NUMBERS, float_or_int
-from shardctl.formats.dcp.keys import named_states, settings_groups, steps_done
-from shardctl.manifest import Region, Training
+from shardctl.formats.dcp.items import NUMBERS, decode_number
+from shardctl.formats.dcp.keys import build_named_states, build_parameter_groups, find_steps_done
+from shardctl.manifest import Region, TrainingState
 from shardctl.settings import as_setting
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.formats.dcp.keys import Sorted
-    from shardctl.formats.pickled_ranks.checkpoint import Collector
-    from shardctl.formats.rank_files import RankFile
+    from shardctl.formats.dcp.keys import SortedKeys
+    from shardctl.formats.pickled_ranks.checkpoint import RankCollector
+    from shardctl.formats.rank_files import RankFileName
     from shardctl.manifest import Tensor
     from shardctl.settings import Setting
 
 
-def training(
-    collector: Collector,
-    found: Sorted,
+def collect_training(
+    collector: RankCollector,
+    found: SortedKeys,
     weights: Mapping[str, Tensor],
-    files: Sequence[RankFile],
+    files: Sequence[RankFileName],
     ranks: int,
-) -> Training:
+) -> TrainingState:
     """States and settings among what was collected; `files` are those that may hold states.
 
     States of parameters that are not among `weights`, by name, are left behind with a warning.
     """
-    made, value = partial(collector.tensor, files=files), partial(_value, collector)
-    states = named_states(found, weights, collector.held, made, collector.warnings)
-    return Training(
+    made, value = partial(collector.tensor, files=files), partial(_read_value, collector)
+    states = build_named_states(found, weights, collector.held, made, collector.warnings)
+    return TrainingState(
         writer="torch.save on each rank",
         ranks=ranks,
-        step=steps_done(found, value),
+        step=find_steps_done(found, value),
         states=states,
-        groups=settings_groups(found, weights, value) if states else (),
+        groups=build_parameter_groups(found, weights, value) if states else (),
         notes=found.notes(),
     )
 
 
-def _value(collector: Collector, key: str) -> Setting:
+def _read_value(collector: RankCollector, key: str) -> Setting:
     """A number, a text or a list of those; also a number in a tensor. None for anything else."""
     held = collector.held.get(key)
     if held is None:
@@ -53,4 +53,4 @@ def _value(collector: Collector, key: str) -> Setting:
     where = held.chunks[0].where
     if held.shape or held.dtype.name not in NUMBERS or not isinstance(where, Region):
         return None
-    return float_or_int(held.dtype.name, read(collector.source, where.file, where.offset, held.dtype.unit_bytes))
+    return decode_number(held.dtype.name, read_bytes(collector.source, where.file, where.offset, held.dtype.unit_bytes))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.dcp.checkpoint import METADATA
 from shardctl.formats.dcp.metadata import read_metadata
-from shardctl.formats.dcp.save import Save
+from shardctl.formats.dcp.save import DcpSave
 from shardctl.formats.format import Format
-from shardctl.formats.sharded_backend import MARK, ShardedBackend, is_megatron, sharded_backend
-from shardctl.formats.torch_dist.checkpoint import manifest
+from shardctl.formats.sharded_backend import MARK, ShardedBackend, is_megatron, read_sharded_backend
+from shardctl.formats.torch_dist.checkpoint import build_manifest
 
 if TYPE_CHECKING:
     from shardctl.formats.format import Weights
@@ -21,12 +21,12 @@ _NAME: Final = "torch_dist"
 _VERSION: Final = 1
 
 
-def detect(source: Source) -> bool:
+def detect_torch_dist(source: Source) -> bool:
     """Whether Megatron-LM's files are there, or in a folder: that of the last iteration, or NeMo's."""
     return is_megatron(source)
 
 
-def scan(source: Source, weights: Weights = None) -> Manifest:
+def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
     """Read the metadata, the head of every item, and what all ranks have alike, but run none of it.
 
     Arrays are named as Megatron-LM does, without what training loops put before its names; which tensors of a model
@@ -37,20 +37,20 @@ def scan(source: Source, weights: Weights = None) -> Manifest:
         HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
         UnsupportedError: another container than torch's, or a version of Megatron-LM's that is not known.
     """
-    backend = sharded_backend(source)
+    backend = read_sharded_backend(source)
     if backend is None:
         raise SourceError(
             f"{source.name} has no {MARK} of Megatron-LM that can be read; it is written last",
             hint="the save did not finish, or the file was not copied",
         )
-    _check(backend)
+    _check_backend(backend)
     path = f"{backend.folder}{METADATA}"
     if path not in source.files():
         raise SourceError(f"{backend.folder}{MARK} is there, but {path} is not", hint="a copy left out hidden files")
-    return manifest(_NAME, Save(source, [read_metadata(source, path)]), backend.folder, weights)
+    return build_manifest(_NAME, DcpSave(source, [read_metadata(source, path)]), backend.folder, weights)
 
 
-def _check(backend: ShardedBackend) -> None:
+def _check_backend(backend: ShardedBackend) -> None:
     where = f"{backend.folder}{MARK}"
     if backend.name == "zarr":
         raise UnsupportedError(
@@ -65,4 +65,6 @@ def _check(backend: ShardedBackend) -> None:
         )
 
 
-FORMAT: Final = Format(_NAME, "Megatron-LM's distributed checkpoints", detect, scan, scan)
+FORMAT: Final = Format(
+    _NAME, "Megatron-LM's distributed checkpoints", detect_torch_dist, scan_torch_dist, scan_torch_dist
+)

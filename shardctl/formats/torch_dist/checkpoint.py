@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.dcp.checkpoint import METADATA, SUFFIX
-from shardctl.formats.dcp.save import writers
+from shardctl.formats.dcp.save import count_writers
 from shardctl.formats.sharded_backend import COMMON, MARK, TRACKER
-from shardctl.formats.side_files import side_files
-from shardctl.formats.torch_dist.common import Common, read_common
-from shardctl.formats.torch_dist.config import own_config, written_for
-from shardctl.formats.torch_dist.flattened import unflattened
-from shardctl.formats.torch_dist.keys import Keys, dialect, sort_keys
-from shardctl.manifest import Manifest, Opaque, Training
-from shardctl.schemas.megatron.arguments import zero_centred
-from shardctl.training import state_name
+from shardctl.formats.side_files import list_side_files
+from shardctl.formats.torch_dist.common import CommonState, read_common
+from shardctl.formats.torch_dist.config import build_own_config, build_written_mesh
+from shardctl.formats.torch_dist.flattened import unflatten_tensor
+from shardctl.formats.torch_dist.keys import MegatronKeys, build_dialect, sort_keys
+from shardctl.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.schemas.megatron.arguments import has_zero_centred_norms
+from shardctl.training import format_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.formats.dcp.save import Save
+    from shardctl.formats.dcp.save import DcpSave
     from shardctl.formats.format import Weights
     from shardctl.manifest import Tensor
 
@@ -36,7 +36,7 @@ _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
 
-def manifest(name: str, save: Save, folder: str, weights: Weights) -> Manifest:
+def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> Manifest:
     """The manifest of a save in `folder`; `weights` says which copy of them is meant where there are two.
 
     Raises as `scan` of the format says.
@@ -47,57 +47,59 @@ def manifest(name: str, save: Save, folder: str, weights: Weights) -> Manifest:
     keys = sort_keys(save.tensors)
     if not keys.weights:
         raise SourceError(f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_SHOWN])}")
-    tensors = {name: _tensor(save, key, name) for key, name in keys.weights.items()}
+    tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
     warnings: list[str] = []
-    states = dict(_states(save, keys, tensors, warnings))
-    masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := state_name(s, p)) in states}
+    states = dict(_build_states(save, keys, tensors, warnings))
+    masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := format_state_name(s, p)) in states}
     if weights == "master" and not masters:
         raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
     if weights != "module":
         tensors |= {p: replace(master, name=p) for p, master in masters.items()}
-    side, left = _side(save, folder)
-    mesh = written_for(common)
+    side, left = _list_side_objects(save, folder)
+    mesh = build_written_mesh(common)
     return Manifest(
         format=name,
         tensors=tensors,
         files=dict(sorted(save.files.items())),
-        objects=(*side, *_objects(save, keys, common)),
+        objects=(*side, *_list_objects(save, keys, common)),
         warnings=(*warnings, *left),
-        training=Training(
+        training=TrainingState(
             writer="Megatron-LM",
-            ranks=mesh.world if common is not None and common.arguments else writers(save.files),
-            step=_step(common),
+            ranks=mesh.world if common is not None and common.arguments else count_writers(save.files),
+            step=_find_step(common),
             states=states,
-            notes=tuple(_notes(keys, common, masters, weights)),
+            notes=tuple(_list_notes(keys, common, masters, weights)),
         ),
-        dialect=dialect(
+        dialect=build_dialect(
             {each.name: each.shape for each in tensors.values()},
             mesh,
-            centred=common is not None and zero_centred(common.arguments),
+            centred=common is not None and has_zero_centred_norms(common.arguments),
         ),
-        own_config=own_config(common, tensors),
+        own_config=build_own_config(common, tensors),
     )
 
 
-def _tensor(save: Save, key: str, name: str) -> Tensor:
+def _build_tensor(save: DcpSave, key: str, name: str) -> Tensor:
     found = save.tensor(key, name)
     shape = save.metadata[0].flattened.get(key)
-    return unflattened(found, shape) if shape is not None else found
+    return unflatten_tensor(found, shape) if shape is not None else found
 
 
-def _states(save: Save, keys: Keys, tensors: dict[str, Tensor], warnings: list[str]) -> Iterator[tuple[str, Tensor]]:
+def _build_states(
+    save: DcpSave, keys: MegatronKeys, tensors: dict[str, Tensor], warnings: list[str]
+) -> Iterator[tuple[str, Tensor]]:
     """States by canonical name; those that cannot be told from each other, or have no weight, are left behind."""
     strange: list[str] = []
     seen: dict[str, str] = {}
     for key, (state, parameter) in keys.states.items():
-        name = state_name(state, parameter)
+        name = format_state_name(state, parameter)
         if parameter not in tensors:
             strange.append(key)
             continue
         if name in seen:
             raise SourceError(f"{key!r} and {seen[name]!r} are both the state {state} of {parameter}")
         seen[name] = key
-        yield name, _tensor(save, key, name)
+        yield name, _build_tensor(save, key, name)
     if strange:
         warnings.append(
             f"{len(strange)} optimizer states such as {strange[0]!r} are left behind: their weights are not here"
@@ -109,37 +111,39 @@ def _states(save: Save, keys: Keys, tensors: dict[str, Tensor], warnings: list[s
         )
 
 
-def _side(save: Save, folder: str) -> tuple[list[Opaque], tuple[str, ...]]:
+def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], tuple[str, ...]]:
     """Files beside the checkpoint's own; those of other iterations are not even listed."""
     own = {*save.files, *(each.path for each in save.metadata)}
     files = save.source.files()
     own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK}
     own |= {path for path in files if path in _FRAMEWORK or (folder and _FOLDER.fullmatch(path))}
     others = {path for path in files if path not in own and path.endswith(SUFFIX)}
-    return [o for o in side_files(save.source, own)[0] if o.name not in others], tuple(
+    return [o for o in list_side_files(save.source, own)[0] if o.name not in others], tuple(
         f"{path} is not part of this checkpoint; it is left behind" for path in sorted(others)[:_SHOWN]
     )
 
 
-def _objects(save: Save, keys: Keys, common: Common | None) -> Iterator[Opaque]:
+def _list_objects(save: DcpSave, keys: MegatronKeys, common: CommonState | None) -> Iterator[OpaqueObject]:
     objects = save.metadata[0].objects
     for key in (*(key for key in objects if _EXTRA not in key), *keys.buckets):
-        yield Opaque(key, "drop")
+        yield OpaqueObject(key, "drop")
     extra = sum(_EXTRA in key for key in objects)
     if extra:
-        yield Opaque(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
+        yield OpaqueObject(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
     if common is not None:
         for name in common.names:
-            yield Opaque(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
+            yield OpaqueObject(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
 
 
-def _step(common: Common | None) -> int | None:
+def _find_step(common: CommonState | None) -> int | None:
     if common is None:
         return None
     return common.step if common.step is not None else common.iteration
 
 
-def _notes(keys: Keys, common: Common | None, masters: dict[str, Tensor], weights: Weights) -> Iterator[str]:
+def _list_notes(
+    keys: MegatronKeys, common: CommonState | None, masters: dict[str, Tensor], weights: Weights
+) -> Iterator[str]:
     """How the keys were understood."""
     if keys.wrapper:
         yield f"arrays are named by what follows {keys.wrapper!r} in the keys"

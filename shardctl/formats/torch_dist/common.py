@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
-from shardctl.formats.dcp.items import NUMBERS, float_or_int
-from shardctl.formats.namespace import namespace
+from shardctl.formats.dcp.items import NUMBERS, decode_number
+from shardctl.formats.namespace import parse_namespace
 from shardctl.formats.pickle_budget import VisitCounter
-from shardctl.formats.pickle_tree import Call, mapping
+from shardctl.formats.pickle_tree import CallNode, as_mapping
 from shardctl.formats.sharded_backend import COMMON
 from shardctl.formats.torch_save import open_saved
 from shardctl.formats.torch_tensors import as_tensor
-from shardctl.formats.torch_zip import read_zip
+from shardctl.formats.torch_zip import read_torch_zip
 from shardctl.settings import as_steps
-from shardctl.storage import read
+from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from shardctl.formats.dcp.save import Save
-    from shardctl.formats.torch_tensors import Saved
+    from shardctl.formats.dcp.save import DcpSave
+    from shardctl.formats.torch_tensors import SavedFile
     from shardctl.settings import Setting
     from shardctl.storage import Source
 
@@ -36,13 +36,13 @@ _DEPTH: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class CommonState:
     """What was found."""
 
     file: str = ""
     """The path of the file, if it is one."""
     arguments: Mapping[str, Setting] = field(default_factory=dict)
-    """The `args`, as `namespace` reads them."""
+    """The `args`, as `parse_namespace` reads them."""
     version: float | None = None
     """`checkpoint_version`."""
     iteration: int | None = None
@@ -52,7 +52,7 @@ class Common:
     """All that there is, by its outermost names."""
 
 
-def read_common(save: Save, folder: str) -> Common | None:
+def read_common(save: DcpSave, folder: str) -> CommonState | None:
     """What is common to all ranks; None if the checkpoint has no such thing.
 
     Raises as `open_saved`, and SourceError for what is no dict.
@@ -60,59 +60,59 @@ def read_common(save: Save, folder: str) -> Common | None:
     source, path = save.source, f"{folder}{COMMON}"
     if path in source.files():
         saved = open_saved(source, path)
-        return _common(path, saved, saved.tree, source, path)
+        return _parse_common(path, saved, saved.tree, source, path)
     item = save.metadata[0].items.get((ITEM, None))
     if item is None:
         return None
-    saved = read_zip(source, item.file, start=item.offset, size=item.length)
+    saved = read_torch_zip(source, item.file, start=item.offset, size=item.length)
     if not isinstance(saved.tree, list) or len(saved.tree) != 1:
         raise SourceError(f"{item.file}: {ITEM} is not the one object that Megatron-LM keeps there")
-    return _common(ITEM, saved, saved.tree[0], source, "")
+    return _parse_common(ITEM, saved, saved.tree[0], source, "")
 
 
-def _common(where: str, saved: Saved, tree: object, source: Source, file: str) -> Common:
-    found = mapping(tree)
+def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, file: str) -> CommonState:
+    found = as_mapping(tree)
     if found is None:
         raise SourceError(f"{where} is not the dict that Megatron-LM keeps there")
     iteration, version = found.get("iteration"), found.get("checkpoint_version")
-    return Common(
+    return CommonState(
         file=file,
-        arguments=next((namespace(found[name]) for name in _ARGUMENTS if name in found), {}),
+        arguments=next((parse_namespace(found[name]) for name in _ARGUMENTS if name in found), {}),
         version=float(version) if isinstance(version, int | float) else None,
         iteration=iteration if type(iteration) is int else None,
-        step=_step(found.get("optimizer"), saved, source),
+        step=_find_step(found.get("optimizer"), saved, source),
         names=tuple(str(name)[:_SHOWN] for name in found),
     )
 
 
-def _step(optimizer: object, saved: Saved, source: Source) -> int | None:
+def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
     """The number of steps, which groups of parameters or their common state say."""
-    for node in _dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
+    for node in _walk_dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
         for name in ("common_step", "step"):
-            done = as_steps(_number(node.get(name), saved, source))
+            done = as_steps(_read_number(node.get(name), saved, source))
             if done is not None:
                 return done
     return None
 
 
-def _number(node: object, saved: Saved, source: Source) -> float | None:
+def _read_number(node: object, saved: SavedFile, source: Source) -> float | None:
     """A number, also one in a tensor."""
     if isinstance(node, int | float) and not isinstance(node, bool):
         return node
-    view = as_tensor(node, saved.path) if isinstance(node, Call) else None
+    view = as_tensor(node, saved.path) if isinstance(node, CallNode) else None
     if view is None or view.shape or view.dtype.name not in NUMBERS:
         return None
     region = saved.region(view, "step")
-    return float_or_int(view.dtype.name, read(source, region.file, region.offset, view.dtype.unit_bytes))
+    return decode_number(view.dtype.name, read_bytes(source, region.file, region.offset, view.dtype.unit_bytes))
 
 
-def _dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
+def _walk_dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
     """The dicts in dicts and lists, the outermost first, few enough to be looked at."""
-    found = mapping(node)
+    found = as_mapping(node)
     visits.visit(1)
     if found is not None:
         yield found
     inside = list(found.values()) if found is not None else node
     if depth and isinstance(inside, list | tuple):
         for part in inside[:100]:
-            yield from _dicts(part, depth - 1, visits)
+            yield from _walk_dicts(part, depth - 1, visits)

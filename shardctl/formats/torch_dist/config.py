@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
 from shardctl.mesh import Mesh
-from shardctl.schemas.megatron.arguments import config_of
+from shardctl.schemas.megatron.arguments import convert_arguments_to_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.formats.torch_dist.common import Common
+    from shardctl.formats.torch_dist.common import CommonState
     from shardctl.manifest import OwnConfig
 
 _MOST: Final = 1 << 20
 
 
-def own_config(common: Common | None, names: Collection[str]) -> OwnConfig | None:
+def build_own_config(common: CommonState | None, names: Collection[str]) -> OwnConfig | None:
     """The config of transformers that follows from arguments; `names` are those of arrays."""
     if common is None or not common.arguments:
         return None
-    return config_of(common.arguments, tied="output_layer.weight" not in names)
+    return convert_arguments_to_config(common.arguments, tied="output_layer.weight" not in names)
 
 
-def written_for(common: Common | None) -> Mesh:
+def build_written_mesh(common: CommonState | None) -> Mesh:
     """The mesh; one device if nothing says what it was."""
     arguments = common.arguments if common is not None else {}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.manifest import Chunk, Region, dense_run
+from shardctl.manifest import Chunk, Region, locate_dense_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
 
 
-def unflattened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def unflatten_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor that was saved so, in the `shape` that it has.
 
     Raises SourceError if the shape does not fit, UnsupportedError for runs that are not stored one element after
@@ -33,11 +33,11 @@ def unflattened(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         raise SourceError(
             f"{tensor.name} {list(tensor.shape)} is said to be {list(shape)}, flattened, which does not fit"
         )
-    chunks = tuple(part for chunk in tensor.chunks for part in _parts(chunk, local))
+    chunks = tuple(part for chunk in tensor.chunks for part in _unflatten_chunk(chunk, local))
     return replace(tensor, shape=shape, chunks=chunks)
 
 
-def _parts(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
+def _unflatten_chunk(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
     *_, start = chunk.box.origin
     *ones, length = chunk.box.shape
     if not isinstance(chunk.where, Region) or set(ones) - {1}:
@@ -45,7 +45,7 @@ def _parts(chunk: Chunk, local: tuple[int, ...]) -> Iterator[Chunk]:
     if chunk.where.strides[-1] != chunk.dtype.unit_bytes:
         raise UnsupportedError(f"{chunk.name}: {chunk.box} is not stored one element after another")
     at = tuple(n * extent for n, extent in zip(chunk.box.origin[:-1], local, strict=True))
-    strides, places = dense_run(chunk.dtype, local, start, start + length)
+    strides, places = locate_dense_run(chunk.dtype, local, start, start + length)
     for box, shift in places:
         where = Region(chunk.where.file, chunk.where.offset + shift, strides)
         moved = Box(tuple(a + b for a, b in zip(at, box.origin, strict=True)), box.shape)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect
+from shardctl.dialect import LibraryDialect
 from shardctl.schemas.megatron.layers import ZERO_CENTRED
 from shardctl.schemas.torch_dist import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
 
@@ -32,7 +32,7 @@ _HALF: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
 
 
 @dataclass(slots=True)
-class Keys:
+class MegatronKeys:
     """The keys of tensors, by what they are."""
 
     wrapper: str = ""
@@ -45,9 +45,9 @@ class Keys:
     """Keys of tensors that an optimizer keeps in an order of its own."""
 
 
-def sort_keys(tensors: Collection[str]) -> Keys:
+def sort_keys(tensors: Collection[str]) -> MegatronKeys:
     """What each key is, from its name alone."""
-    found = Keys(next((w for w in _WRAPPERS if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), ""))
+    found = MegatronKeys(next((w for w in _WRAPPERS if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), ""))
     for key in tensors:
         state = _STATE.fullmatch(key)
         if state is not None:
@@ -63,22 +63,22 @@ def _is_ours(key: str, wrapper: str) -> bool:
     return key.removeprefix(wrapper).startswith(_ROOTS)
 
 
-def dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> Dialect:
+def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> LibraryDialect:
     """The variant that weights of these names and shapes are in.
 
     `mesh` is the one that wrote them, and `centred` says whether norms keep their weights less one.
     """
     facts: dict[str, Fact] = {
-        LAYERS: _any(_OF_LAYER, shapes),
-        EXPERTS: _any(_OF_EXPERT, shapes),
-        HALVES: _any(_HALF, shapes),
+        LAYERS: _has_match(_OF_LAYER, shapes),
+        EXPERTS: _has_match(_OF_EXPERT, shapes),
+        HALVES: _has_match(_HALF, shapes),
         ZERO_CENTRED: centred,
     }
     embedding = shapes.get(_EMBEDDING)
     if embedding:
         facts[VOCABULARY] = embedding[0]
-    return Dialect(NAME, mesh, facts=facts)
+    return LibraryDialect(NAME, mesh, facts=facts)
 
 
-def _any(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
+def _has_match(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
     return any(pattern.fullmatch(name) is not None for name in names)

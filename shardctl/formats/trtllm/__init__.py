@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, read_json
-from shardctl.dialect import Dialect
+from shardctl.dialect import LibraryDialect
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.choice import missing
+from shardctl.formats.choice import describe_missing
 from shardctl.formats.format import Format
-from shardctl.formats.rank_arrays import all_called, called, rank_arrays
-from shardctl.formats.side_files import side_files
-from shardctl.formats.trtllm.config import Description, describe
+from shardctl.formats.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
+from shardctl.formats.side_files import list_side_files
+from shardctl.formats.trtllm.config import TrtllmDescription, interpret_config
 from shardctl.manifest import Manifest
-from shardctl.models.config import Config
+from shardctl.models.config import ModelConfig
 from shardctl.schemas import trtllm
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _FETCH: Final = "every rank's file is needed; fetch the rest"
 
 
-def detect(source: Source) -> bool:
+def detect_trtllm(source: Source) -> bool:
     """Whether the directory holds such files and no other safetensors files."""
-    return all_called(source, _FILE)
+    return has_only_rank_files(source, _FILE)
 
 
-def scan(source: Source) -> Manifest:
+def scan_trtllm(source: Source) -> Manifest:
     """Read the config and the header of every rank's file.
 
     Arrays are those of the files, ``rankN/`` before each name; which tensors of a model lie in them, the model's
@@ -47,34 +47,34 @@ def scan(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
         UnsupportedError: quantised weights, or a model or mapping whose arrays are not known.
     """
-    files = _files(source)
-    arrays, sizes = rank_arrays(source, {rank: [path] for rank, path in files.items()})
+    files = _list_rank_files(source)
+    arrays, sizes = read_rank_arrays(source, {rank: [path] for rank, path in files.items()})
     for tensor in arrays.values():
         _refuse_quantised(tensor)
-    found = describe(_config(source), {name.partition("/")[2] for name in arrays})
+    found = interpret_config(_read_config(source), {name.partition("/")[2] for name in arrays})
     _check_ranks(found, files)
-    side, left = side_files(source, set(sizes))
+    side, left = list_side_files(source, set(sizes))
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
         files=sizes,
         objects=tuple(replace(each, policy="drop") if each.name == CONFIG else each for each in side),
         warnings=left,
-        dialect=Dialect(trtllm.NAME, found.mesh, found.ranks, found.stages, found.facts),
+        dialect=LibraryDialect(trtllm.NAME, found.mesh, found.ranks, found.stages, found.facts),
         own_config=found.config,
     )
 
 
-def _files(source: Source) -> dict[int, str]:
+def _list_rank_files(source: Source) -> dict[int, str]:
     """The files by rank; raises SourceError for a gap."""
-    found = dict(sorted((int(match[1]), match[0]) for match in called(source, _FILE, _TITLE)))
+    found = dict(sorted((int(match[1]), match[0]) for match in match_files(source, _FILE, _TITLE)))
     gaps = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
     if gaps:
-        raise SourceError(f"{missing(gaps)}: {found[max(found)]} is there", hint=_FETCH)
+        raise SourceError(f"{describe_missing(gaps)}: {found[max(found)]} is there", hint=_FETCH)
     return found
 
 
-def _config(source: Source) -> Config:
+def _read_config(source: Source) -> ModelConfig:
     if CONFIG not in source.files():
         raise SourceError(
             f"there is no {CONFIG} beside rank0.safetensors, which says for how many ranks the files are",
@@ -86,15 +86,15 @@ def _config(source: Source) -> Config:
             f"{CONFIG} names no architecture, so it is not TensorRT-LLM's",
             hint="rankN.safetensors belong to the config.json that was written with them",
         )
-    return Config(parsed)
+    return ModelConfig(parsed)
 
 
-def _check_ranks(found: Description, files: dict[int, str]) -> None:
+def _check_ranks(found: TrtllmDescription, files: dict[int, str]) -> None:
     """Raise SourceError if there are more or fewer files than the mapping has ranks."""
     count = len(found.ranks)
     gaps = [f"rank{n}.safetensors" for n in range(count) if n not in files]
     if gaps:
-        raise SourceError(f"{missing(gaps)}: {CONFIG} says {found.mesh}, which has {count} files", hint=_FETCH)
+        raise SourceError(f"{describe_missing(gaps)}: {CONFIG} says {found.mesh}, which has {count} files", hint=_FETCH)
     if len(files) > count:
         raise SourceError(
             f"{files[count]} is there, but {CONFIG} says {found.mesh}, which has only {count} files",
@@ -113,4 +113,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("trtllm", _TITLE, detect, scan)
+FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm)

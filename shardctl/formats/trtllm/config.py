@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import rank_prefix
+from shardctl.dialect import format_rank_prefix
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.manifest import OwnConfig
 from shardctl.mesh import MOST_RANKS, Mesh
-from shardctl.models.config import Config
-from shardctl.pieces import even_stages
+from shardctl.models.config import ModelConfig
+from shardctl.pieces import split_layers_evenly
 from shardctl.schemas.trtllm import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _RENORMALISE: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class TrtllmDescription:
     """What the config says."""
 
     mesh: Mesh
@@ -60,40 +60,40 @@ class Description:
     config: OwnConfig
 
 
-def describe(config: Config, arrays: Collection[str]) -> Description:
+def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDescription:
     """The meaning of a config beside files with these `arrays`, by their names there.
 
     Raises SourceError for what is malformed or contradicts itself, UnsupportedError for what is not converted.
     """
     _refuse_quantised(config)
-    mesh = _mesh(_object(config, "mapping"))
+    mesh = _build_mesh(_get_object(config, "mapping"))
     layers = config.size("num_hidden_layers")
     tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
     if pp > layers:
         raise SourceError(f"config.json has {pp} stages for {layers} layers")
-    return Description(
+    return TrtllmDescription(
         mesh=mesh,
-        ranks={stage * cp * tp + n: rank_prefix(stage * tp + n) for stage in range(pp) for n in range(tp)},
-        stages=even_stages(layers, pp),
+        ranks={stage * cp * tp + n: format_rank_prefix(stage * tp + n) for stage in range(pp) for n in range(tp)},
+        stages=split_layers_evenly(layers, pp),
         facts={
             PARALLEL_EMBEDDING: config.switch("use_parallel_embedding", default=False),
             EMBEDDING_DIM: config.count("embedding_sharding_dim", 0),
         },
-        config=_own(config, arrays),
+        config=_build_own_config(config, arrays),
     )
 
 
-def _object(config: Config, key: str) -> Config:
+def _get_object(config: ModelConfig, key: str) -> ModelConfig:
     value = config.values.get(key)
     if value is None:
-        return Config({})
+        return ModelConfig({})
     if not isinstance(value, dict):
         raise SourceError(f"config.json has {key} = {ascii(value)[:40]} where an object is expected")
-    return Config(value)
+    return ModelConfig(value)
 
 
-def _refuse_quantised(config: Config) -> None:
-    settings = _object(config, "quantization")
+def _refuse_quantised(config: ModelConfig) -> None:
+    settings = _get_object(config, "quantization")
     for key in ("quant_algo", "kv_cache_quant_algo"):
         found = settings.values.get(key)
         if found is not None:
@@ -109,19 +109,19 @@ def _refuse_quantised(config: Config) -> None:
         )
 
 
-def _mesh(mapping: Config) -> Mesh:
+def _build_mesh(mapping: ModelConfig) -> Mesh:
     tp, pp, cp = (mapping.size(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
     for key in ("auto_parallel", "enable_attention_dp"):
         if mapping.switch(key, default=False):
             raise UnsupportedError(f"config.json has a mapping with {key}, whose cuts are not known")
-    if _given(mapping, "moe_cluster_size", 1) != 1:
+    if _find_degree(mapping, "moe_cluster_size", 1) != 1:
         raise UnsupportedError("config.json has a mapping with clusters of experts, whose cuts are not known")
     world = mapping.size("world_size", tp * pp * cp)
     if world > MOST_RANKS:
         raise SourceError(f"config.json has a mapping of {world:,} ranks; more than {MOST_RANKS:,} are not read")
     if world != tp * pp * cp:
         raise SourceError(f"config.json has a mapping of {world} ranks, but tp={tp} x pp={pp} x cp={cp}")
-    etp, ep = _given(mapping, "moe_tp_size", None), _given(mapping, "moe_ep_size", None)
+    etp, ep = _find_degree(mapping, "moe_tp_size", None), _find_degree(mapping, "moe_ep_size", None)
     ep = ep or (tp // etp if etp else 1)
     etp = etp or tp // ep
     if etp * ep != tp:
@@ -129,14 +129,14 @@ def _mesh(mapping: Config) -> Mesh:
     return Mesh.of(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
 
 
-def _given(mapping: Config, key: str, default: int | None) -> int | None:
+def _find_degree(mapping: ModelConfig, key: str, default: int | None) -> int | None:
     """A degree; what stands for none given is -1."""
     return default if mapping.values.get(key) in (None, -1) else mapping.size(key)
 
 
-def _own(config: Config, arrays: Collection[str]) -> OwnConfig:
+def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig:
     """The `config.json` of transformers."""
-    kind = _kind(config, arrays)
+    kind = _choose_model_type(config, arrays)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head = config.size("head_size", hidden // heads)
     _refuse_unlike(config, head)
@@ -156,26 +156,26 @@ def _own(config: Config, arrays: Collection[str]) -> OwnConfig:
         "rms_norm_eps": config.values.get("norm_epsilon", 1e-5),
         "max_position_embeddings": config.size("max_position_embeddings", 2048),
         "rope_theta": config.values.get("rotary_base", 10_000.0),
-        "tie_word_embeddings": _tied(config, arrays),
+        "tie_word_embeddings": _is_tied(config, arrays),
     }
-    scaling = _object(config, "rotary_scaling").values
+    scaling = _get_object(config, "rotary_scaling").values
     if scaling:
         kind_of_scaling = scaling.get("rope_type", scaling.get("type"))
         said["rope_scaling"] = {**{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind_of_scaling}
     if kind in ("llama", "qwen3", "qwen3_moe"):
-        said["attention_bias"] = _has(arrays, "attention.dense.bias")
+        said["attention_bias"] = _has_array(arrays, "attention.dense.bias")
     if kind == "llama":
-        said["mlp_bias"] = _has(arrays, "mlp.proj.bias")
+        said["mlp_bias"] = _has_array(arrays, "mlp.proj.bias")
     else:
         said["sliding_window"] = None
-    said |= _experts(config, kind)
+    said |= _build_expert_settings(config, kind)
     guessed = "the tokens that begin and end texts" + ("" if kind == "llama" else ", nor a sliding window")
     return OwnConfig(
         said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (or use --config)",), True
     )
 
 
-def _kind(config: Config, arrays: Collection[str]) -> str:
+def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
     """The model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
     architecture = config.text("architecture", "")
     if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
@@ -183,27 +183,27 @@ def _kind(config: Config, arrays: Collection[str]) -> str:
             f"config.json describes {ascii(architecture)[:60]}, whose arrays are not known here",
             hint=f"known are {', '.join(_CLASSES.values())}",
         )
-    experts = _has(arrays, "mlp.router.weight")
-    if _has(arrays, "attention.q_layernorm.weight"):
+    experts = _has_array(arrays, "mlp.router.weight")
+    if _has_array(arrays, "attention.q_layernorm.weight"):
         return "qwen3_moe" if experts else "qwen3"
-    shared = _has(arrays, "mlp.shared_expert.fc.weight")
-    if shared or (_has(arrays, "attention.qkv.bias") and not _has(arrays, "attention.dense.bias")):
+    shared = _has_array(arrays, "mlp.shared_expert.fc.weight")
+    if shared or (_has_array(arrays, "attention.qkv.bias") and not _has_array(arrays, "attention.dense.bias")):
         return "qwen2_moe" if experts else "qwen2"
     if experts:
         return "mixtral"
     return "mistral" if architecture == "MistralForCausalLM" else "llama"
 
 
-def _has(arrays: Collection[str], name: str) -> bool:
+def _has_array(arrays: Collection[str], name: str) -> bool:
     return f"transformer.layers.0.{name}" in arrays
 
 
-def _tied(config: Config, arrays: Collection[str]) -> bool:
+def _is_tied(config: ModelConfig, arrays: Collection[str]) -> bool:
     shared = config.switch("share_embedding_table", default=False)
     return config.switch("tie_word_embeddings", default=shared) or "lm_head.weight" not in arrays
 
 
-def _refuse_unlike(config: Config, head: int) -> None:
+def _refuse_unlike(config: ModelConfig, head: int) -> None:
     """Raise UnsupportedError for what no config of transformers' class would say."""
     position = config.text("position_embedding_type", "rope_gpt_neox")
     turned = config.values.get("rotary_embedding_dim")
@@ -217,12 +217,12 @@ def _refuse_unlike(config: Config, head: int) -> None:
         raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen have not")
 
 
-def _experts(config: Config, kind: str) -> dict[str, object]:
+def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:
     """What the config says of experts."""
-    settings = _object(config, "moe").values or {
+    settings = _get_object(config, "moe").values or {
         key.removeprefix("moe_"): value for key, value in config.values.items() if key.startswith("moe_")
     }
-    moe = Config(settings)
+    moe = ModelConfig(settings)
     if kind == "mixtral":
         return {"num_local_experts": moe.size("num_experts"), "num_experts_per_tok": moe.size("top_k", 2)}
     if not kind.endswith("_moe"):

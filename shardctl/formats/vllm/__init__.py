@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.formats.format import Format
-from shardctl.formats.rank_arrays import all_called, called, rank_arrays
-from shardctl.formats.side_files import side_files
-from shardctl.formats.vllm.profile import recognised
-from shardctl.manifest import Manifest, Training
+from shardctl.formats.rank_arrays import has_only_rank_files, match_files, read_rank_arrays
+from shardctl.formats.side_files import list_side_files
+from shardctl.formats.vllm.profile import recognise_dialect
+from shardctl.manifest import Manifest, TrainingState
 from shardctl.schemas.vllm import PROFILE
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16", "I32"})
 _FETCH: Final = "every rank's files are needed; fetch the rest"
 
 
-def detect(source: Source) -> bool:
+def detect_vllm(source: Source) -> bool:
     """Whether the directory holds such files and no other safetensors files."""
-    return all_called(source, _FILE)
+    return has_only_rank_files(source, _FILE)
 
 
-def scan(source: Source) -> Manifest:
+def scan_vllm(source: Source) -> Manifest:
     """Read the header of every file; arrays are those of the files, ``rankR/`` before each name.
 
     Which tensors of a model lie in them, the model's config decides.
@@ -44,29 +44,29 @@ def scan(source: Source) -> Manifest:
         HostileError: a link leaves the directory.
         UnsupportedError: quantised weights, or arrays of a version of vLLM that is not known.
     """
-    files = _files(source)
-    arrays, sizes = rank_arrays(source, dict(enumerate(files)))
+    files = _list_rank_files(source)
+    arrays, sizes = read_rank_arrays(source, dict(enumerate(files)))
     for tensor in arrays.values():
         _refuse_quantised(tensor)
-    side, left = side_files(source, set(sizes))
-    dialect = recognised(arrays, len(files))
+    side, left = list_side_files(source, set(sizes))
+    dialect = recognise_dialect(arrays, len(files))
     return Manifest(
         format=FORMAT.name,
         tensors=arrays,
         files=sizes,
         objects=side,
         warnings=left,
-        training=Training(
+        training=TrainingState(
             writer="vLLM", ranks=len(files), notes=(f"the arrays are those of vLLM {dialect.text(PROFILE)}",)
         ),
         dialect=dialect,
     )
 
 
-def _files(source: Source) -> list[list[str]]:
+def _list_rank_files(source: Source) -> list[list[str]]:
     """For each rank its files, in the order of parts; raises SourceError for a gap."""
     found: dict[int, dict[int, str]] = {}
-    for match in called(source, _FILE, _TITLE):
+    for match in match_files(source, _FILE, _TITLE):
         found.setdefault(int(match[1]), {})[int(match[2])] = match[0]
     gaps = [rank for rank in range(max(found)) if rank not in found]
     if gaps:
@@ -94,4 +94,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("vllm", _TITLE, detect, scan)
+FORMAT: Final = Format("vllm", _TITLE, detect_vllm, scan_vllm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.dialect import Dialect, rank_prefix
+from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.schemas import vllm
@@ -23,13 +23,13 @@ _BIAS: Final = ".w2_bias"
 _VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight")
 
 
-def recognised(arrays: Mapping[str, Tensor], ranks: int) -> Dialect:
+def recognise_dialect(arrays: Mapping[str, Tensor], ranks: int) -> LibraryDialect:
     """The dialect of `arrays` of so many ranks, by their names with ``rankR/`` before them.
 
     Raises UnsupportedError, by name, where some are as one version has them and others as another.
     """
     facts: dict[str, Fact] = {
-        vllm.PROFILE: _profile(arrays),
+        vllm.PROFILE: _choose_profile(arrays),
         vllm.LATENT: any(name.endswith(_LATENT) for name in arrays),
     }
     for fact, names in ((vllm.BIAS_TYPE, _BIAS), (vllm.VOCABULARY_TYPE, _VOCABULARY)):
@@ -38,10 +38,10 @@ def recognised(arrays: Mapping[str, Tensor], ranks: int) -> Dialect:
             facts[fact] = known.dtype.name
     whole_experts = any(name.rpartition(".")[2] in EXPERT_MAPS for name in arrays)
     mesh = Mesh.of(tp=ranks, ep=ranks) if whole_experts else Mesh.of(tp=ranks)
-    return Dialect(vllm.NAME, mesh, {rank: rank_prefix(rank) for rank in range(ranks)}, facts=facts)
+    return LibraryDialect(vllm.NAME, mesh, {rank: format_rank_prefix(rank) for rank in range(ranks)}, facts=facts)
 
 
-def _profile(arrays: Mapping[str, Tensor]) -> str:
+def _choose_profile(arrays: Mapping[str, Tensor]) -> str:
     """The profile that has such names."""
     scales = {suffix for name in arrays for suffix in SCALES if name.endswith(f".{suffix}")}
     experts = [name for name in arrays if name.endswith(_EXPERTS)]
@@ -53,10 +53,13 @@ def _profile(arrays: Mapping[str, Tensor]) -> str:
         return older
     wanted = [suffix for suffix in SCALES if suffix not in scales]
     if wanted:
-        has = f"{min(scales)} in attention" if scales else f"experts called {_bare(routed[0])}"
+        has = f"{min(scales)} in attention" if scales else f"experts called {_strip_rank_prefix(routed[0])}"
         lacks = f"no {wanted[0]}"
     else:
-        has, lacks = f"{SCALES[0]} in attention", f"experts called {_bare(next(n for n in experts if n not in routed))}"
+        has, lacks = (
+            f"{SCALES[0]} in attention",
+            f"experts called {_strip_rank_prefix(next(n for n in experts if n not in routed))}",
+        )
     raise UnsupportedError(
         f"the arrays are those of no version of vLLM that is known: {has}, but {lacks}. "
         f"vLLM {modern} has {', '.join(SCALES)} and experts{_ROUTED}.w13_weight, vLLM {older} has none of them",
@@ -64,5 +67,5 @@ def _profile(arrays: Mapping[str, Tensor]) -> str:
     )
 
 
-def _bare(name: str) -> str:
+def _strip_rank_prefix(name: str) -> str:
     return name.partition("/")[2]

@@ -9,51 +9,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 
-def _linear(name: str, dims: str, *, bias: bool = True) -> tuple[Row, ...]:
+def _build_linear_rows(name: str, dims: str, *, bias: bool = True) -> tuple[Row, ...]:
     rows = (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
     return rows if bias else rows[:1]
 
 
-def _norm(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
+def _build_norm_rows(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
     return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
 
 
-def _attention(layer: str, name: str, q: str, *, k_bias: bool) -> tuple[Row, ...]:
+def _build_attention_rows(layer: str, name: str, q: str, *, k_bias: bool) -> tuple[Row, ...]:
     return (
-        *_linear(f"{layer}.{name}.k_proj", f"{q} hidden", bias=k_bias),
-        *_linear(f"{layer}.{name}.v_proj", f"{q} hidden"),
-        *_linear(f"{layer}.{name}.q_proj", f"{q} hidden"),
-        *_linear(f"{layer}.{name}.out_proj", f"hidden {q}"),
-        *_norm(f"{layer}.{name}_layer_norm"),
+        *_build_linear_rows(f"{layer}.{name}.k_proj", f"{q} hidden", bias=k_bias),
+        *_build_linear_rows(f"{layer}.{name}.v_proj", f"{q} hidden"),
+        *_build_linear_rows(f"{layer}.{name}.q_proj", f"{q} hidden"),
+        *_build_linear_rows(f"{layer}.{name}.out_proj", f"hidden {q}"),
+        *_build_norm_rows(f"{layer}.{name}_layer_norm"),
     )
 
 
-def _mlp(layer: str, ffn: str) -> tuple[Row, ...]:
+def _build_mlp_rows(layer: str, ffn: str) -> tuple[Row, ...]:
     return (
-        *_linear(f"{layer}.fc1", f"{ffn} hidden"),
-        *_linear(f"{layer}.fc2", f"hidden {ffn}"),
-        *_norm(f"{layer}.final_layer_norm"),
+        *_build_linear_rows(f"{layer}.fc1", f"{ffn} hidden"),
+        *_build_linear_rows(f"{layer}.fc2", f"hidden {ffn}"),
+        *_build_norm_rows(f"{layer}.final_layer_norm"),
     )
 
 
-def _encoder(*, k_bias: bool) -> tuple[Row, ...]:
+def _build_encoder_rows(*, k_bias: bool) -> tuple[Row, ...]:
     layer = ".encoder.layers.{encoder}"
-    return (*_attention(layer, "self_attn", "encoder_q", k_bias=k_bias), *_mlp(layer, "encoder_ffn"))
+    return (
+        *_build_attention_rows(layer, "self_attn", "encoder_q", k_bias=k_bias),
+        *_build_mlp_rows(layer, "encoder_ffn"),
+    )
 
 
-def _decoder(*, k_bias: bool) -> tuple[Row, ...]:
+def _build_decoder_rows(*, k_bias: bool) -> tuple[Row, ...]:
     layer = ".decoder.layers.{decoder}"
     return (
-        *_attention(layer, "self_attn", "decoder_q", k_bias=k_bias),
-        *_attention(layer, "encoder_attn", "decoder_q", k_bias=k_bias),
-        *_mlp(layer, "decoder_ffn"),
+        *_build_attention_rows(layer, "self_attn", "decoder_q", k_bias=k_bias),
+        *_build_attention_rows(layer, "encoder_attn", "decoder_q", k_bias=k_bias),
+        *_build_mlp_rows(layer, "decoder_ffn"),
     )
 
 
@@ -63,14 +66,14 @@ _BART: Final = (
     Row(_SHARED, "vocab hidden", on="first"),
     Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED),
     Row(".encoder.embed_positions.weight", "positions hidden", on="first"),
-    *_encoder(k_bias=True),
-    *_norm(".encoder.layernorm_embedding", "first"),
-    *_norm(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
+    *_build_encoder_rows(k_bias=True),
+    *_build_norm_rows(".encoder.layernorm_embedding", "first"),
+    *_build_norm_rows(".encoder.layer_norm", "encoder_end", "norms_at_ends"),
     Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start", tie=_SHARED),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
-    *_decoder(k_bias=True),
-    *_norm(".decoder.layernorm_embedding", "decoder_start"),
-    *_norm(".decoder.layer_norm", "last", "norms_at_ends"),
+    *_build_decoder_rows(k_bias=True),
+    *_build_norm_rows(".decoder.layernorm_embedding", "decoder_start"),
+    *_build_norm_rows(".decoder.layer_norm", "last", "norms_at_ends"),
     Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
     Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
     Row("classification_head.dense.bias", "hidden", "sentence", on="last"),
@@ -86,12 +89,12 @@ _WHISPER: Final = (
     Row(".encoder.conv2.weight", "hidden hidden 3", on="first"),
     Row(".encoder.conv2.bias", "hidden", on="first"),
     Row(".encoder.embed_positions.weight", "moments hidden", on="first"),
-    *_encoder(k_bias=False),
-    *_norm(".encoder.layer_norm", "encoder_end"),
+    *_build_encoder_rows(k_bias=False),
+    *_build_norm_rows(".encoder.layer_norm", "encoder_end"),
     Row(".decoder.embed_tokens.weight", "vocab hidden", on="decoder_start"),
     Row(".decoder.embed_positions.weight", "positions hidden", on="decoder_start"),
-    *_decoder(k_bias=False),
-    *_norm(".decoder.layer_norm", "last"),
+    *_build_decoder_rows(k_bias=False),
+    *_build_norm_rows(".decoder.layer_norm", "last"),
     Row("proj_out.weight", "vocab hidden", "lm", on="last", tie=".decoder.embed_tokens.weight"),
 )
 _OFFSET: Final = 2
@@ -100,20 +103,20 @@ _LABELS: Final = 3
 """Labels that `BartConfig` assumes; mBART's assumes two, as most do."""
 
 
-def _facts(config: Config, positions: int) -> Facts:
+def _build_facts(config: ModelConfig, positions: int) -> FamilyFacts:
     hidden = config.size("d_model")
     encoder, decoder = config.size("encoder_layers"), config.size("decoder_layers")
     heads = {side: config.divided("d_model", f"{side}_attention_heads") for side in ("encoder", "decoder")}
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "positions": Dim(positions),
-            "hidden": Dim(hidden),
-            **{f"{side}_q": Dim(hidden, head, "tp", noun="attention heads") for side, head in heads.items()},
-            **{f"{side}_ffn": Dim(config.size(f"{side}_ffn_dim"), axis="tp") for side in heads},
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": LogicalDim(positions),
+            "hidden": LogicalDim(hidden),
+            **{f"{side}_q": LogicalDim(hidden, head, "tp", noun="attention heads") for side, head in heads.items()},
+            **{f"{side}_ffn": LogicalDim(config.size(f"{side}_ffn_dim"), axis="tp") for side in heads},
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"encoder": Index(range(encoder), layer=0), "decoder": Index(range(decoder), layer=encoder)},
+        indices={"encoder": RowIndex(range(encoder), layer=0), "decoder": RowIndex(range(decoder), layer=encoder)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=True),
             "norms_at_ends": False,
@@ -122,18 +125,21 @@ def _facts(config: Config, positions: int) -> Facts:
     )
 
 
-def _bart(config: Config) -> Facts:
-    return _facts(config.over({"num_labels": _LABELS}), config.size("max_position_embeddings", 1024) + _OFFSET)
+def _build_bart_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config.over({"num_labels": _LABELS}), config.size("max_position_embeddings", 1024) + _OFFSET)
 
 
-def _mbart(config: Config) -> Facts:
-    facts = _facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
+def _build_mbart_facts(config: ModelConfig) -> FamilyFacts:
+    facts = _build_facts(config, config.size("max_position_embeddings", 1024) + _OFFSET)
     return facts.also(flags={"norms_at_ends": True})
 
 
-def _whisper(config: Config) -> Facts:
-    return _facts(config, config.size("max_target_positions", 448)).also(
-        dims={"mels": Dim(config.size("num_mel_bins", 80)), "moments": Dim(config.size("max_source_positions", 1500))}
+def _build_whisper_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config, config.size("max_target_positions", 448)).also(
+        dims={
+            "mels": LogicalDim(config.size("num_mel_bins", 80)),
+            "moments": LogicalDim(config.size("max_source_positions", 1500)),
+        }
     )
 
 
@@ -141,7 +147,7 @@ _TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout
 BART: Final = Family(
     name="bart",
     rows=_BART,
-    facts=_bart,
+    facts=_build_bart_facts,
     classes={
         "BartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
         "BartModel": ModelClass(),
@@ -154,7 +160,7 @@ BART: Final = Family(
 MBART: Final = Family(
     name="mbart",
     rows=_BART,
-    facts=_mbart,
+    facts=_build_mbart_facts,
     classes={
         "MBartForConditionalGeneration": ModelClass("model", "lm bias_of_logits?"),
         "MBartModel": ModelClass(),
@@ -167,7 +173,7 @@ MBART: Final = Family(
 WHISPER: Final = Family(
     name="whisper",
     rows=_WHISPER,
-    facts=_whisper,
+    facts=_build_whisper_facts,
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
     traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0)),

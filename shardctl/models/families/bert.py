@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 ENCODER: Final = (
     Row(".encoder.layer.{layer}.attention.self.query.weight", "q hidden"),
@@ -65,21 +65,21 @@ _BERT: Final = (
 )
 
 
-def encoder_facts(config: Config) -> Facts:
+def build_encoder_facts(config: ModelConfig) -> FamilyFacts:
     """What the tables of BERT and its descendants need to know."""
     hidden = config.size("hidden_size")
     head = config.divided("hidden_size", "num_attention_heads")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "positions": Dim(config.size("max_position_embeddings", 512)),
-            "types": Dim(config.size("type_vocab_size", 2)),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, head, "tp", noun="attention heads"),
-            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": LogicalDim(config.size("max_position_embeddings", 512)),
+            "types": LogicalDim(config.size("type_vocab_size", 2)),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={"tied": config.switch("tie_word_embeddings", default=True)},
     )
 
@@ -92,7 +92,7 @@ ENCODER_TRAITS: Final = LayerTraits(
 BERT: Final = Family(
     name="bert",
     rows=_BERT,
-    facts=encoder_facts,
+    facts=build_encoder_facts,
     classes={
         "BertModel": ModelClass("", "pooler?"),
         "BertForPreTraining": ModelClass("bert", "pooler mlm nsp"),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import decoder_classes, heads
-from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.decoder import build_decoder_classes, build_head_rows
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _BLOOM: Final = (
     Row(".word_embeddings.weight", "vocab hidden", on="first"),
@@ -32,26 +32,26 @@ _BLOOM: Final = (
     Row(".h.{layer}.mlp.dense_4h_to_h.bias", "hidden"),
     Row(".ln_f.weight", "hidden", on="last"),
     Row(".ln_f.bias", "hidden", on="last"),
-    *heads(".word_embeddings.weight"),
+    *build_head_rows(".word_embeddings.weight"),
 )
 _NAMES: Final = {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 """Keys of the configs, and what else they are called."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called(_NAMES)
     hidden, head = config.size("hidden_size"), config.divided("hidden_size", "n_head")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
             # The q, k and v of one head lie together.
-            "qkv": Dim(3 * hidden, 3 * head, "tp", noun="attention heads"),
-            "ffn": Dim(4 * hidden, axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "qkv": LogicalDim(3 * hidden, 3 * head, "tp", noun="attention heads"),
+            "ffn": LogicalDim(4 * hidden, axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("n_layer")), layer=0)},
         flags={"tied": config.switch("tie_word_embeddings", default=True)},
     )
 
@@ -59,8 +59,8 @@ def _facts(config: Config) -> Facts:
 BLOOM: Final = Family(
     name="bloom",
     rows=_BLOOM,
-    facts=_facts,
-    classes=decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
+    facts=_build_facts,
+    classes=build_decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0)),
 )

@@ -9,33 +9,46 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.nesting import both, inner, nested
+from shardctl.models.nesting import join_facts, nest_facts, nest_rows
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _LAYER: Final = ".encoder.layers.{layer}"
 
 
-def _linear(name: str, dims: str) -> tuple[Row, ...]:
+def _build_linear_rows(name: str, dims: str) -> tuple[Row, ...]:
     return (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
 
 
-def _norm(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
+def _build_norm_rows(name: str, on: str = "", when: str = "") -> tuple[Row, ...]:
     return (Row(f"{name}.weight", "hidden", when, on), Row(f"{name}.bias", "hidden", when, on))
 
 
 _ATTENTION: Final = (
-    *_linear(f"{_LAYER}.self_attn.k_proj", "q hidden"),
-    *_linear(f"{_LAYER}.self_attn.v_proj", "q hidden"),
-    *_linear(f"{_LAYER}.self_attn.q_proj", "q hidden"),
-    *_linear(f"{_LAYER}.self_attn.out_proj", "hidden q"),
+    *_build_linear_rows(f"{_LAYER}.self_attn.k_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER}.self_attn.v_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER}.self_attn.q_proj", "q hidden"),
+    *_build_linear_rows(f"{_LAYER}.self_attn.out_proj", "hidden q"),
 )
-_MLP: Final = (*_linear(f"{_LAYER}.mlp.fc1", "ffn hidden"), *_linear(f"{_LAYER}.mlp.fc2", "hidden ffn"))
-_CLIP_LAYER: Final = (*_ATTENTION, *_norm(f"{_LAYER}.layer_norm1"), *_MLP, *_norm(f"{_LAYER}.layer_norm2"))
-_SIGLIP_LAYER: Final = (*_norm(f"{_LAYER}.layer_norm1"), *_ATTENTION, *_norm(f"{_LAYER}.layer_norm2"), *_MLP)
+_MLP: Final = (
+    *_build_linear_rows(f"{_LAYER}.mlp.fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_LAYER}.mlp.fc2", "hidden ffn"),
+)
+_CLIP_LAYER: Final = (
+    *_ATTENTION,
+    *_build_norm_rows(f"{_LAYER}.layer_norm1"),
+    *_MLP,
+    *_build_norm_rows(f"{_LAYER}.layer_norm2"),
+)
+_SIGLIP_LAYER: Final = (
+    *_build_norm_rows(f"{_LAYER}.layer_norm1"),
+    *_ATTENTION,
+    *_build_norm_rows(f"{_LAYER}.layer_norm2"),
+    *_MLP,
+)
 _WORDS: Final = (
     Row(".embeddings.position_ids", "1 *", on="first", buffer="I64"),
     Row(".embeddings.token_embedding.weight", "vocab hidden", on="first"),
@@ -46,20 +59,20 @@ _PATCHES: Final = (
     Row(".embeddings.patch_embedding.weight", "hidden channels patch patch", on="first"),
 )
 _POSITIONS: Final = (Row(".embeddings.position_embedding.weight", "patches hidden", on="first"),)
-_CLIP_TEXT: Final = (*_WORDS, *_CLIP_LAYER, *_norm(".final_layer_norm", "last"))
+_CLIP_TEXT: Final = (*_WORDS, *_CLIP_LAYER, *_build_norm_rows(".final_layer_norm", "last"))
 CLIP_EYES: Final = (
     Row(".embeddings.class_embedding", "hidden", on="first"),
     *_PATCHES,
     *_POSITIONS,
-    *_norm(".pre_layrnorm", "first"),
+    *_build_norm_rows(".pre_layrnorm", "first"),
     *_CLIP_LAYER,
-    *_norm(".post_layernorm", "last"),
+    *_build_norm_rows(".post_layernorm", "last"),
 )
 """The vision model."""
 _SIGLIP_TEXT: Final = (
     *_WORDS,
     *_SIGLIP_LAYER,
-    *_norm(".final_layer_norm", "last"),
+    *_build_norm_rows(".final_layer_norm", "last"),
     Row(".head.weight", "projection hidden", on="last"),
     Row(".head.bias", "projection", on="last"),
 )
@@ -68,13 +81,13 @@ SIGLIP_EYES: Final = (
     Row(".embeddings.patch_embedding.bias", "hidden", on="first"),
     *_POSITIONS,
     *_SIGLIP_LAYER,
-    *_norm(".post_layernorm", "last"),
+    *_build_norm_rows(".post_layernorm", "last"),
     Row(".head.probe", "1 1 hidden", "head", on="last"),
     Row(".head.attention.in_proj_weight", "hidden+hidden+hidden hidden", "head", on="last"),
     Row(".head.attention.in_proj_bias", "hidden+hidden+hidden", "head", on="last"),
     Row(".head.attention.out_proj.weight", "hidden hidden", "head", on="last"),
     Row(".head.attention.out_proj.bias", "hidden", "head", on="last"),
-    *_norm(".head.layernorm", "last", "head"),
+    *_build_norm_rows(".head.layernorm", "last", "head"),
     Row(".head.mlp.fc1.weight", "pooled hidden", "head", on="last"),
     Row(".head.mlp.fc1.bias", "pooled", "head", on="last"),
     Row(".head.mlp.fc2.weight", "hidden pooled", "head", on="last"),
@@ -85,16 +98,16 @@ _AFTER_TEXT: Final = {"last": "text_end"}
 _BEFORE_IMAGES: Final = {"first": "vision_start"}
 _CLIP: Final = (
     Row("logit_scale", "", on="last"),
-    *nested(_CLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
-    *nested(CLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
+    *nest_rows(_CLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
+    *nest_rows(CLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
     Row("visual_projection.weight", "projection vision_hidden", on="last"),
     Row("text_projection.weight", "projection text_hidden", on="last"),
 )
 _SIGLIP: Final = (
     Row("logit_scale", "1", on="last"),
     Row("logit_bias", "1", on="last"),
-    *nested(_SIGLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
-    *nested(SIGLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
+    *nest_rows(_SIGLIP_TEXT, "text_model", word="text_", stages=_AFTER_TEXT),
+    *nest_rows(SIGLIP_EYES, "vision_model", word="vision_", stages=_BEFORE_IMAGES),
 )
 _PROJECTED_TEXT: Final = (*_CLIP_TEXT, Row("text_projection.weight", "projection hidden", "projected", on="last"))
 _PROJECTED_EYES: Final = (*CLIP_EYES, Row("visual_projection.weight", "projection hidden", "projected", on="last"))
@@ -116,77 +129,83 @@ _SIGLIP_TEXT_DEFAULTS: Final = {**_SMALL, "vocab_size": 32000, "max_position_emb
 _SIGLIP_VISION_DEFAULTS: Final = {**_IMAGE, "patch_size": 16}
 
 
-def _tower(config: Config) -> Facts:
+def _build_tower_facts(config: ModelConfig) -> FamilyFacts:
     hidden = config.size("hidden_size")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
-            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
-            "pooled": Dim(config.size("intermediate_size")),
-            "projection": Dim(config.size("projection_dim", hidden)),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),
+            "pooled": LogicalDim(config.size("intermediate_size")),
+            "projection": LogicalDim(config.size("projection_dim", hidden)),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
     )
 
 
-def _text(config: Config) -> Facts:
-    words = Dim(config.size("vocab_size"), axis="tp", even=False)
-    return _tower(config).also(dims={"vocab": words, "positions": Dim(config.size("max_position_embeddings"))})
+def _build_text_facts(config: ModelConfig) -> FamilyFacts:
+    words = LogicalDim(config.size("vocab_size"), axis="tp", even=False)
+    return _build_tower_facts(config).also(
+        dims={"vocab": words, "positions": LogicalDim(config.size("max_position_embeddings"))}
+    )
 
 
-def _eyes(config: Config, extra: int) -> Facts:
+def _build_vision_facts(config: ModelConfig, extra: int) -> FamilyFacts:
     patch = config.size("patch_size")
-    return _tower(config).also(
+    return _build_tower_facts(config).also(
         dims={
-            "channels": Dim(config.size("num_channels")),
-            "patch": Dim(patch),
-            "patches": Dim((config.size("image_size") // patch) ** 2 + extra),
+            "channels": LogicalDim(config.size("num_channels")),
+            "patch": LogicalDim(patch),
+            "patches": LogicalDim((config.size("image_size") // patch) ** 2 + extra),
         },
         flags={"head": config.switch("vision_use_head", default=True)},
     )
 
 
-def _clip_text(config: Config) -> Facts:
-    return _text(config.over(_CLIP_TEXT_DEFAULTS))
+def _build_clip_text_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_text_facts(config.over(_CLIP_TEXT_DEFAULTS))
 
 
-def clip_eyes(config: Config) -> Facts:
+def build_clip_vision_facts(config: ModelConfig) -> FamilyFacts:
     """What the rows of CLIP's vision model need to know; there is a position for the class token."""
-    return _eyes(config.over(_CLIP_VISION_DEFAULTS), 1)
+    return _build_vision_facts(config.over(_CLIP_VISION_DEFAULTS), 1)
 
 
-def _siglip_text(config: Config) -> Facts:
+def _build_siglip_text_facts(config: ModelConfig) -> FamilyFacts:
     config = config.over(_SIGLIP_TEXT_DEFAULTS)
-    projection = Dim(config.size("projection_size", config.size("hidden_size")))
-    return _text(config).also(dims={"projection": projection})
+    projection = LogicalDim(config.size("projection_size", config.size("hidden_size")))
+    return _build_text_facts(config).also(dims={"projection": projection})
 
 
-def siglip_eyes(config: Config) -> Facts:
+def build_siglip_vision_facts(config: ModelConfig) -> FamilyFacts:
     """What the rows of SigLIP's vision model need to know."""
-    return _eyes(config.over(_SIGLIP_VISION_DEFAULTS), 0)
+    return _build_vision_facts(config.over(_SIGLIP_VISION_DEFAULTS), 0)
 
 
-def _two_towers(text: Facts, vision: Facts) -> Facts:
+def _join_tower_facts(text: FamilyFacts, vision: FamilyFacts) -> FamilyFacts:
     end = len(text.indices["layer"].values)
-    facts = both(inner(text, "text_", layer=0), inner(vision, "vision_", layer=end))
+    facts = join_facts(nest_facts(text, "text_", layer=0), nest_facts(vision, "vision_", layer=end))
     return replace(facts, stages={"text_end": ("layer", end - 1), "vision_start": ("layer", end)})
 
 
-def _clip(config: Config) -> Facts:
-    facts = _two_towers(_clip_text(config.part("text_config")), clip_eyes(config.part("vision_config")))
-    return facts.also(dims={"projection": Dim(config.size("projection_dim", 512))})
+def _build_clip_facts(config: ModelConfig) -> FamilyFacts:
+    facts = _join_tower_facts(
+        _build_clip_text_facts(config.part("text_config")), build_clip_vision_facts(config.part("vision_config"))
+    )
+    return facts.also(dims={"projection": LogicalDim(config.size("projection_dim", 512))})
 
 
-def _siglip(config: Config) -> Facts:
-    return _two_towers(_siglip_text(config.part("text_config")), siglip_eyes(config.part("vision_config")))
+def _build_siglip_facts(config: ModelConfig) -> FamilyFacts:
+    return _join_tower_facts(
+        _build_siglip_text_facts(config.part("text_config")), build_siglip_vision_facts(config.part("vision_config"))
+    )
 
 
-def _read_clip_text(config: Config) -> tuple[LayerTraits, Config]:
+def _read_clip_text(config: ModelConfig) -> tuple[LayerTraits, ModelConfig]:
     return _CLIP_TRAITS, config.part("text_config")
 
 
-def _read_siglip_text(config: Config) -> tuple[LayerTraits, Config]:
+def _read_siglip_text(config: ModelConfig) -> tuple[LayerTraits, ModelConfig]:
     return _SIGLIP_TRAITS, config.part("text_config")
 
 
@@ -195,7 +214,7 @@ _SIGLIP_TRAITS: Final = LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh
 CLIP: Final = Family(
     name="clip",
     rows=_CLIP,
-    facts=_clip,
+    facts=_build_clip_facts,
     classes={"CLIPModel": ModelClass()},
     prefixes=("clip",),
     traits=_CLIP_TRAITS,
@@ -204,7 +223,7 @@ CLIP: Final = Family(
 CLIP_TEXT: Final = Family(
     name="clip_text_model",
     rows=_PROJECTED_TEXT,
-    facts=_clip_text,
+    facts=_build_clip_text_facts,
     classes={
         "CLIPTextModel": ModelClass(),
         "CLIPTextModelWithProjection": ModelClass("text_model", "projected"),
@@ -215,7 +234,7 @@ CLIP_TEXT: Final = Family(
 CLIP_VISION: Final = Family(
     name="clip_vision_model",
     rows=_PROJECTED_EYES,
-    facts=clip_eyes,
+    facts=build_clip_vision_facts,
     classes={
         "CLIPVisionModel": ModelClass(),
         "CLIPVisionModelWithProjection": ModelClass("vision_model", "projected"),
@@ -226,7 +245,7 @@ CLIP_VISION: Final = Family(
 SIGLIP: Final = Family(
     name="siglip",
     rows=_SIGLIP,
-    facts=_siglip,
+    facts=_build_siglip_facts,
     classes={"SiglipModel": ModelClass()},
     prefixes=("siglip",),
     traits=_SIGLIP_TRAITS,

@@ -11,16 +11,16 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
-from shardctl.models.family import Dim, Family, Row
+from shardctl.models.family import Family, LogicalDim, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _COHERE: Final = (
     *EMBEDDING,
@@ -35,15 +35,15 @@ _COHERE: Final = (
 """Each head of q and k has a norm of its own, which is cut with the heads."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
     qk_norm = config.switch("use_qk_norm", default=False)
-    facts = decoder_facts(config, tied=True, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
+    facts = build_decoder_facts(config, tied=True, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
     head = facts.size("head")
     return facts.also(
         dims={
-            "heads": Dim(facts.size("q") // head, axis="tp", noun="attention heads"),
-            "kv_heads": Dim(facts.size("kv") // head, axis="tp", shared=True, noun="key/value heads"),
+            "heads": LogicalDim(facts.size("q") // head, axis="tp", noun="attention heads"),
+            "kv_heads": LogicalDim(facts.size("kv") // head, axis="tp", shared=True, noun="key/value heads"),
         }
     )
 
@@ -52,16 +52,16 @@ _WINDOW: Final = WindowRule(4096, "all but every nth", period=4, period_key="sli
 COHERE: Final = Family(
     name="cohere",
     rows=_COHERE,
-    facts=_facts,
-    classes=decoder_classes("Cohere", question=None, sentences=False, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32"),
 )
 COHERE2: Final = Family(
     name="cohere2",
     rows=_COHERE,
-    facts=_facts,
-    classes=decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW),
 )

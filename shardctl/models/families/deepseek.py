@@ -19,24 +19,24 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
-    decoder_facts,
+    build_decoder_facts,
 )
 from shardctl.models.experts import (
     DENSE,
-    expert_count,
-    experts,
-    fused_experts,
-    only,
-    predicting,
-    shared_experts,
-    with_experts,
+    add_condition,
+    add_expert_facts,
+    build_expert_rows,
+    build_fused_experts,
+    build_predicting_rows,
+    build_shared_expert_rows,
+    count_experts,
 )
-from shardctl.models.family import Dim, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _MLA: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "qs hidden", when="!q_lora"),
@@ -55,13 +55,13 @@ _MLA: Final = (
 _ROUTER: Final = Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe")
 _BALANCE: Final = Row(f"{LAYER}.mlp.gate.e_score_correction_bias", "experts", when="moe", dtype="F32")
 """In fp32 in the checkpoints and, whatever the model's type, in transformers (`_keep_in_fp32_modules_strict`)."""
-_SHARED: Final = shared_experts("mlp.shared_experts")
+_SHARED: Final = build_shared_expert_rows("mlp.shared_experts")
 _SHARED_BIASES: Final = (
     Row(f"{LAYER}.mlp.shared_experts.gate_proj.bias", "sffn", when="moe mlp_bias"),
     Row(f"{LAYER}.mlp.shared_experts.up_proj.bias", "sffn", when="moe mlp_bias"),
     Row(f"{LAYER}.mlp.shared_experts.down_proj.bias", "hidden", when="moe mlp_bias"),
 )
-_MOE: Final = (*DENSE, *experts(), _ROUTER, _BALANCE, *_SHARED)
+_MOE: Final = (*DENSE, *build_expert_rows(), _ROUTER, _BALANCE, *_SHARED)
 _V3_LAYER: Final = (*_MLA, *_MOE, *NORMS)
 _GLM_LAYER: Final = (*QKVO, *HEAD_NORMS, *_MOE, *NORMS)
 _NEXT: Final = ".layers.{next}"
@@ -76,59 +76,59 @@ _NEXT_ENDS: Final = (
 """What a layer that predicts has besides: its own embedding and head, and what joins the two streams."""
 
 
-def _rows(layer: tuple[Row, ...]) -> tuple[Row, ...]:
-    return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *predicting(layer, _NEXT, "moe shared"), *_NEXT_ENDS)
+def _build_model_rows(layer: tuple[Row, ...]) -> tuple[Row, ...]:
+    return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *build_predicting_rows(layer, _NEXT, "moe shared"), *_NEXT_ENDS)
 
 
-def _with_experts(facts: Facts, config: Config, *, dense: int, following: int) -> Facts:
+def _add_expert_facts(facts: FamilyFacts, config: ModelConfig, *, dense: int, following: int) -> FamilyFacts:
     """`facts`, and those of experts after the first `dense` layers and of `following` layers that predict."""
     layers, ffn = config.size("num_hidden_layers"), config.size("moe_intermediate_size")
-    return with_experts(
+    return add_expert_facts(
         facts,
-        expert_count(config, "n_routed_experts", "num_local_experts"),
+        count_experts(config, "n_routed_experts", "num_local_experts"),
         ffn,
         moe=range(config.count("first_k_dense_replace", dense), layers),
         shared=ffn * config.size("n_shared_experts"),
-    ).also(indices={"next": Index(range(layers, layers + config.count("num_nextn_predict_layers", following)))})
+    ).also(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", following)))})
 
 
-def _latent(config: Config, *, mlp_bias: bool) -> Facts:
+def _build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> FamilyFacts:
     """The facts of a decoder with latent attention."""
     bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
     rope, nope = config.size("qk_rope_head_dim", 64), config.size("qk_nope_head_dim", 128)
     value = config.size("v_head_dim", 128)
     no_lora = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     noun = "attention heads"
-    return decoder_facts(config, o_bias=bias, mlp_bias=mlp_bias).also(
+    return build_decoder_facts(config, o_bias=bias, mlp_bias=mlp_bias).also(
         dims={
-            "qs": Dim(heads * (nope + rope), nope + rope, "tp", noun=noun),
-            "kvs": Dim(heads * (nope + value), nope + value, "tp", noun=noun),
-            "vs": Dim(heads * value, value, "tp", noun=noun),
-            "q_rank": Dim(config.size("q_lora_rank", 1536)),
-            "kv_rank": Dim(config.size("kv_lora_rank", 512)),
-            "rope": Dim(rope),
+            "qs": LogicalDim(heads * (nope + rope), nope + rope, "tp", noun=noun),
+            "kvs": LogicalDim(heads * (nope + value), nope + value, "tp", noun=noun),
+            "vs": LogicalDim(heads * value, value, "tp", noun=noun),
+            "q_rank": LogicalDim(config.size("q_lora_rank", 1536)),
+            "kv_rank": LogicalDim(config.size("kv_lora_rank", 512)),
+            "rope": LogicalDim(rope),
         },
         flags={"q_lora": not no_lora},
     )
 
 
-def _v2(config: Config) -> Facts:
-    facts = _latent(config, mlp_bias=config.switch("mlp_bias", default=False))
-    return _with_experts(facts, config, dense=0, following=0)
+def _build_v2_facts(config: ModelConfig) -> FamilyFacts:
+    facts = _build_latent_facts(config, mlp_bias=config.switch("mlp_bias", default=False))
+    return _add_expert_facts(facts, config, dense=0, following=0)
 
 
-def _v3(config: Config) -> Facts:
-    return _with_experts(_latent(config, mlp_bias=False), config, dense=3, following=1)
+def _build_v3_facts(config: ModelConfig) -> FamilyFacts:
+    return _add_expert_facts(_build_latent_facts(config, mlp_bias=False), config, dense=3, following=1)
 
 
-def _glm4_moe(config: Config) -> Facts:
-    facts = decoder_facts(
+def _build_glm4_moe_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_decoder_facts(
         config,
         kv_heads=8,
         qkv_bias=config.switch("attention_bias", default=False),
         qk_norm=config.switch("use_qk_norm", default=False),
     )
-    return _with_experts(facts, config, dense=1, following=1)
+    return _add_expert_facts(facts, config, dense=1, following=1)
 
 
 DEEPSEEK_V2: Final = Family(
@@ -136,28 +136,28 @@ DEEPSEEK_V2: Final = Family(
     rows=(
         *EMBEDDING,
         *_MLA,
-        *only(GATED, "!moe"),
-        *experts(),
+        *add_condition(GATED, "!moe"),
+        *build_expert_rows(),
         _ROUTER,
         *(row for pair in zip(_SHARED, _SHARED_BIASES, strict=True) for row in pair),
         *NORMS,
         *LAST_NORM,
         *HEADS,
     ),
-    facts=_v2,
+    facts=_build_v2_facts,
     classes={
         "DeepseekV2ForCausalLM": ModelClass("model", "lm"),
         "DeepseekV2Model": ModelClass(),
         "DeepseekV2ForSequenceClassification": ModelClass("model", "score"),
     },
     prefixes=("model",),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )
 DEEPSEEK_V3: Final = Family(
     name="deepseek_v3",
-    rows=_rows(_V3_LAYER),
-    facts=_v3,
+    rows=_build_model_rows(_V3_LAYER),
+    facts=_build_v3_facts,
     classes={
         "DeepseekV3ForCausalLM": ModelClass("model", "lm"),
         "DeepseekV3Model": ModelClass(),
@@ -165,15 +165,15 @@ DEEPSEEK_V3: Final = Family(
         "DeepseekV3ForTokenClassification": ModelClass("model", "score score_bias"),
     },
     prefixes=("model",),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
 )
 GLM4_MOE: Final = Family(
     name="glm4_moe",
-    rows=_rows(_GLM_LAYER),
-    facts=_glm4_moe,
+    rows=_build_model_rows(_GLM_LAYER),
+    facts=_build_glm4_moe_facts,
     classes={"Glm4MoeForCausalLM": ModelClass("model", "lm"), "Glm4MoeModel": ModelClass()},
     prefixes=("model",),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
 )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _LAYER: Final = ".transformer.layer.{layer}"
 _WORDS: Final = ".embeddings.word_embeddings.weight"
@@ -53,19 +53,19 @@ _NAMES: Final = {"dim": "hidden_size", "n_heads": "num_attention_heads", "n_laye
 """Keys of the configs, and what else they are called."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called(_NAMES)
     hidden = config.size("dim")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "positions": Dim(config.size("max_position_embeddings", 512)),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, config.divided("dim", "n_heads"), "tp", noun="attention heads"),
-            "ffn": Dim(config.size("hidden_dim"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": LogicalDim(config.size("max_position_embeddings", 512)),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, config.divided("dim", "n_heads"), "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("hidden_dim"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("n_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("n_layers")), layer=0)},
         flags={"tied": config.switch("tie_word_embeddings", default=True)},
     )
 
@@ -73,7 +73,7 @@ def _facts(config: Config) -> Facts:
 DISTILBERT: Final = Family(
     name="distilbert",
     rows=_DISTILBERT,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "DistilBertModel": ModelClass(),
         "DistilBertForMaskedLM": ModelClass("distilbert", "mlm"),

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Index, Row
+from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _BLOCK: Final = ".blocks.{layer}"
 _LAYER: Final = ".transformer.layers.{layer}"
 
 
-def _linear(name: str, dims: str, when: str = "") -> tuple[Row, ...]:
+def _build_linear_rows(name: str, dims: str, when: str = "") -> tuple[Row, ...]:
     return (Row(f"{name}.weight", dims, when), Row(f"{name}.bias", dims.split(maxsplit=1)[0], when))
 
 
@@ -26,17 +26,17 @@ QWEN_EYES: Final = (
     Row(f"{_BLOCK}.norm1.bias", "hidden", "!gated"),
     Row(f"{_BLOCK}.norm2.weight", "hidden"),
     Row(f"{_BLOCK}.norm2.bias", "hidden", "!gated"),
-    *_linear(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
-    *_linear(f"{_BLOCK}.attn.proj", "hidden hidden"),
-    *_linear(f"{_BLOCK}.mlp.fc1", "ffn hidden", "!gated"),
-    *_linear(f"{_BLOCK}.mlp.fc2", "hidden ffn", "!gated"),
-    *_linear(f"{_BLOCK}.mlp.gate_proj", "ffn hidden", "gated"),
-    *_linear(f"{_BLOCK}.mlp.up_proj", "ffn hidden", "gated"),
-    *_linear(f"{_BLOCK}.mlp.down_proj", "hidden ffn", "gated"),
+    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.fc1", "ffn hidden", "!gated"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.fc2", "hidden ffn", "!gated"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.gate_proj", "ffn hidden", "gated"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.up_proj", "ffn hidden", "gated"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.down_proj", "hidden ffn", "gated"),
     Row(".merger.ln_q.weight", "hidden"),
     Row(".merger.ln_q.bias", "hidden", "!gated"),
-    *_linear(".merger.mlp.0", "merged merged"),
-    *_linear(".merger.mlp.2", "output merged"),
+    *_build_linear_rows(".merger.mlp.0", "merged merged"),
+    *_build_linear_rows(".merger.mlp.2", "output merged"),
 )
 """Qwen2-VL's has biased norms and a plain MLP, that of Qwen2.5-VL norms without bias and a gated MLP."""
 PIXTRAL_EYES: Final = (
@@ -54,43 +54,45 @@ PIXTRAL_EYES: Final = (
 )
 
 
-def _qwen_eyes(config: Config, *, hidden: int, ffn: int, output: int, gated: bool) -> Facts:
-    return Facts(
+def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> FamilyFacts:
+    return FamilyFacts(
         dims={
-            "hidden": Dim(hidden),
-            "ffn": Dim(ffn),
-            "output": Dim(output),
-            "merged": Dim(hidden * config.size("spatial_merge_size", 2) ** 2),
-            "channels": Dim(config.called({"in_channels": "in_chans"}).size("in_channels", 3)),
-            "frames": Dim(config.size("temporal_patch_size", 2)),
-            "patch": Dim(config.size("patch_size", 14)),
+            "hidden": LogicalDim(hidden),
+            "ffn": LogicalDim(ffn),
+            "output": LogicalDim(output),
+            "merged": LogicalDim(hidden * config.size("spatial_merge_size", 2) ** 2),
+            "channels": LogicalDim(config.called({"in_channels": "in_chans"}).size("in_channels", 3)),
+            "frames": LogicalDim(config.size("temporal_patch_size", 2)),
+            "patch": LogicalDim(config.size("patch_size", 14)),
         },
-        indices={"layer": Index(range(config.size("depth", 32)))},
+        indices={"layer": RowIndex(range(config.size("depth", 32)))},
         flags={"gated": gated},
     )
 
 
-def qwen2_eyes(config: Config) -> Facts:
+def build_qwen2_vision_facts(config: ModelConfig) -> FamilyFacts:
     """What the rows need to know of Qwen2-VL's; its `hidden_size` is that of the text model."""
     hidden = config.size("embed_dim", 1280)
     ffn, output = hidden * config.size("mlp_ratio", 4), config.size("hidden_size", 3584)
-    return _qwen_eyes(config, hidden=hidden, ffn=ffn, output=output, gated=False)
+    return _build_qwen_vision_facts(config, hidden=hidden, ffn=ffn, output=output, gated=False)
 
 
-def qwen25_eyes(config: Config) -> Facts:
+def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
     """What the rows need to know of that of Qwen2.5-VL."""
     hidden, ffn = config.size("hidden_size", 3584), config.size("intermediate_size", 3420)
-    return _qwen_eyes(config, hidden=hidden, ffn=ffn, output=config.size("out_hidden_size", 3584), gated=True)
+    return _build_qwen_vision_facts(
+        config, hidden=hidden, ffn=ffn, output=config.size("out_hidden_size", 3584), gated=True
+    )
 
 
-def pixtral_eyes(config: Config) -> Facts:
+def build_pixtral_vision_facts(config: ModelConfig) -> FamilyFacts:
     """What the rows need to know of Pixtral's."""
-    return Facts(
+    return FamilyFacts(
         dims={
-            "hidden": Dim(config.size("hidden_size", 1024)),
-            "ffn": Dim(config.size("intermediate_size", 4096)),
-            "channels": Dim(config.size("num_channels", 3)),
-            "patch": Dim(config.size("patch_size", 16)),
+            "hidden": LogicalDim(config.size("hidden_size", 1024)),
+            "ffn": LogicalDim(config.size("intermediate_size", 4096)),
+            "channels": LogicalDim(config.size("num_channels", 3)),
+            "patch": LogicalDim(config.size("patch_size", 16)),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers", 24)))},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers", 24)))},
     )

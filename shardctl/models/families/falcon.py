@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import decoder_classes, heads
-from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.decoder import build_decoder_classes, build_head_rows
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _FALCON: Final = (
     Row(".word_embeddings.weight", "vocab hidden", on="first"),
@@ -34,41 +34,41 @@ _FALCON: Final = (
     Row(".h.{layer}.ln_mlp.bias", "hidden", when="two_norms"),
     Row(".ln_f.weight", "hidden", on="last"),
     Row(".ln_f.bias", "hidden", on="last"),
-    *heads(".word_embeddings.weight"),
+    *build_head_rows(".word_embeddings.weight"),
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called({"hidden_size": "n_embed"})
     hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.divided("hidden_size", "num_attention_heads")
     grouped = config.switch("new_decoder_architecture", default=False)
     parallel = config.switch("parallel_attn", default=True)
     norms = config.size("num_ln_in_parallel_attn", 2 if grouped else 1)
-    q = Dim(hidden, head, "tp", noun="attention heads")
-    qkv: Dim | tuple[Dim, ...]
+    q = LogicalDim(hidden, head, "tp", noun="attention heads")
+    qkv: LogicalDim | tuple[LogicalDim, ...]
     if grouped:
         # The queries of a group lie with its key and value, so that ranks hold whole groups.
         groups = config.shared_by(queries, "num_kv_heads", queries)
         share = hidden // groups
-        q = Dim(hidden, share, "tp", noun="key/value groups")
-        qkv = Dim(groups * (share + 2 * head), share + 2 * head, "tp", noun="key/value groups")
+        q = LogicalDim(hidden, share, "tp", noun="key/value groups")
+        qkv = LogicalDim(groups * (share + 2 * head), share + 2 * head, "tp", noun="key/value groups")
     elif config.switch("multi_query", default=True):
-        kv = Dim(head, head, "tp", shared=True, noun="key/value heads")
+        kv = LogicalDim(head, head, "tp", shared=True, noun="key/value heads")
         qkv = (q, kv, kv)
     else:
-        qkv = Dim(3 * hidden, 3 * head, "tp", noun="attention heads")
-    return Facts(
+        qkv = LogicalDim(3 * hidden, 3 * head, "tp", noun="attention heads")
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(hidden),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(hidden),
             "q": q,
-            "head": Dim(head),
+            "head": LogicalDim(head),
             "qkv": qkv,
-            "ffn": Dim(config.size("ffn_hidden_size", 4 * hidden), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "ffn": LogicalDim(config.size("ffn_hidden_size", 4 * hidden), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=True),
             "bias": config.switch("bias", default=False),
@@ -81,8 +81,8 @@ def _facts(config: Config) -> Facts:
 FALCON: Final = Family(
     name="falcon",
     rows=_FALCON,
-    facts=_facts,
-    classes=decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
+    facts=_build_facts,
+    classes=build_decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     traits=LayerTraits(activation=("activation", "gelu"), dropout=("hidden_dropout", 0.0)),
 )

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.family import Family, ModelClass
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _HEAD_DIM: Final = 256
 """What the three config classes assume where a config is silent."""
 
 
-def _facts(config: Config, *, kv_heads: int, sandwich_norm: bool = False, qk_norm: bool = False) -> Facts:
+def _build_facts(
+    config: ModelConfig, *, kv_heads: int, sandwich_norm: bool = False, qk_norm: bool = False
+) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    return decoder_facts(
+    return build_decoder_facts(
         config,
         tied=True,
         head_dim=_HEAD_DIM,
@@ -31,23 +33,23 @@ def _facts(config: Config, *, kv_heads: int, sandwich_norm: bool = False, qk_nor
     )
 
 
-def _gemma(config: Config) -> Facts:
-    return _facts(config, kv_heads=16)
+def _build_gemma_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config, kv_heads=16)
 
 
-def _gemma2(config: Config) -> Facts:
-    return _facts(config, kv_heads=4, sandwich_norm=True)
+def _build_gemma2_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config, kv_heads=4, sandwich_norm=True)
 
 
-def _gemma3(config: Config) -> Facts:
-    return _facts(config, kv_heads=4, sandwich_norm=True, qk_norm=True)
+def _build_gemma3_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_facts(config, kv_heads=4, sandwich_norm=True, qk_norm=True)
 
 
 GEMMA: Final = Family(
     name="gemma",
     rows=DECODER,
-    facts=_gemma,
-    classes=decoder_classes("Gemma", question=None),
+    facts=_build_gemma_facts,
+    classes=build_decoder_classes("Gemma", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "gelu_pytorch_tanh"), norm="rms32"),
     assumed=assume_sizes(256000, 3072, 24576, 28, 16),
@@ -55,8 +57,8 @@ GEMMA: Final = Family(
 GEMMA2: Final = Family(
     name="gemma2",
     rows=DECODER,
-    facts=_gemma2,
-    classes=decoder_classes("Gemma2", question=None),
+    facts=_build_gemma2_facts,
+    classes=build_decoder_classes("Gemma2", question=None),
     prefixes=("model",),
     traits=LayerTraits(
         activation=("hidden_activation", "gelu_pytorch_tanh"),
@@ -70,7 +72,7 @@ GEMMA2: Final = Family(
 GEMMA3_TEXT: Final = Family(
     name="gemma3_text",
     rows=DECODER,
-    facts=_gemma3,
+    facts=_build_gemma3_facts,
     classes={
         "Gemma3ForCausalLM": ModelClass("model", "lm"),
         "Gemma3TextModel": ModelClass(),

@@ -12,15 +12,15 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
 from shardctl.models.family import Family, Row
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _KV_HEADS: Final = 2
 _HEAD_DIM: Final = 128
@@ -38,24 +38,24 @@ _GLM4: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=True)
-    return decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, qkv_bias=bias)
+    return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, qkv_bias=bias)
 
 
 GLM: Final = Family(
     name="glm",
     rows=_GLM,
-    facts=_facts,
-    classes=decoder_classes("Glm", question=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Glm", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )
 GLM4: Final = Family(
     name="glm4",
     rows=_GLM4,
-    facts=_facts,
-    classes=decoder_classes("Glm4", question=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Glm4", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
 )

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import heads
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.decoder import build_head_rows
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
-_HEADS: Final = heads(".wte.weight")
+_HEADS: Final = build_head_rows(".wte.weight")
 _GPT2: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
     Row(".wpe.weight", "positions hidden", on="first"),
@@ -60,22 +60,22 @@ NAMES: Final = {
 """Keys of GPT-2's and GPT-J's configs, and what else they are called."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called(NAMES)
     hidden = config.size("n_embd")
     head = config.divided("n_embd", "n_head")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "positions": Dim(config.size("n_positions", 1024)),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, head, "tp", noun="attention heads"),
-            "kv": Dim(hidden, head, "tp", noun="attention heads"),
-            "ffn": Dim(config.size("n_inner", 4 * hidden), axis="tp"),
-            "choices": Dim(1 if config.switch("summary_proj_to_labels", default=True) else hidden),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "positions": LogicalDim(config.size("n_positions", 1024)),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
+            "kv": LogicalDim(hidden, head, "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("n_inner", 4 * hidden), axis="tp"),
+            "choices": LogicalDim(1 if config.switch("summary_proj_to_labels", default=True) else hidden),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("n_layer")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=True),
             "cross": config.switch("add_cross_attention", default=False),
@@ -87,7 +87,7 @@ def _facts(config: Config) -> Facts:
 GPT2: Final = Family(
     name="gpt2",
     rows=_GPT2,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "GPT2LMHeadModel": ModelClass("transformer", "lm"),
         "GPT2Model": ModelClass(),

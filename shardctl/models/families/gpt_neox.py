@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import decoder_classes, heads
-from shardctl.models.family import Dim, Facts, Family, Fused, Index, Row
+from shardctl.models.decoder import build_decoder_classes, build_head_rows
+from shardctl.models.family import Family, FamilyFacts, FusedArray, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _LAYER: Final = ".layers.{layer}"
-_HEADS: Final = heads(".embed_in.weight")
+_HEADS: Final = build_head_rows(".embed_in.weight")
 _NEOX: Final = (
     Row(".embed_in.weight", "vocab hidden", on="first"),
     Row(f"{_LAYER}.input_layernorm.weight", "hidden"),
@@ -43,20 +43,20 @@ _NEOX: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     hidden = config.size("hidden_size")
     head = config.divided("hidden_size", "num_attention_heads")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, head, "tp", noun="attention heads"),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, head, "tp", noun="attention heads"),
             # The q, k and v of one head lie together.
-            "qkv": Dim(3 * hidden, 3 * head, "tp", noun="attention heads"),
-            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "qkv": LogicalDim(3 * hidden, 3 * head, "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=False),
             "qkv_bias": config.switch("attention_bias", default=True),
@@ -67,10 +67,10 @@ def _facts(config: Config) -> Facts:
 GPT_NEOX: Final = Family(
     name="gpt_neox",
     rows=_NEOX,
-    facts=_facts,
-    classes=decoder_classes("GPTNeoX", prefix="gpt_neox", tokens="classifier"),
+    facts=_build_facts,
+    classes=build_decoder_classes("GPTNeoX", prefix="gpt_neox", tokens="classifier"),
     prefixes=("gpt_neox",),
     legacy={"embed_out": "lm_head"},
-    fused=(Fused("lm_head.weight", ("embed_out.weight",)),),
+    fused=(FusedArray("lm_head.weight", ("embed_out.weight",)),),
     traits=LayerTraits(activation=("hidden_act", "gelu"), dropout=("hidden_dropout", 0.0)),
 )

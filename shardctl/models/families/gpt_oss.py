@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
-from shardctl.models.experts import expert_count, with_experts
-from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.experts import add_expert_facts, count_experts
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _BLOCK: Final = 32
 _EXPERTS: Final = f"{LAYER}.mlp.experts"
@@ -40,17 +40,17 @@ _GPT_OSS: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias, ffn = config.switch("attention_bias", default=True), config.size("intermediate_size")
     quantized = config.values.get("quantization_config")
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
-    facts = decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
-    return with_experts(facts, expert_count(config, "num_local_experts", "num_experts"), ffn).also(
+    facts = build_decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
+    return add_expert_facts(facts, count_experts(config, "num_local_experts", "num_experts"), ffn).also(
         dims={
-            "q_heads": Dim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
-            "pairs": Dim(2 * ffn, 2, "etp", noun="pairs of gate and up columns of each expert"),
-            "hidden_blocks": Dim(config.size("hidden_size") // _BLOCK),
-            "blocks": Dim(ffn // _BLOCK, axis="etp", noun=f"MXFP4 blocks of {_BLOCK} columns of each expert"),
+            "q_heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
+            "pairs": LogicalDim(2 * ffn, 2, "etp", noun="pairs of gate and up columns of each expert"),
+            "hidden_blocks": LogicalDim(config.size("hidden_size") // _BLOCK),
+            "blocks": LogicalDim(ffn // _BLOCK, axis="etp", noun=f"MXFP4 blocks of {_BLOCK} columns of each expert"),
         },
         flags={"mxfp4": mxfp4},
     )
@@ -59,7 +59,7 @@ def _facts(config: Config) -> Facts:
 GPT_OSS: Final = Family(
     name="gpt_oss",
     rows=_GPT_OSS,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "GptOssForCausalLM": ModelClass("model", "lm"),
         "GptOssModel": ModelClass(),

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.models.families.gpt2 import NAMES
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _GPTJ: Final = (
     Row(".wte.weight", "vocab hidden", on="first"),
@@ -38,18 +38,18 @@ _GPTJ: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     config = config.called(NAMES)
     hidden = config.size("n_embd")
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, config.divided("n_embd", "n_head"), "tp", noun="attention heads"),
-            "ffn": Dim(config.size("n_inner", 4 * hidden), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, config.divided("n_embd", "n_head"), "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("n_inner", 4 * hidden), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("n_layer")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("n_layer")), layer=0)},
         flags={"tied": config.switch("tie_word_embeddings", default=False)},
     )
 
@@ -57,7 +57,7 @@ def _facts(config: Config) -> Facts:
 GPTJ: Final = Family(
     name="gptj",
     rows=_GPTJ,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "GPTJForCausalLM": ModelClass("transformer", "lm"),
         "GPTJModel": ModelClass(),

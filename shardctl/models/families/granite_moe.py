@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
-from shardctl.models.experts import expert_count, with_experts
-from shardctl.models.family import Family, Fused, ModelClass, Row
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.experts import add_expert_facts, count_experts
+from shardctl.models.family import Family, FusedArray, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _MODULE: Final = f"{LAYER}.block_sparse_moe"
 _MOE: Final = (
@@ -28,17 +28,17 @@ _SHARED: Final = (
     Row(f"{LAYER}.shared_mlp.output_linear.weight", "hidden sffn", when="shared"),
 )
 _FUSED: Final = (
-    Fused(f"{_MODULE}.router.weight", (f"{_MODULE}.router.layer.weight",)),
-    Fused(f"{_MODULE}.experts.gate_up_proj", (f"{_MODULE}.input_linear.weight",)),
-    Fused(f"{_MODULE}.experts.down_proj", (f"{_MODULE}.output_linear.weight",)),
+    FusedArray(f"{_MODULE}.router.weight", (f"{_MODULE}.router.layer.weight",)),
+    FusedArray(f"{_MODULE}.experts.gate_up_proj", (f"{_MODULE}.input_linear.weight",)),
+    FusedArray(f"{_MODULE}.experts.down_proj", (f"{_MODULE}.output_linear.weight",)),
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    return with_experts(
-        decoder_facts(config, qkv_bias=bias, o_bias=bias),
-        expert_count(config, "num_local_experts"),
+    return add_expert_facts(
+        build_decoder_facts(config, qkv_bias=bias, o_bias=bias),
+        count_experts(config, "num_local_experts"),
         config.size("intermediate_size"),
         shared=config.count("shared_intermediate_size", 0) or None,
     )
@@ -48,7 +48,7 @@ _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", expe
 GRANITE_MOE: Final = Family(
     name="granitemoe",
     rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *LAST_NORM, *HEADS),
-    facts=_facts,
+    facts=_build_facts,
     classes={"GraniteMoeForCausalLM": ModelClass("model", "lm"), "GraniteMoeModel": ModelClass()},
     prefixes=("model",),
     fused=_FUSED,
@@ -57,7 +57,7 @@ GRANITE_MOE: Final = Family(
 GRANITE_MOE_SHARED: Final = Family(
     name="granitemoeshared",
     rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *_SHARED, *LAST_NORM, *HEADS),
-    facts=_facts,
+    facts=_build_facts,
     classes={"GraniteMoeSharedForCausalLM": ModelClass("model", "lm"), "GraniteMoeSharedModel": ModelClass()},
     prefixes=("model",),
     fused=_FUSED,

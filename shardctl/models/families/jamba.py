@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, decoder_classes, decoder_facts
-from shardctl.models.experts import experts, fused_experts, with_experts
-from shardctl.models.families.mamba import mixer, time_step_rank
-from shardctl.models.family import Dim, Facts, Family, Row
+from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, build_decoder_classes, build_decoder_facts
+from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts
+from shardctl.models.families.mamba import build_mixer_rows, compute_time_step_rank
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _JAMBA: Final = (
     *EMBEDDING,
@@ -22,7 +22,7 @@ _JAMBA: Final = (
     Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden", "attention"),
     Row(f"{LAYER}.self_attn.v_proj.weight", "kv hidden", "attention"),
     Row(f"{LAYER}.self_attn.o_proj.weight", "hidden q", "attention"),
-    *mixer(f"{LAYER}.mamba", "!attention"),
+    *build_mixer_rows(f"{LAYER}.mamba", "!attention"),
     Row(f"{LAYER}.mamba.dt_layernorm.weight", "rank", "!attention"),
     Row(f"{LAYER}.mamba.b_layernorm.weight", "state", "!attention"),
     Row(f"{LAYER}.mamba.c_layernorm.weight", "state", "!attention"),
@@ -30,7 +30,7 @@ _JAMBA: Final = (
     Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden", when="!moe"),
     Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn", when="!moe"),
     Row(f"{LAYER}.feed_forward.router.weight", "experts hidden", when="moe"),
-    *experts("feed_forward"),
+    *build_expert_rows("feed_forward"),
     Row(f"{LAYER}.input_layernorm.weight", "hidden"),
     Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
     Row(".final_layernorm.weight", "hidden", on="last"),
@@ -40,15 +40,19 @@ _KV_HEADS: Final = 8
 """What `JambaConfig` assumes where a config is silent."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     period, offset = config.size("attn_layer_period", 8), config.values.get("attn_layer_offset", 4)
-    facts = decoder_facts(config, kv_heads=_KV_HEADS)
-    return with_experts(facts, config.size("num_experts", 16), config.size("intermediate_size"), moe=_moe(config)).also(
+    facts = build_decoder_facts(config, kv_heads=_KV_HEADS)
+    return add_expert_facts(
+        facts, config.size("num_experts", 16), config.size("intermediate_size"), moe=_list_expert_layers(config)
+    ).also(
         dims={
-            "inner": Dim(config.size("mamba_expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
-            "state": Dim(config.size("mamba_d_state", 16)),
-            "rank": Dim(time_step_rank(config, "mamba_dt_rank")),
-            "window": Dim(config.size("mamba_d_conv", 4)),
+            "inner": LogicalDim(
+                config.size("mamba_expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"
+            ),
+            "state": LogicalDim(config.size("mamba_d_state", 16)),
+            "rank": LogicalDim(compute_time_step_rank(config, "mamba_dt_rank")),
+            "window": LogicalDim(config.size("mamba_d_conv", 4)),
         },
         flags={
             "attention": [n for n in range(config.size("num_hidden_layers")) if n % period == offset],
@@ -58,7 +62,7 @@ def _facts(config: Config) -> Facts:
     )
 
 
-def _moe(config: Config) -> frozenset[int]:
+def _list_expert_layers(config: ModelConfig) -> frozenset[int]:
     """The layers that have experts."""
     if config.size("num_experts", 16) == 1:
         return frozenset()
@@ -69,9 +73,9 @@ def _moe(config: Config) -> frozenset[int]:
 JAMBA: Final = Family(
     name="jamba",
     rows=_JAMBA,
-    facts=_facts,
-    classes=decoder_classes("Jamba", question=None, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Jamba", question=None, tokens=None),
     prefixes=("model",),
-    fused=fused_experts("feed_forward"),
+    fused=build_fused_experts("feed_forward"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
 )

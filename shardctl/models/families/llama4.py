@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, decoder_facts
-from shardctl.models.experts import expert_count, shared_experts, with_experts
-from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule, mark_rotary_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _MODULE: Final = "feed_forward"
 _LLAMA4: Final = (
@@ -30,7 +30,7 @@ _LLAMA4: Final = (
     Row(f"{LAYER}.{_MODULE}.experts.gate_up_proj", "expert hidden effn+effn", when="moe"),
     Row(f"{LAYER}.{_MODULE}.experts.down_proj", "expert effn hidden", when="moe"),
     Row(f"{LAYER}.{_MODULE}.router.weight", "experts hidden", when="moe"),
-    *shared_experts(f"{_MODULE}.shared_expert"),
+    *build_shared_expert_rows(f"{_MODULE}.shared_expert"),
     *NORMS,
     *LAST_NORM,
     *HEADS,
@@ -40,19 +40,19 @@ _CHUNKS: Final = WindowRule(8192, "rotary", period=4, key="attention_chunk_size"
 """Layers with rotary positions attend within chunks, and norm queries and keys."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias, ffn = config.switch("attention_bias", default=False), config.size("intermediate_size")
-    facts = decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
-    count = expert_count(config, "num_local_experts")
+    facts = build_decoder_facts(config, head_dim=128, kv_heads=8, qkv_bias=bias, o_bias=bias)
+    count = count_experts(config, "num_local_experts")
     marks = mark_rotary_layers(_CHUNKS, config, config.size("num_hidden_layers"))
     rotary = frozenset(n for n, marked in enumerate(marks) if marked)
-    return with_experts(facts, count, ffn, moe=_layers(config), shared=ffn).also(
-        dims={"dffn": Dim(config.size("intermediate_size_mlp", 16384), axis="tp")},
+    return add_expert_facts(facts, count, ffn, moe=_list_expert_layers(config), shared=ffn).also(
+        dims={"dffn": LogicalDim(config.size("intermediate_size_mlp", 16384), axis="tp")},
         flags={"qk_norm": config.switch("use_qk_norm", default=True), "rotary": rotary},
     )
 
 
-def _layers(config: Config) -> Collection[int]:
+def _list_expert_layers(config: ModelConfig) -> Collection[int]:
     """The layers that have experts."""
     listed = config.values.get("moe_layers")
     if listed is None:
@@ -66,7 +66,7 @@ def _layers(config: Config) -> Collection[int]:
 LLAMA4_TEXT: Final = Family(
     name="llama4_text",
     rows=_LLAMA4,
-    facts=_facts,
+    facts=_build_facts,
     classes={"Llama4ForCausalLM": ModelClass("model", "lm"), "Llama4TextModel": ModelClass()},
     prefixes=("model",),
     traits=LayerTraits(

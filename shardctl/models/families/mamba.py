@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 
-def mixer(under: str, when: str = "") -> tuple[Row, ...]:
+def build_mixer_rows(under: str, when: str = "") -> tuple[Row, ...]:
     """The first Mamba's rows in a module `under`, present if `when` holds."""
     conv, bias = f"{when} conv_bias".strip(), f"{when} mixer_bias".strip()
     return (
@@ -35,7 +35,7 @@ def mixer(under: str, when: str = "") -> tuple[Row, ...]:
     )
 
 
-def time_step_rank(config: Config, key: str) -> int:
+def compute_time_step_rank(config: ModelConfig, key: str) -> int:
     """The low rank of the time step; "auto" is a sixteenth of the hidden size, rounded up."""
     automatic = -(-config.size("hidden_size") // 16)
     return automatic if config.values.get(key) == "auto" else config.size(key, automatic)
@@ -47,7 +47,7 @@ _HEADS: Final = (
     Row(".norm_f.weight", "hidden", on="last"),
     Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embeddings.weight"),
 )
-_MAMBA: Final = (_EMBEDDING, _NORM, *mixer(".layers.{layer}.mixer"), *_HEADS)
+_MAMBA: Final = (_EMBEDDING, _NORM, *build_mixer_rows(".layers.{layer}.mixer"), *_HEADS)
 _IN: Final = "inner+inner+groups+groups+heads"
 """What the input is projected to: the gate, the channels, B, C, and a time step for each head."""
 _CONV: Final = "inner+groups+groups"
@@ -70,14 +70,14 @@ _MAMBA2: Final = (
 over the channels of one group; where ranks are more than groups, they sum its variance."""
 
 
-def _common(config: Config, *, tied: bool) -> Facts:
-    return Facts(
+def _build_common_facts(config: ModelConfig, *, tied: bool) -> FamilyFacts:
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(config.size("hidden_size")),
-            "window": Dim(config.size("conv_kernel", 4)),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(config.size("hidden_size")),
+            "window": LogicalDim(config.size("conv_kernel", 4)),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=tied),
             "conv_bias": config.switch("use_conv_bias", default=True),
@@ -86,25 +86,25 @@ def _common(config: Config, *, tied: bool) -> Facts:
     )
 
 
-def _mamba(config: Config) -> Facts:
-    return _common(config, tied=True).also(
+def _build_mamba_facts(config: ModelConfig) -> FamilyFacts:
+    return _build_common_facts(config, tied=True).also(
         dims={
-            "inner": Dim(config.size("expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
-            "state": Dim(config.size("state_size", 16)),
-            "rank": Dim(time_step_rank(config, "time_step_rank")),
+            "inner": LogicalDim(config.size("expand", 2) * config.size("hidden_size"), axis="tp", noun="channels"),
+            "state": LogicalDim(config.size("state_size", 16)),
+            "rank": LogicalDim(compute_time_step_rank(config, "time_step_rank")),
         }
     )
 
 
-def _mamba2(config: Config) -> Facts:
+def _build_mamba2_facts(config: ModelConfig) -> FamilyFacts:
     heads, head = config.size("num_heads", 128), config.size("head_dim", 64)
     state, groups = config.size("state_size", 128), config.size("n_groups", 8)
-    return _common(config, tied=False).also(
+    return _build_common_facts(config, tied=False).also(
         dims={
-            "inner": Dim(heads * head, head, "tp", noun="state space heads"),
-            "heads": Dim(heads, axis="tp", noun="state space heads"),
-            "chunk": Dim(config.size("chunk_size", 256)),
-            "groups": Dim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
+            "inner": LogicalDim(heads * head, head, "tp", noun="state space heads"),
+            "heads": LogicalDim(heads, axis="tp", noun="state space heads"),
+            "chunk": LogicalDim(config.size("chunk_size", 256)),
+            "groups": LogicalDim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
         }
     )
 
@@ -113,7 +113,7 @@ _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", fp32
 MAMBA: Final = Family(
     name="mamba",
     rows=_MAMBA,
-    facts=_mamba,
+    facts=_build_mamba_facts,
     classes={"MambaForCausalLM": ModelClass("backbone", "lm"), "MambaModel": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,
@@ -121,7 +121,7 @@ MAMBA: Final = Family(
 FALCON_MAMBA: Final = Family(
     name="falcon_mamba",
     rows=_MAMBA,
-    facts=_mamba,
+    facts=_build_mamba_facts,
     classes={"FalconMambaForCausalLM": ModelClass("backbone", "lm"), "FalconMambaModel": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,
@@ -129,7 +129,7 @@ FALCON_MAMBA: Final = Family(
 MAMBA2: Final = Family(
     name="mamba2",
     rows=_MAMBA2,
-    facts=_mamba2,
+    facts=_build_mamba2_facts,
     classes={"Mamba2ForCausalLM": ModelClass("backbone", "lm"), "Mamba2Model": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,

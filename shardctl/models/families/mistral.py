@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _KV_HEADS: Final = 8
 """What the three config classes assume where a config is silent."""
@@ -19,21 +19,21 @@ _HEAD_DIM: Final = 128
 """What `Ministral3Config` assumes where a config is silent; null is the hidden size divided by the heads."""
 
 
-def _facts(config: Config) -> Facts:
-    return decoder_facts(config, kv_heads=_KV_HEADS)
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    return build_decoder_facts(config, kv_heads=_KV_HEADS)
 
 
-def _ministral3(config: Config) -> Facts:
+def _build_ministral3_facts(config: ModelConfig) -> FamilyFacts:
     silent = "head_dim" not in config.values
-    return decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
+    return build_decoder_facts(config, kv_heads=_KV_HEADS, head_dim=_HEAD_DIM if silent else None)
 
 
 _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(4096))
 MISTRAL: Final = Family(
     name="mistral",
     rows=DECODER,
-    facts=_facts,
-    classes=decoder_classes("Mistral"),
+    facts=_build_facts,
+    classes=build_decoder_classes("Mistral"),
     prefixes=("model",),
     traits=_TRAITS,
     assumed=assume_sizes(32000, 4096, 14336, 32, 32),
@@ -41,16 +41,16 @@ MISTRAL: Final = Family(
 MINISTRAL: Final = Family(
     name="ministral",
     rows=DECODER,
-    facts=_facts,
-    classes=decoder_classes("Ministral", question="transformer"),
+    facts=_build_facts,
+    classes=build_decoder_classes("Ministral", question="transformer"),
     prefixes=("model", "transformer"),
     traits=_TRAITS,
 )
 MINISTRAL3: Final = Family(
     name="ministral3",
     rows=DECODER,
-    facts=_ministral3,
-    classes=decoder_classes("Ministral3"),
+    facts=_build_ministral3_facts,
+    classes=build_decoder_classes("Ministral3"),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None)),
     assumed=assume_sizes(131072, 4096, 14336, 34, 32),

@@ -17,47 +17,47 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
-from shardctl.models.experts import expert_count, experts, fused_experts, with_experts
-from shardctl.models.family import Family, Fused, ModelClass, Row
+from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
+from shardctl.models.family import Family, FusedArray, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _NAMES: Final = ("w1", "w3", "w2")
 _MODULE: Final = "block_sparse_moe"
 _ROUTER: Final = f"{LAYER}.{_MODULE}.gate.weight"
-_MOE: Final = (Row(_ROUTER, "experts hidden"), *experts(_MODULE, _NAMES))
-_FUSED: Final = fused_experts(_MODULE, _NAMES, within="mlp")
+_MOE: Final = (Row(_ROUTER, "experts hidden"), *build_expert_rows(_MODULE, _NAMES))
+_FUSED: Final = build_fused_experts(_MODULE, _NAMES, within="mlp")
 
 
-def _with_experts(facts: Facts, config: Config) -> Facts:
-    return with_experts(facts, expert_count(config, "num_local_experts"), config.size("intermediate_size"))
+def _add_expert_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+    return add_expert_facts(facts, count_experts(config, "num_local_experts"), config.size("intermediate_size"))
 
 
-def _mixtral(config: Config) -> Facts:
-    return _with_experts(decoder_facts(config, kv_heads=8), config)
+def _build_mixtral_facts(config: ModelConfig) -> FamilyFacts:
+    return _add_expert_facts(build_decoder_facts(config, kv_heads=8), config)
 
 
-def _phimoe(config: Config) -> Facts:
+def _build_phimoe_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    facts = decoder_facts(config, kv_heads=8, qkv_bias=bias, o_bias=bias)
+    facts = build_decoder_facts(config, kv_heads=8, qkv_bias=bias, o_bias=bias)
     head = config.switch("lm_head_bias", default=False)
-    return _with_experts(facts, config).also(flags={"sequential": True, "head_bias": head})
+    return _add_expert_facts(facts, config).also(flags={"sequential": True, "head_bias": head})
 
 
 MIXTRAL: Final = Family(
     name="mixtral",
     rows=(*EMBEDDING, *QKVO, *_MOE, *NORMS, *LAST_NORM, *HEADS),
-    facts=_mixtral,
-    classes=decoder_classes("Mixtral"),
+    facts=_build_mixtral_facts,
+    classes=build_decoder_classes("Mixtral"),
     prefixes=("model",),
-    fused=(Fused(f"{LAYER}.mlp.gate.weight", (_ROUTER,)), *_FUSED),
+    fused=(FusedArray(f"{LAYER}.mlp.gate.weight", (_ROUTER,)), *_FUSED),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
 )
 PHIMOE: Final = Family(
@@ -71,7 +71,7 @@ PHIMOE: Final = Family(
         *HEADS,
         Row("lm_head.bias", "vocab", when="lm head_bias", on="last"),
     ),
-    facts=_phimoe,
+    facts=_build_phimoe_facts,
     classes={
         "PhimoeForCausalLM": ModelClass("model", "lm"),
         "PhimoeModel": ModelClass(),
@@ -79,7 +79,7 @@ PHIMOE: Final = Family(
     },
     prefixes=("model",),
     renamed={"PhiMoEForCausalLM": "PhimoeForCausalLM"},
-    fused=(Fused(f"{LAYER}.mlp.router.weight", (_ROUTER,)), *_FUSED),
+    fused=(FusedArray(f"{LAYER}.mlp.router.weight", (_ROUTER,)), *_FUSED),
     traits=LayerTraits(
         activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2, narrow_experts=True
     ),

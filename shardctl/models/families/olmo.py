@@ -11,16 +11,16 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
-from shardctl.models.family import Dim, Family, Row
+from shardctl.models.family import Family, LogicalDim, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _OLMO: Final = (*EMBEDDING, *QKVO, *GATED, *HEADS)
 _OLMO2: Final = (
@@ -38,18 +38,18 @@ _OLMO2: Final = (
 rank needs the whole weight."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    facts = decoder_facts(config, qkv_bias=bias, o_bias=bias)
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
     q, kv = facts.size("q"), facts.size("kv")
-    return facts.also(dims={"all_q": Dim(q), "all_kv": Dim(kv)})
+    return facts.also(dims={"all_q": LogicalDim(q), "all_kv": LogicalDim(kv)})
 
 
 OLMO: Final = Family(
     name="olmo",
     rows=_OLMO,
-    facts=_facts,
-    classes=decoder_classes("Olmo", question=None, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Olmo", question=None, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="bare32"),
     weightless=(
@@ -60,16 +60,16 @@ OLMO: Final = Family(
 OLMO2: Final = Family(
     name="olmo2",
     rows=_OLMO2,
-    facts=_facts,
-    classes=decoder_classes("Olmo2", question=None, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32"),
 )
 OLMO3: Final = Family(
     name="olmo3",
     rows=_OLMO2,
-    facts=_facts,
-    classes=decoder_classes("Olmo3", question=None, tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Olmo3", question=None, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(4096, "all but every nth", period=4)

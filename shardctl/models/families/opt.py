@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import decoder_classes
-from shardctl.models.family import Dim, Facts, Family, Index, Row
+from shardctl.models.decoder import build_decoder_classes
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _LAYER: Final = ".decoder.layers.{layer}"
 _OPT: Final = (
@@ -47,21 +47,21 @@ _OFFSET: Final = 2
 """Rows of the positions before the first (`OPTLearnedPositionalEmbedding`)."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     hidden = config.size("hidden_size")
     embedding = config.size("word_embed_proj_dim", hidden)
     bare = config.switch("_remove_final_layer_norm", default=False)
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "embedding": Dim(embedding),
-            "positions": Dim(config.size("max_position_embeddings", 2048) + _OFFSET),
-            "hidden": Dim(hidden),
-            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
-            "ffn": Dim(config.size("ffn_dim"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "embedding": LogicalDim(embedding),
+            "positions": LogicalDim(config.size("max_position_embeddings", 2048) + _OFFSET),
+            "hidden": LogicalDim(hidden),
+            "q": LogicalDim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("ffn_dim"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=True),
             "bias": config.switch("enable_bias", default=True),
@@ -75,8 +75,8 @@ def _facts(config: Config) -> Facts:
 OPT: Final = Family(
     name="opt",
     rows=_OPT,
-    facts=_facts,
-    classes=decoder_classes("OPT", tokens=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("OPT", tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("activation_function", "relu"), norm="layer", dropout=("dropout", 0.1)),
     weightless=(

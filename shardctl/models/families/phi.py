@@ -14,16 +14,16 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     NORMS,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
 from shardctl.models.family import Family, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _PHI: Final = (
     *EMBEDDING,
@@ -63,23 +63,23 @@ _PHI3: Final = (
 )
 
 
-def _phi(config: Config) -> Facts:
-    return decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=False))
+def _build_phi_facts(config: ModelConfig) -> FamilyFacts:
+    return build_decoder_facts(config, qk_norm=config.switch("qk_layernorm", default=False))
 
 
 PHI: Final = Family(
     name="phi",
     rows=_PHI,
-    facts=_phi,
-    classes=decoder_classes("Phi", question=None),
+    facts=_build_phi_facts,
+    classes=build_decoder_classes("Phi", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "gelu_new"), dropout=("resid_pdrop", 0.0)),
 )
 PHI3: Final = Family(
     name="phi3",
     rows=_PHI3,
-    facts=decoder_facts,
-    classes=decoder_classes("Phi3", question=None),
+    facts=build_decoder_facts,
+    classes=build_decoder_classes("Phi3", question=None),
     prefixes=("model",),
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms", dropout=("resid_pdrop", 0.0), window=WindowRule(None)

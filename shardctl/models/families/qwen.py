@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, assume_sizes, decoder_classes, decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _HEAD_DIM: Final = 128
 """What `Qwen3Config` assumes where a config is silent."""
 
 
-def _qwen2(config: Config) -> Facts:
-    return decoder_facts(config, qkv_bias=True)
+def _build_qwen2_facts(config: ModelConfig) -> FamilyFacts:
+    return build_decoder_facts(config, qkv_bias=True)
 
 
-def _qwen3(config: Config) -> Facts:
+def _build_qwen3_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    return decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return build_decoder_facts(config, head_dim=_HEAD_DIM, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 _WINDOW: Final = WindowRule(4096, "last", start=28, switched=True)
@@ -31,8 +31,8 @@ _QWEN2_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms"
 QWEN2: Final = Family(
     name="qwen2",
     rows=DECODER,
-    facts=_qwen2,
-    classes=decoder_classes("Qwen2", question="transformer"),
+    facts=_build_qwen2_facts,
+    classes=build_decoder_classes("Qwen2", question="transformer"),
     prefixes=("model", "transformer"),
     traits=_QWEN2_TRAITS,
     assumed=assume_sizes(151936, 4096, 22016, 32, 32),
@@ -40,8 +40,8 @@ QWEN2: Final = Family(
 QWEN3: Final = Family(
     name="qwen3",
     rows=DECODER,
-    facts=_qwen3,
-    classes=decoder_classes("Qwen3", question="transformer"),
+    facts=_build_qwen3_facts,
+    classes=build_decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
     assumed=assume_sizes(151936, 4096, 22016, 32, 32),

@@ -10,15 +10,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, decoder_classes, decoder_facts
-from shardctl.models.experts import fused_experts, only, predicting
-from shardctl.models.families.qwen_moe import QWEN_MOE, qwen_experts
-from shardctl.models.family import Dim, Family, Index, Row
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import add_condition, build_fused_experts, build_predicting_rows
+from shardctl.models.families.qwen_moe import QWEN_MOE, add_qwen_experts
+from shardctl.models.family import Family, LogicalDim, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "gated_q hidden"),
@@ -45,7 +53,7 @@ _LINEAR: Final = (
 _NEXT: Final = "mtp.layers.{next}"
 _PREDICTING: Final = (
     Row("mtp.fc.weight", "hidden hidden+hidden", on="last", optional=True),
-    *predicting((*_ATTENTION, *QWEN_MOE, *NORMS), _NEXT, "moe shared"),
+    *build_predicting_rows((*_ATTENTION, *QWEN_MOE, *NORMS), _NEXT, "moe shared"),
     Row("mtp.norm.weight", "hidden", on="last", optional=True),
     Row("mtp.pre_fc_norm_embedding.weight", "hidden", on="last", optional=True),
     Row("mtp.pre_fc_norm_hidden.weight", "hidden", on="last", optional=True),
@@ -53,7 +61,7 @@ _PREDICTING: Final = (
 """The layer of the Hub's files that predicts further tokens; transformers leaves it out."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
     head = config.size("head_dim", 256)
     keys, values = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
@@ -61,24 +69,24 @@ def _facts(config: Config) -> Facts:
     if values % keys:
         raise SourceError(f"config.json has {values} value heads for {keys} key heads of linear attention")
     served, noun = values // keys, "key heads of linear attention"
-    facts = decoder_facts(config, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias)
-    return qwen_experts(facts, config, shared=config.size("shared_expert_intermediate_size", 512)).also(
+    facts = build_decoder_facts(config, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias)
+    return add_qwen_experts(facts, config, shared=config.size("shared_expert_intermediate_size", 512)).also(
         dims={
-            "gated_q": Dim(2 * heads * head, 2 * head, "tp", noun="attention heads"),
-            "keys": Dim(keys * key, key, "tp", noun=noun),
-            "values": Dim(values * value, served * value, "tp", noun=noun),
-            "value_heads": Dim(values, served, "tp", noun=noun),
-            "value_head": Dim(value),
-            "qkvz": Dim(2 * (keys * key + values * value), 2 * (key + served * value), "tp", noun=noun),
-            "ba": Dim(2 * values, 2 * served, "tp", noun=noun),
-            "window": Dim(config.size("linear_conv_kernel_dim", 4)),
+            "gated_q": LogicalDim(2 * heads * head, 2 * head, "tp", noun="attention heads"),
+            "keys": LogicalDim(keys * key, key, "tp", noun=noun),
+            "values": LogicalDim(values * value, served * value, "tp", noun=noun),
+            "value_heads": LogicalDim(values, served, "tp", noun=noun),
+            "value_head": LogicalDim(value),
+            "qkvz": LogicalDim(2 * (keys * key + values * value), 2 * (key + served * value), "tp", noun=noun),
+            "ba": LogicalDim(2 * values, 2 * served, "tp", noun=noun),
+            "window": LogicalDim(config.size("linear_conv_kernel_dim", 4)),
         },
-        indices={"next": Index(range(1))},
-        flags={"attention": _attention(config)},
+        indices={"next": RowIndex(range(1))},
+        flags={"attention": _list_attention_layers(config)},
     )
 
 
-def _attention(config: Config) -> frozenset[int]:
+def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     """The layers with full attention."""
     layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
     if isinstance(kinds, list):
@@ -91,17 +99,17 @@ QWEN3_NEXT: Final = Family(
     name="qwen3_next",
     rows=(
         *EMBEDDING,
-        *only(_LINEAR, "!attention"),
-        *only(_ATTENTION, "attention"),
+        *add_condition(_LINEAR, "!attention"),
+        *add_condition(_ATTENTION, "attention"),
         *QWEN_MOE,
         *NORMS,
         *LAST_NORM,
         *HEADS,
         *_PREDICTING,
     ),
-    facts=_facts,
-    classes=decoder_classes("Qwen3Next", question="transformer"),
+    facts=_build_facts,
+    classes=build_decoder_classes("Qwen3Next", question="transformer"),
     prefixes=("model", "transformer"),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
 )

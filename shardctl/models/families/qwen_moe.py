@@ -15,32 +15,32 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
 from shardctl.models.experts import (
     DENSE,
-    expert_count,
-    experts,
-    fused_experts,
-    shared_experts,
-    stepped,
-    with_experts,
+    add_expert_facts,
+    build_expert_rows,
+    build_fused_experts,
+    build_shared_expert_rows,
+    count_experts,
+    list_expert_layers,
 )
-from shardctl.models.family import Dim, Family, ModelClass, Row
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 ROUTER: Final = (Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe"),)
 SHARED: Final = (
-    *shared_experts("mlp.shared_expert"),
+    *build_shared_expert_rows("mlp.shared_expert"),
     Row(f"{LAYER}.mlp.shared_expert_gate.weight", "1 hidden", when="moe shared"),
 )
-QWEN_MOE: Final = (*DENSE, *ROUTER, *experts(), *SHARED)
+QWEN_MOE: Final = (*DENSE, *ROUTER, *build_expert_rows(), *SHARED)
 """The MLP of a layer: dense, or of routed experts and perhaps a shared one, which a gate weighs."""
 _OLMOE_NORMS: Final = (
     Row(f"{LAYER}.self_attn.q_norm.weight", "q_norm"),
@@ -49,40 +49,44 @@ _OLMOE_NORMS: Final = (
 """Norms over all heads at once: whole on every rank, as transformers keeps them by gathering q and k."""
 
 
-def qwen_experts(facts: Facts, config: Config, *, shared: int | None) -> Facts:
+def add_qwen_experts(facts: FamilyFacts, config: ModelConfig, *, shared: int | None) -> FamilyFacts:
     """`facts`, and those of Qwen's experts."""
-    count = expert_count(config, "num_experts", "num_local_experts")
-    return with_experts(facts, count, config.size("moe_intermediate_size"), moe=stepped(config), shared=shared)
-
-
-def _qwen2_moe(config: Config) -> Facts:
-    bias = config.switch("qkv_bias", default=True)
-    return qwen_experts(
-        decoder_facts(config, qkv_bias=bias, kv_heads=16), config, shared=config.size("shared_expert_intermediate_size")
+    count = count_experts(config, "num_experts", "num_local_experts")
+    return add_expert_facts(
+        facts, count, config.size("moe_intermediate_size"), moe=list_expert_layers(config), shared=shared
     )
 
 
-def _qwen3_moe(config: Config) -> Facts:
-    bias = config.switch("attention_bias", default=False)
-    facts = decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4)
-    return qwen_experts(facts, config, shared=None)
+def _build_qwen2_moe_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("qkv_bias", default=True)
+    return add_qwen_experts(
+        build_decoder_facts(config, qkv_bias=bias, kv_heads=16),
+        config,
+        shared=config.size("shared_expert_intermediate_size"),
+    )
 
 
-def _olmoe(config: Config) -> Facts:
+def _build_qwen3_moe_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("attention_bias", default=False)
-    facts = decoder_facts(config, qkv_bias=bias, o_bias=bias)
-    facts = with_experts(facts, expert_count(config, "num_experts"), config.size("intermediate_size"))
-    return facts.also(dims={"q_norm": Dim(facts.size("q")), "kv_norm": Dim(facts.size("kv"))})
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True, kv_heads=4)
+    return add_qwen_experts(facts, config, shared=None)
+
+
+def _build_olmoe_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias)
+    facts = add_expert_facts(facts, count_experts(config, "num_experts"), config.size("intermediate_size"))
+    return facts.also(dims={"q_norm": LogicalDim(facts.size("q")), "kv_norm": LogicalDim(facts.size("kv"))})
 
 
 _WINDOW: Final = WindowRule(4096, "first even", start=28, switched=True)
 QWEN2_MOE: Final = Family(
     name="qwen2_moe",
     rows=(*EMBEDDING, *QKVO, *QWEN_MOE, *NORMS, *LAST_NORM, *HEADS),
-    facts=_qwen2_moe,
-    classes=decoder_classes("Qwen2Moe"),
+    facts=_build_qwen2_moe_facts,
+    classes=build_decoder_classes("Qwen2Moe"),
     prefixes=("model",),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms", window=_WINDOW, experts_per_token=4, narrow_experts=True
     ),
@@ -94,16 +98,16 @@ QWEN3_MOE: Final = Family(
         *QKVO,
         *HEAD_NORMS,
         *DENSE,
-        *experts(),
+        *build_expert_rows(),
         *ROUTER,
         *NORMS,
         *LAST_NORM,
         *HEADS,
     ),
-    facts=_qwen3_moe,
-    classes=decoder_classes("Qwen3Moe", question="transformer"),
+    facts=_build_qwen3_moe_facts,
+    classes=build_decoder_classes("Qwen3Moe", question="transformer"),
     prefixes=("model", "transformer"),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(
         activation=("hidden_act", "silu"),
         norm="rms",
@@ -114,10 +118,10 @@ QWEN3_MOE: Final = Family(
 )
 OLMOE: Final = Family(
     name="olmoe",
-    rows=(*EMBEDDING, *QKVO, *_OLMOE_NORMS, *ROUTER, *experts(), *NORMS, *LAST_NORM, *HEADS),
-    facts=_olmoe,
+    rows=(*EMBEDDING, *QKVO, *_OLMOE_NORMS, *ROUTER, *build_expert_rows(), *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_olmoe_facts,
     classes={"OlmoeForCausalLM": ModelClass("model", "lm"), "OlmoeModel": ModelClass()},
     prefixes=("model",),
-    fused=fused_experts(),
+    fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, encoder_facts
+from shardctl.models.families.bert import ENCODER, ENCODER_TRAITS, build_encoder_facts
 from shardctl.models.family import Family, ModelClass, Row
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ROBERTA: Final = (
 )
 
 
-def _classes(stem: str) -> Mapping[str, ModelClass]:
+def _build_classes(stem: str) -> Mapping[str, ModelClass]:
     return {
         f"{stem}Model": ModelClass("", "pooler?"),
         f"{stem}ForMaskedLM": ModelClass("roberta", "mlm"),
@@ -51,16 +51,16 @@ def _classes(stem: str) -> Mapping[str, ModelClass]:
 ROBERTA: Final = Family(
     name="roberta",
     rows=_ROBERTA,
-    facts=encoder_facts,
-    classes=_classes("Roberta"),
+    facts=build_encoder_facts,
+    classes=_build_classes("Roberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
 )
 XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
     rows=_ROBERTA,
-    facts=encoder_facts,
-    classes=_classes("XLMRoberta"),
+    facts=build_encoder_facts,
+    classes=_build_classes("XLMRoberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
 )

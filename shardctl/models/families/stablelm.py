@@ -12,15 +12,15 @@ from shardctl.models.decoder import (
     HEADS,
     LAYER,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
-from shardctl.models.family import Family, Index, Row
+from shardctl.models.family import Family, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _KV_HEADS: Final = 32
 """What `StableLmConfig` assumes where a config is silent."""
@@ -37,8 +37,8 @@ _STABLELM: Final = (
 """A head's norm is a tensor of its own: every tp rank holds those of all heads, a few kilobytes, and uses its own."""
 
 
-def _facts(config: Config) -> Facts:
-    facts = decoder_facts(
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_decoder_facts(
         config,
         kv_heads=_KV_HEADS,
         qkv_bias=config.switch("use_qkv_bias", default=False),
@@ -46,7 +46,10 @@ def _facts(config: Config) -> Facts:
     )
     head = facts.size("head")
     return facts.also(
-        indices={"q_head": Index(range(facts.size("q") // head)), "kv_head": Index(range(facts.size("kv") // head))},
+        indices={
+            "q_head": RowIndex(range(facts.size("q") // head)),
+            "kv_head": RowIndex(range(facts.size("kv") // head)),
+        },
         flags={"sequential": not config.switch("use_parallel_residual", default=False)},
     )
 
@@ -54,8 +57,8 @@ def _facts(config: Config) -> Facts:
 STABLELM: Final = Family(
     name="stablelm",
     rows=_STABLELM,
-    facts=_facts,
-    classes=decoder_classes("StableLm", question=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("StableLm", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer", dropout=("hidden_dropout", 0.0)),
 )

@@ -11,16 +11,16 @@ from shardctl.models.decoder import (
     HEADS,
     LAYER,
     QKVO,
-    decoder_classes,
-    decoder_facts,
+    build_decoder_classes,
+    build_decoder_facts,
 )
 from shardctl.models.family import Family, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
-    from shardctl.models.family import Facts
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
 
 _KV_HEADS: Final = 2
 """What `Starcoder2Config` assumes where a config is silent."""
@@ -37,17 +37,17 @@ _STARCODER2: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias = config.switch("use_bias", default=True)
-    facts = decoder_facts(config, tied=True, kv_heads=_KV_HEADS, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    facts = build_decoder_facts(config, tied=True, kv_heads=_KV_HEADS, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
     return facts.also(flags={"sequential": True})
 
 
 STARCODER2: Final = Family(
     name="starcoder2",
     rows=_STARCODER2,
-    facts=_facts,
-    classes=decoder_classes("Starcoder2", question=None),
+    facts=_build_facts,
+    classes=build_decoder_classes("Starcoder2", question=None),
     prefixes=("model",),
     traits=LayerTraits(
         activation=("hidden_act", "gelu_pytorch_tanh"), dropout=("residual_dropout", 0.0), window=WindowRule(None)

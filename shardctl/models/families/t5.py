@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 
-def _attention(block: str, attention: str, when: str) -> tuple[Row, ...]:
+def _build_attention_rows(block: str, attention: str, when: str) -> tuple[Row, ...]:
     return (
         Row(f"{block}.{attention}.q.weight", "q hidden", when),
         Row(f"{block}.{attention}.k.weight", "q hidden", when),
@@ -25,13 +25,13 @@ def _attention(block: str, attention: str, when: str) -> tuple[Row, ...]:
     )
 
 
-def _positions(block: str, when: str) -> tuple[Row, ...]:
+def _build_position_rows(block: str, when: str) -> tuple[Row, ...]:
     return (
         Row(f"{block}.SelfAttention.relative_attention_bias.weight", "buckets heads", f"{when} first_block".strip()),
     )
 
 
-def _feed_forward(block: str, when: str) -> tuple[Row, ...]:
+def _build_feed_forward_rows(block: str, when: str) -> tuple[Row, ...]:
     return (
         Row(f"{block}.DenseReluDense.wi.weight", "ffn hidden", f"{when} !gated".strip()),
         Row(f"{block}.DenseReluDense.wi_0.weight", "ffn hidden", f"{when} gated".strip()),
@@ -48,16 +48,16 @@ _SHARED: Final = ".shared.weight"
 _T5: Final = (
     Row(_SHARED, "vocab hidden", on="first"),
     Row(".encoder.embed_tokens.weight", "vocab hidden", on="first", tie=_SHARED, tied="always"),
-    *_attention(f"{_ENCODER}.0", "SelfAttention", ""),
-    *_positions(f"{_ENCODER}.0", ""),
+    *_build_attention_rows(f"{_ENCODER}.0", "SelfAttention", ""),
+    *_build_position_rows(f"{_ENCODER}.0", ""),
     Row(f"{_ENCODER}.0.layer_norm.weight", "hidden"),
-    *_feed_forward(f"{_ENCODER}.1", ""),
+    *_build_feed_forward_rows(f"{_ENCODER}.1", ""),
     Row(".encoder.final_layer_norm.weight", "hidden", on="encoder_end"),
     Row(".decoder.embed_tokens.weight", "vocab hidden", "decoder", on="decoder_start", tie=_SHARED, tied="always"),
-    *_attention(f"{_DECODER}.0", "SelfAttention", "decoder"),
-    *_positions(f"{_DECODER}.0", "decoder"),
+    *_build_attention_rows(f"{_DECODER}.0", "SelfAttention", "decoder"),
+    *_build_position_rows(f"{_DECODER}.0", "decoder"),
     Row(f"{_DECODER}.0.layer_norm.weight", "hidden", "decoder"),
-    *_attention(f"{_DECODER}.1", "EncDecAttention", "decoder"),
+    *_build_attention_rows(f"{_DECODER}.1", "EncDecAttention", "decoder"),
     Row(
         f"{_DECODER}.1.EncDecAttention.relative_attention_bias.weight",
         "* *",
@@ -65,7 +65,7 @@ _T5: Final = (
         buffer="F32",
     ),
     Row(f"{_DECODER}.1.layer_norm.weight", "hidden", "decoder"),
-    *_feed_forward(f"{_DECODER}.2", "decoder"),
+    *_build_feed_forward_rows(f"{_DECODER}.2", "decoder"),
     Row(".decoder.final_layer_norm.weight", "hidden", "decoder", on="last"),
     Row("lm_head.weight", "vocab hidden", "lm", on="last", tie=_SHARED),
     Row("classification_head.dense.weight", "hidden hidden", "sentence", on="last"),
@@ -81,21 +81,21 @@ _T5: Final = (
 uses."""
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     heads, head = config.size("num_heads"), config.size("d_kv")
     encoder = config.size("num_layers")
     decoder = config.size("num_decoder_layers", encoder)
-    return Facts(
+    return FamilyFacts(
         dims={
-            "vocab": Dim(config.size("vocab_size"), axis="tp", even=False),
-            "hidden": Dim(config.size("d_model")),
-            "q": Dim(heads * head, head, "tp", noun="attention heads"),
-            "heads": Dim(heads, axis="tp", noun="attention heads"),
-            "buckets": Dim(config.size("relative_attention_num_buckets", 32)),
-            "ffn": Dim(config.size("d_ff"), axis="tp"),
-            "labels": Dim(config.labels(), loose=True),
+            "vocab": LogicalDim(config.size("vocab_size"), axis="tp", even=False),
+            "hidden": LogicalDim(config.size("d_model")),
+            "q": LogicalDim(heads * head, head, "tp", noun="attention heads"),
+            "heads": LogicalDim(heads, axis="tp", noun="attention heads"),
+            "buckets": LogicalDim(config.size("relative_attention_num_buckets", 32)),
+            "ffn": LogicalDim(config.size("d_ff"), axis="tp"),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"encoder": Index(range(encoder), layer=0), "decoder": Index(range(decoder), layer=encoder)},
+        indices={"encoder": RowIndex(range(encoder), layer=0), "decoder": RowIndex(range(decoder), layer=encoder)},
         flags={
             "tied": config.switch("tie_word_embeddings", default=True),
             "gated": config.text("feed_forward_proj", "relu").startswith("gated-"),
@@ -108,7 +108,7 @@ def _facts(config: Config) -> Facts:
 T5: Final = Family(
     name="t5",
     rows=_T5,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "T5ForConditionalGeneration": ModelClass("", "decoder lm"),
         "T5Model": ModelClass("", "decoder"),

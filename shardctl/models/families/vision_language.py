@@ -13,21 +13,27 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.models.decoder import DECODER, assume_sizes
-from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, clip_eyes, siglip_eyes
-from shardctl.models.families.eyes import PIXTRAL_EYES, QWEN_EYES, pixtral_eyes, qwen2_eyes, qwen25_eyes
+from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, build_clip_vision_facts, build_siglip_vision_facts
+from shardctl.models.families.eyes import (
+    PIXTRAL_EYES,
+    QWEN_EYES,
+    build_pixtral_vision_facts,
+    build_qwen2_vision_facts,
+    build_qwen25_vision_facts,
+)
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.mistral import MINISTRAL3, MISTRAL
 from shardctl.models.families.qwen import QWEN2, QWEN3
-from shardctl.models.family import Dim, Facts, Family, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.nesting import both, inner, nested
+from shardctl.models.nesting import join_facts, nest_facts, nest_rows
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 
 _QWEN2_VL_TEXT: Final = replace(
@@ -55,17 +61,17 @@ _TEXTS: Final[Mapping[str, Family]] = {
     )
 }
 """The text models, by `model_type`."""
-_EYES: Final[Mapping[str, Callable[[Config], Facts]]] = {
-    "clip_vision_model": clip_eyes,
-    "siglip_vision_model": siglip_eyes,
-    "pixtral": pixtral_eyes,
-    "qwen2_vl": qwen2_eyes,
-    "qwen2_vl_vision": qwen2_eyes,
-    "qwen2_5_vl": qwen25_eyes,
-    "qwen2_5_vl_vision": qwen25_eyes,
+_EYES: Final[Mapping[str, Callable[[ModelConfig], FamilyFacts]]] = {
+    "clip_vision_model": build_clip_vision_facts,
+    "siglip_vision_model": build_siglip_vision_facts,
+    "pixtral": build_pixtral_vision_facts,
+    "qwen2_vl": build_qwen2_vision_facts,
+    "qwen2_vl_vision": build_qwen2_vision_facts,
+    "qwen2_5_vl": build_qwen25_vision_facts,
+    "qwen2_5_vl_vision": build_qwen25_vision_facts,
 }
 """The vision models by `model_type`; Qwen's changed."""
-_TEXT: Final = nested(DECODER, "language_model")
+_TEXT: Final = nest_rows(DECODER, "language_model")
 _FIRST: Final = {"first": "first", "": "first", "last": "first"}
 _SPELLINGS: Final = {
     "^language_model.lm_head": "lm_head",
@@ -75,50 +81,50 @@ _SPELLINGS: Final = {
 """How files spell what transformers 4.52 moved."""
 
 
-def _seen(rows: Sequence[Row], under: str = "vision_tower", when: str = "") -> tuple[Row, ...]:
-    return nested(rows, under, word="vision_", when=when, stages=_FIRST)
+def _nest_vision_rows(rows: Sequence[Row], under: str = "vision_tower", when: str = "") -> tuple[Row, ...]:
+    return nest_rows(rows, under, word="vision_", when=when, stages=_FIRST)
 
 
-def _projector(name: str, dims: str, when: str = "") -> Row:
+def _build_projector_row(name: str, dims: str, when: str = "") -> Row:
     return Row(f".multi_modal_projector.{name}", dims, when, on="first")
 
 
 _TWO_LINEARS: Final = (
-    _projector("linear_1.weight", "hidden joined"),
-    _projector("linear_1.bias", "hidden", "projector_bias"),
-    _projector("linear_2.weight", "hidden hidden"),
-    _projector("linear_2.bias", "hidden", "projector_bias"),
+    _build_projector_row("linear_1.weight", "hidden joined"),
+    _build_projector_row("linear_1.bias", "hidden", "projector_bias"),
+    _build_projector_row("linear_2.weight", "hidden hidden"),
+    _build_projector_row("linear_2.bias", "hidden", "projector_bias"),
 )
 _LLAVA: Final = (
-    *_seen(CLIP_EYES, when="clip_vision_model"),
-    *_seen(PIXTRAL_EYES, when="pixtral"),
+    *_nest_vision_rows(CLIP_EYES, when="clip_vision_model"),
+    *_nest_vision_rows(PIXTRAL_EYES, when="pixtral"),
     *_TWO_LINEARS,
     *_TEXT,
 )
-_LLAVA_NEXT: Final = (Row(".image_newline", "hidden", on="first"), *_seen(CLIP_EYES), *_TWO_LINEARS, *_TEXT)
+_LLAVA_NEXT: Final = (Row(".image_newline", "hidden", on="first"), *_nest_vision_rows(CLIP_EYES), *_TWO_LINEARS, *_TEXT)
 _MISTRAL3: Final = (
-    *_seen(PIXTRAL_EYES),
-    _projector("norm.weight", "vision_hidden"),
-    _projector("patch_merger.merging_layer.weight", "vision_hidden merged"),
+    *_nest_vision_rows(PIXTRAL_EYES),
+    _build_projector_row("norm.weight", "vision_hidden"),
+    _build_projector_row("patch_merger.merging_layer.weight", "vision_hidden merged"),
     *_TWO_LINEARS,
     *_TEXT,
 )
 _PALIGEMMA: Final = (
-    *_seen(SIGLIP_EYES),
-    _projector("linear.weight", "projection vision_hidden"),
-    _projector("linear.bias", "projection"),
+    *_nest_vision_rows(SIGLIP_EYES),
+    _build_projector_row("linear.weight", "projection vision_hidden"),
+    _build_projector_row("linear.bias", "projection"),
     *_TEXT,
 )
 _GEMMA3: Final = (
-    *_seen(SIGLIP_EYES),
-    _projector("mm_input_projection_weight", "vision_hidden hidden"),
-    _projector("mm_soft_emb_norm.weight", "vision_hidden"),
+    *_nest_vision_rows(SIGLIP_EYES),
+    _build_projector_row("mm_input_projection_weight", "vision_hidden hidden"),
+    _build_projector_row("mm_soft_emb_norm.weight", "vision_hidden"),
     *_TEXT,
 )
-_QWEN_VL: Final = (*_seen(QWEN_EYES, "visual"), *_TEXT)
+_QWEN_VL: Final = (*_nest_vision_rows(QWEN_EYES, "visual"), *_TEXT)
 
 
-def _find_text(config: Config, usual: str) -> tuple[Family | None, Config]:
+def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelConfig]:
     """The family and the config of the text model; `usual` is its `model_type` where a config is silent.
 
     Qwen2-VL's first configs have its keys among their own.
@@ -127,12 +133,12 @@ def _find_text(config: Config, usual: str) -> tuple[Family | None, Config]:
     return _TEXTS.get(words.text("model_type", usual) if words is not config else usual), words
 
 
-def _read_text(config: Config, usual: str) -> tuple[LayerTraits | None, Config]:
+def _read_text(config: ModelConfig, usual: str) -> tuple[LayerTraits | None, ModelConfig]:
     family, words = _find_text(config, usual)
     return family.traits if family is not None else None, words
 
 
-def _facts(config: Config, text: str, vision: str, *, bias: bool, either: bool) -> Facts:
+def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, either: bool) -> FamilyFacts:
     """The facts of both models; `text` and `vision` are their `model_type` where a config is silent.
 
     The outer config says whether the head is tied, else the inner one or what its class assumes; with `either`, one of
@@ -150,16 +156,16 @@ def _facts(config: Config, text: str, vision: str, *, bias: bool, either: bool) 
         )
     language = family.facts(words.over(family.assumed))
     seen = _EYES[sight](eyes)
-    facts = both(language, inner(seen, "vision_", whole=True))
+    facts = join_facts(language, nest_facts(seen, "vision_", whole=True))
     chosen = config.values.get("vision_feature_layer")
     taken = len(chosen) if isinstance(chosen, list) else 1
     inner_tie = bool(language.flags["tied"])
     tied = config.switch("tie_word_embeddings", default=inner_tie)
     return facts.also(
         dims={
-            "joined": Dim(seen.size("hidden") * taken),
-            "merged": Dim(seen.size("hidden") * config.size("spatial_merge_size", 2) ** 2),
-            "projection": Dim(config.size("projection_dim", 2048)),
+            "joined": LogicalDim(seen.size("hidden") * taken),
+            "merged": LogicalDim(seen.size("hidden") * config.size("spatial_merge_size", 2) ** 2),
+            "projection": LogicalDim(config.size("projection_dim", 2048)),
         },
         flags={
             "tied": tied or (either and inner_tie),
@@ -169,7 +175,7 @@ def _facts(config: Config, text: str, vision: str, *, bias: bool, either: bool) 
     )
 
 
-def _family(
+def _build_family(
     name: str,
     stem: str,
     rows: tuple[Row, ...],
@@ -185,7 +191,7 @@ def _family(
     return Family(
         name=name,
         rows=rows,
-        facts=partial(_facts, text=text, vision=vision, bias=bias, either=either),
+        facts=partial(_build_facts, text=text, vision=vision, bias=bias, either=either),
         classes=classes,
         prefixes=("model",),
         legacy=legacy,
@@ -198,11 +204,11 @@ _QWEN_SPELLINGS: Final = {
     "^embed_tokens": "language_model.embed_tokens",
     "^norm": "language_model.norm",
 }
-LLAVA: Final = _family("llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True)
-LLAVA_NEXT: Final = _family("llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model")
-MISTRAL3: Final = _family("mistral3", "Mistral3", _MISTRAL3, "mistral", "pixtral", bias=False)
-PALIGEMMA: Final = _family("paligemma", "PaliGemma", _PALIGEMMA, "gemma", "siglip_vision_model")
-GEMMA3: Final = _family(
+LLAVA: Final = _build_family("llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True)
+LLAVA_NEXT: Final = _build_family("llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model")
+MISTRAL3: Final = _build_family("mistral3", "Mistral3", _MISTRAL3, "mistral", "pixtral", bias=False)
+PALIGEMMA: Final = _build_family("paligemma", "PaliGemma", _PALIGEMMA, "gemma", "siglip_vision_model")
+GEMMA3: Final = _build_family(
     "gemma3",
     "Gemma3",
     _GEMMA3,
@@ -210,9 +216,9 @@ GEMMA3: Final = _family(
     "siglip_vision_model",
     Gemma3ForSequenceClassification=ModelClass("model", "score"),
 )
-QWEN2_VL: Final = _family(
+QWEN2_VL: Final = _build_family(
     "qwen2_vl", "Qwen2VL", _QWEN_VL, "qwen2_vl_text", "qwen2_vl_vision", legacy=_QWEN_SPELLINGS, either=True
 )
-QWEN2_5_VL: Final = _family(
+QWEN2_5_VL: Final = _build_family(
     "qwen2_5_vl", "Qwen2_5_VL", _QWEN_VL, "qwen2_5_vl_text", "qwen2_5_vl_vision", legacy=_QWEN_SPELLINGS, either=True
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import Dim, Facts, Family, Index, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _LAYER: Final = ".layers.{layer}"
 _VIT: Final = (
@@ -48,23 +48,23 @@ _VIT: Final = (
 )
 
 
-def _facts(config: Config) -> Facts:
+def _build_facts(config: ModelConfig) -> FamilyFacts:
     hidden, patch = config.size("hidden_size"), config.size("patch_size", 16)
     channels = config.size("num_channels", 3)
-    return Facts(
+    return FamilyFacts(
         dims={
-            "hidden": Dim(hidden),
-            "channels": Dim(channels),
-            "patch": Dim(patch),
+            "hidden": LogicalDim(hidden),
+            "channels": LogicalDim(channels),
+            "patch": LogicalDim(patch),
             # One more for the class token.
-            "patches": Dim((config.size("image_size", 224) // patch) ** 2 + 1),
-            "q": Dim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
-            "ffn": Dim(config.size("intermediate_size"), axis="tp"),
-            "pooled": Dim(config.size("pooler_output_size", hidden)),
-            "pixels": Dim(config.size("encoder_stride", 16) ** 2 * channels),
-            "labels": Dim(config.labels(), loose=True),
+            "patches": LogicalDim((config.size("image_size", 224) // patch) ** 2 + 1),
+            "q": LogicalDim(hidden, config.divided("hidden_size", "num_attention_heads"), "tp", noun="attention heads"),
+            "ffn": LogicalDim(config.size("intermediate_size"), axis="tp"),
+            "pooled": LogicalDim(config.size("pooler_output_size", hidden)),
+            "pixels": LogicalDim(config.size("encoder_stride", 16) ** 2 * channels),
+            "labels": LogicalDim(config.labels(), loose=True),
         },
-        indices={"layer": Index(range(config.size("num_hidden_layers")), layer=0)},
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers")), layer=0)},
         flags={"qkv_bias": config.switch("qkv_bias", default=True)},
     )
 
@@ -72,7 +72,7 @@ def _facts(config: Config) -> Facts:
 VIT: Final = Family(
     name="vit",
     rows=_VIT,
-    facts=_facts,
+    facts=_build_facts,
     classes={
         "ViTForImageClassification": ModelClass("vit", "classifier"),
         "ViTModel": ModelClass("", "pooler?"),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
-from shardctl.models.quantisation.following import blocks, following, refusing
-from shardctl.models.quantisation.storage import Along, Open
+from shardctl.models.quantisation.following import compute_blocks, follow_cuts, refuse_cuts
+from shardctl.models.quantisation.storage import AlongDim, OpenDim
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from shardctl.manifest import Tensor
     from shardctl.models.family import Row
     from shardctl.models.model import ModelTensor
-    from shardctl.models.quantisation.storage import Array, Form, Storage
-    from shardctl.placement import Cut
+    from shardctl.models.quantisation.storage import Form, QuantisedArray, WeightStorage
+    from shardctl.placement import AxisCut
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightArray:
     """One array of a kind of weight."""
 
     suffix: str
     """What stands after the module's name."""
     shape: tuple[int, ...]
     dtype: DType
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[AxisCut, ...], ...]
     row: Row
     optional: bool
     """Whether a checkpoint may lack it."""
@@ -37,9 +37,9 @@ class Part:
     """Dims whose extent the config does not determine."""
 
 
-def parts(
-    weight: ModelTensor, storage: Storage, stored: Mapping[str, Tensor] | None, tabled: Collection[str]
-) -> tuple[Part, ...]:
+def list_stored_arrays(
+    weight: ModelTensor, storage: WeightStorage, stored: Mapping[str, Tensor] | None, tabled: Collection[str]
+) -> tuple[WeightArray, ...]:
     """The arrays that are stored instead of `weight`.
 
     `stored` is what there is of them, by the names that follow the module's; then optional arrays are only those that
@@ -47,36 +47,36 @@ def parts(
     Raises SourceError for an array of another type than its method has.
     """
     there = stored or {}
-    chosen: list[tuple[Array, str, Form]] = []
+    chosen: list[tuple[QuantisedArray, str, Form]] = []
     for array in storage.arrays:
         name = next((n for n in array.names if n in there), array.names[0])
         if array.optional and (name in tabled or (stored is not None and name not in there)):
             continue
-        chosen.append((array, name, _form(array, weight.shape, there.get(name))))
-    together = blocks(form for _, _, form in chosen)
+        chosen.append((array, name, _choose_form(array, weight.shape, there.get(name))))
+    together = compute_blocks(form for _, _, form in chosen)
     found = []
     for array, name, form in chosen:
-        shape = _shape(form, weight.shape, there.get(name))
+        shape = _compute_shape(form, weight.shape, there.get(name))
         if not storage.whole:
-            cuts = following(weight.spec.cuts, weight.shape, form, together, storage.uncut)
+            cuts = follow_cuts(weight.spec.cuts, weight.shape, form, together, storage.uncut)
         elif array is storage.arrays[0]:
-            cuts = refusing(weight.spec.cuts, shape, storage.whole)
+            cuts = refuse_cuts(weight.spec.cuts, shape, storage.whole)
         else:
             cuts = ((),) * len(shape)
-        part = Part(
+        part = WeightArray(
             suffix=name,
             shape=shape,
             dtype=BY_NAME[array.dtypes[0]] if array.dtypes and not array.plain else weight.dtype,
             cuts=cuts,
-            row=_row(weight.row, name, form),
+            row=_build_row(weight.row, name, form),
             optional=array.optional and name not in there,
-            free=tuple(dim for dim, extent in enumerate(form) if isinstance(extent, Open)),
+            free=tuple(dim for dim, extent in enumerate(form) if isinstance(extent, OpenDim)),
         )
         found.append(part)
     return tuple(found)
 
 
-def _form(array: Array, weight: tuple[int, ...], stored: Tensor | None) -> Form:
+def _choose_form(array: QuantisedArray, weight: tuple[int, ...], stored: Tensor | None) -> Form:
     """The form that is stored, else the usual one."""
     if stored is not None:
         if array.dtypes and stored.dtype.name not in array.dtypes:
@@ -85,32 +85,32 @@ def _form(array: Array, weight: tuple[int, ...], stored: Tensor | None) -> Form:
                 hint="the config may belong to another checkpoint, or a writer has cast what is no number",
             )
         for form in array.forms:
-            if len(form) == len(stored.shape) and _shape(form, weight, stored) == stored.shape:
+            if len(form) == len(stored.shape) and _compute_shape(form, weight, stored) == stored.shape:
                 return form
     return array.forms[0]
 
 
-def _shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
+def _compute_shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
     """The extents of a form; what it leaves open is as stored, or as usual."""
     known = stored.shape if stored is not None and len(stored.shape) == len(form) else None
 
-    def size(dim: int, extent: Along | Open | int) -> int:
-        if isinstance(extent, Along):
+    def size(dim: int, extent: AlongDim | OpenDim | int) -> int:
+        if isinstance(extent, AlongDim):
             return extent.extent(weight[extent.dim])
-        if isinstance(extent, Open):
+        if isinstance(extent, OpenDim):
             return known[dim] if known is not None else extent.usual(weight)
         return extent
 
     return tuple(size(dim, extent) for dim, extent in enumerate(form))
 
 
-def _row(row: Row, name: str, form: Form) -> Row:
+def _build_row(row: Row, name: str, form: Form) -> Row:
     """The row of an array, for the table of rules: its dims are those of the weight, divided."""
     words = row.dims.split() or ["*", "*"]
 
-    def word(extent: Along | Open | int) -> str:
-        if isinstance(extent, Along):
+    def word(extent: AlongDim | OpenDim | int) -> str:
+        if isinstance(extent, AlongDim):
             return f"{words[extent.dim]}/{extent.block}" if extent.block > 1 else words[extent.dim]
-        return "*" if isinstance(extent, Open) else str(extent)
+        return "*" if isinstance(extent, OpenDim) else str(extent)
 
     return replace(row, name=f"{row.name.removesuffix('weight')}{name}", dims=" ".join(map(word, form)))

@@ -9,31 +9,43 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.models.quantisation.gptq import bits_and_groups
-from shardctl.models.quantisation.module_list import parts, words
-from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Scheme, Storage, packed
+from shardctl.models.quantisation.gptq import parse_bits_and_groups
+from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.storage import (
+    FLOAT,
+    IN,
+    OUT,
+    AlongDim,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
+    build_packed_dim,
+)
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 
-def _read(config: Config) -> Scheme:
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     form = (config.text("version", "") or config.text("format", "gemm")).lower()
     if form != "gemm":
         raise UnsupportedError(f"AWQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
-    bits, group = bits_and_groups(config, "w_bit" if "w_bit" in config.values else "bits")
+    bits, group = parse_bits_and_groups(config, "w_bit" if "w_bit" in config.values else "bits")
 
-    by_group = Along(IN, group) if group > 0 else 1
-    storage = Storage(
+    by_group = AlongDim(IN, group) if group > 0 else 1
+    storage = WeightStorage(
         (
-            Array("qweight", ("I32",), ((Along(IN), packed(OUT, bits)),)),
-            Array("qzeros", ("I32",), ((by_group, packed(OUT, bits)),)),
-            Array("scales", FLOAT, ((by_group, Along(OUT)),), plain=True),
-            Array("bias", FLOAT, ((Along(OUT),),), optional=True),
+            QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),)),
+            QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),)),
+            QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True),
+            QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True),
         )
     )
 
-    return Scheme(lambda _names: storage, parts(words(config, "modules_to_not_convert") or ()))
+    return QuantisationScheme(
+        lambda _names: storage, match_name_parts(find_module_list(config, "modules_to_not_convert") or ())
+    )
 
 
-AWQ: Final = Method(("awq",), _read)
+AWQ: Final = QuantisationMethod(("awq",), _parse_scheme)

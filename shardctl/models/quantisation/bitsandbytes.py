@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
-from shardctl.models.quantisation.module_list import parts, words
-from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Open, Scheme, Storage
+from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
+from shardctl.models.quantisation.storage import (
+    FLOAT,
+    IN,
+    OUT,
+    AlongDim,
+    OpenDim,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
+)
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _FLAT: Final = "flat array of bitsandbytes, which only pp or ep can place"
 _WORDS: Final = {"uint8": "U8", "int8": "I8", "float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -28,36 +38,36 @@ _SECOND: Final = 256
 """Scales that share a scale of their own, and codes that a byte may be."""
 _STATE: Final = {False: 80, True: 160}
 """Bytes of the JSON text that `quant_state` is, more or less; by whether scales have scales of their own."""
-_EIGHT: Final = Storage(
+_EIGHT: Final = WeightStorage(
     (
-        Array("weight", ("I8",), ((Along(OUT), Along(IN)),)),
-        Array("SCB", FLOAT, ((Along(OUT),),)),
-        Array("weight_format", ("U8",), ((), (1,)), optional=True),
+        QuantisedArray("weight", ("I8",), ((AlongDim(OUT), AlongDim(IN)),)),
+        QuantisedArray("SCB", FLOAT, ((AlongDim(OUT),),)),
+        QuantisedArray("weight_format", ("U8",), ((), (1,)), optional=True),
     ),
     whole="matrix in an order that bitsandbytes keeps as a value, which only pp or ep can place",
 )
 
 
-def _four(kind: str, word: str, *, nested: bool) -> Storage:
+def _build_four_bit_storage(kind: str, word: str, *, nested: bool) -> WeightStorage:
     words = (word, *(other for other in _WORDS.values() if other != word))
     second = (
-        Array("weight.nested_absmax", FLOAT, ((Open(block=_BLOCK * _SECOND),),), optional=not nested),
-        Array("weight.nested_quant_map", FLOAT, ((Open(_SECOND),),), optional=not nested),
+        QuantisedArray("weight.nested_absmax", FLOAT, ((OpenDim(block=_BLOCK * _SECOND),),), optional=not nested),
+        QuantisedArray("weight.nested_quant_map", FLOAT, ((OpenDim(_SECOND),),), optional=not nested),
     )
-    return Storage(
+    return WeightStorage(
         (
-            Array("weight", words, ((Open(block=BY_NAME[word].bits // _CODE), 1),)),
-            Array("weight.absmax", ("U8", *FLOAT) if nested else (*FLOAT, "U8"), ((Open(block=_BLOCK),),)),
-            Array("weight.quant_map", FLOAT, ((Open(1 << _CODE),),)),
+            QuantisedArray("weight", words, ((OpenDim(block=BY_NAME[word].bits // _CODE), 1),)),
+            QuantisedArray("weight.absmax", ("U8", *FLOAT) if nested else (*FLOAT, "U8"), ((OpenDim(block=_BLOCK),),)),
+            QuantisedArray("weight.quant_map", FLOAT, ((OpenDim(1 << _CODE),),)),
             *second,
-            Array(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((Open(_STATE[nested]),),)),
+            QuantisedArray(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), ((OpenDim(_STATE[nested]),),)),
         ),
         whole=_FLAT,
     )
 
 
-def _read(config: Config) -> Scheme:
-    listed = words(config, "llm_int8_skip_modules")
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+    listed = find_module_list(config, "llm_int8_skip_modules")
     if config.switch("load_in_4bit", default=False) or config.switch("_load_in_4bit", default=False):
         kind = config.text("bnb_4bit_quant_type", "fp4")
         if kind not in ("nf4", "fp4"):
@@ -65,12 +75,14 @@ def _read(config: Config) -> Scheme:
         word = config.text("bnb_4bit_quant_storage", "uint8").removeprefix("torch.")
         if word not in _WORDS:
             raise UnsupportedError(f"bitsandbytes stores no 4-bit codes as {word!r}; it has {', '.join(_WORDS)}")
-        storage = _four(kind, _WORDS[word], nested=config.switch("bnb_4bit_use_double_quant", default=False))
+        storage = _build_four_bit_storage(
+            kind, _WORDS[word], nested=config.switch("bnb_4bit_use_double_quant", default=False)
+        )
     elif config.switch("load_in_8bit", default=False) or config.switch("_load_in_8bit", default=False):
         storage = _EIGHT
     else:
         raise UnsupportedError("config.json says bitsandbytes, but neither load_in_4bit nor load_in_8bit")
-    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
+    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-BITSANDBYTES: Final = Method(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"), _read)
+BITSANDBYTES: Final = QuantisationMethod(("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"), _parse_scheme)

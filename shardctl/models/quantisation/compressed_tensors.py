@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.config import Config
-from shardctl.models.quantisation.fp8 import block_size
-from shardctl.models.quantisation.module_list import exact, words
+from shardctl.models.config import ModelConfig
+from shardctl.models.quantisation.fp8 import parse_block_size
+from shardctl.models.quantisation.module_list import find_module_list, match_exact_names
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
@@ -22,13 +22,13 @@ from shardctl.models.quantisation.storage import (
     PER_ROW,
     PER_TENSOR,
     SCALE,
-    Along,
-    Array,
+    AlongDim,
     Form,
-    Method,
-    Scheme,
-    Storage,
-    packed,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
+    build_packed_dim,
 )
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ _BYTES: Final = 8
 _ZEROS: Final = ("I8", "I32", "U8", *FP8, *FLOAT)
 _MIXED: Final = "run of inputs, because act-order mixed their groups"
 _ACTIVATIONS: Final = tuple(
-    Array(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
+    QuantisedArray(f"{side}_{what}", kinds, PER_TENSOR, optional=True)
     for side in ("input", "output")
     for what, kinds in (("scale", SCALE), ("zero_point", _ZEROS), ("global_scale", SCALE))
 )
 """What static quantisation of activations needs; the config decides it together with the calibration."""
-_WHOLE: Final = Array("weight", (), ((Along(OUT), Along(IN)),))
+_WHOLE: Final = QuantisedArray("weight", (), ((AlongDim(OUT), AlongDim(IN)),))
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _GroupWeights:
     """The `weights` of a group, and the format they are stored in."""
 
-    config: Config
+    config: ModelConfig
     form: str
 
     @cached_property
@@ -82,24 +82,24 @@ class _Weights:
         if self.strategy == "channel":
             return PER_ROW
         if self.strategy in ("group", "tensor_group") and self.group:
-            return ((Along(OUT), Along(IN, self.group)),)
-        block = block_size(self.config, "block_structure") if self.strategy == "block" else None
+            return ((AlongDim(OUT), AlongDim(IN, self.group)),)
+        block = parse_block_size(self.config, "block_structure") if self.strategy == "block" else None
         if block is None:
             raise UnsupportedError(f"compressed-tensors weights by {self.strategy!r} are not known")
-        return ((Along(OUT, block[0]), Along(IN, block[1])),)
+        return ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
 
-    def zeros(self) -> tuple[Array, ...]:
+    def zeros(self) -> tuple[QuantisedArray, ...]:
         """The zero points of an asymmetric format."""
         if self.config.switch("symmetric", default=True):
             return ()
         forms = self.scales()
         if self.form == "pack-quantized" and self.strategy in ("group", "channel"):
-            return (Array("weight_zero_point", ("I32",), ((packed(OUT, self.bits), forms[0][1]),)),)
-        return (Array("weight_zero_point", _ZEROS, forms),)
+            return (QuantisedArray("weight_zero_point", ("I32",), ((build_packed_dim(OUT, self.bits), forms[0][1]),)),)
+        return (QuantisedArray("weight_zero_point", _ZEROS, forms),)
 
-    def order(self) -> tuple[Array, ...]:
+    def order(self) -> tuple[QuantisedArray, ...]:
         """The group of each input, where act-order mixes them."""
-        return (Array("weight_g_idx", ("I32", "I64"), ((Along(IN),),)),) if self.mixed else ()
+        return (QuantisedArray("weight_g_idx", ("I32", "I64"), ((AlongDim(IN),),)),) if self.mixed else ()
 
     @cached_property
     def mixed(self) -> bool:
@@ -107,18 +107,20 @@ class _Weights:
         order: Any = self.config.values.get("actorder")
         return self.strategy == "group" and order in (True, "group", "dynamic")
 
-    def storage(self) -> Storage:
+    def storage(self) -> WeightStorage:
         """The arrays of the format; raises UnsupportedError for one that is not known."""
-        scale = Array("weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized"))
+        scale = QuantisedArray(
+            "weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized")
+        )
         uncut = {IN: _MIXED} if self.mixed else {}
         if self.form == "pack-quantized":
-            codes = Array("weight_packed", ("I32",), ((Along(OUT), packed(IN, self.bits)),))
-            shape = Array("weight_shape", ("I64", "I32"), ((2,),))
-            return Storage((codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS), uncut)
+            codes = QuantisedArray("weight_packed", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, self.bits)),))
+            shape = QuantisedArray("weight_shape", ("I64", "I32"), ((2,),))
+            return WeightStorage((codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS), uncut)
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-            codes = Array("weight_packed", ("U8",), ((Along(OUT), Along(IN, 2)),))
-            whole = Array("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
-            return Storage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS))
+            codes = QuantisedArray("weight_packed", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
+            whole = QuantisedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
+            return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS))
         kinds = {
             "int-quantized": ("I8",),
             "float-quantized": FP8,
@@ -127,53 +129,55 @@ class _Weights:
         }.get(self.form)
         if kinds is None:
             raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
-        codes = Array("weight", kinds, ((Along(OUT), Along(IN)),))
-        return Storage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut)
+        codes = QuantisedArray("weight", kinds, ((AlongDim(OUT), AlongDim(IN)),))
+        return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut)
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ModuleGroup:
     """Some modules, and how their weights are stored."""
 
     named: Callable[[Names], bool]
     """Whether the group names a module."""
     every: bool
     """Whether it is for every linear layer that no other group names."""
-    storage: Storage
+    storage: WeightStorage
 
 
-def _read(config: Config) -> Scheme:
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     sparse = config.values.get("sparsity_config")
     if isinstance(sparse, dict) and sparse.get("format", "dense") != "dense":
         raise UnsupportedError(f"the sparse compressed-tensors format {sparse['format']!r} is not known")
-    groups = _groups(config)
+    groups = _list_groups(config)
 
-    def group_of(names: Names) -> _Group | None:
+    def group_of(names: Names) -> _ModuleGroup | None:
         return next((g for g in groups if g.named(names)), next((g for g in groups if g.every), None))
 
-    def storage(names: Names) -> Storage:
+    def storage(names: Names) -> WeightStorage:
         # A weight in quantised form that no group names can only be of the kind that the others are.
         return (group_of(names) or groups[0]).storage
 
-    ignored = exact(words(config, "ignore") or ())
-    return Scheme(storage, lambda names: ignored(names) or group_of(names) is None, heads=True)
+    ignored = match_exact_names(find_module_list(config, "ignore") or ())
+    return QuantisationScheme(storage, lambda names: ignored(names) or group_of(names) is None, heads=True)
 
 
-def _groups(config: Config) -> tuple[_Group, ...]:
+def _list_groups(config: ModelConfig) -> tuple[_ModuleGroup, ...]:
     value = config.values.get("config_groups")
     if not isinstance(value, dict) or not value or not all(isinstance(group, dict) for group in value.values()):
         raise SourceError(f"config.json has config_groups = {value!r} where a table of groups is expected")
-    return tuple(_group(Config(group), config.text("format", "")) for group in value.values())
+    return tuple(_parse_group(ModelConfig(group), config.text("format", "")) for group in value.values())
 
 
-def _group(group: Config, form: str) -> _Group:
-    targets = words(group, "targets") or ()
+def _parse_group(group: ModelConfig, form: str) -> _ModuleGroup:
+    targets = find_module_list(group, "targets") or ()
     weights = group.values.get("weights")
     if isinstance(weights, dict):
-        storage = _Weights(Config(weights), group.text("format", form)).storage()
+        storage = _GroupWeights(ModelConfig(weights), group.text("format", form)).storage()
     else:
-        storage = Storage((_WHOLE, *_ACTIVATIONS))
-    return _Group(exact([t for t in targets if t not in _LINEAR]), any(t in _LINEAR for t in targets), storage)
+        storage = WeightStorage((_WHOLE, *_ACTIVATIONS))
+    return _ModuleGroup(
+        match_exact_names([t for t in targets if t not in _LINEAR]), any(t in _LINEAR for t in targets), storage
+    )
 
 
-COMPRESSED_TENSORS: Final = Method(("compressed-tensors", "compressed_tensors"), _read)
+COMPRESSED_TENSORS: Final = QuantisationMethod(("compressed-tensors", "compressed_tensors"), _parse_scheme)

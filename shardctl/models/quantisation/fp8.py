@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.quantisation.module_list import parts, words
+from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FP8,
     IN,
@@ -18,35 +18,37 @@ from shardctl.models.quantisation.storage import (
     PER_ROW,
     PER_TENSOR,
     SCALE,
-    Along,
-    Array,
-    Method,
-    Scheme,
-    Storage,
+    AlongDim,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
 )
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
-_CODES: Final = Array("weight", FP8, ((Along(OUT), Along(IN)),))
-_INPUT: Final = Array("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
+_CODES: Final = QuantisedArray("weight", FP8, ((AlongDim(OUT), AlongDim(IN)),))
+_INPUT: Final = QuantisedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
 _BLOCK_DIMS: Final = 2
 
 
-def _read(config: Config) -> Scheme:
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     if config.text("expert_dtype", "fp8") != "fp8":
         raise UnsupportedError("the experts of this fp8 checkpoint are packed as fp4, which is not known yet")
-    listed = words(config, "modules_to_not_convert", "ignored_layers")
-    block = block_size(config, "weight_block_size")
+    listed = find_module_list(config, "modules_to_not_convert", "ignored_layers")
+    block = parse_block_size(config, "weight_block_size")
     if block is None:
-        scale = Array("weight_scale weight_scale_inv", SCALE, (*PER_TENSOR, *PER_ROW))
+        scale = QuantisedArray("weight_scale weight_scale_inv", SCALE, (*PER_TENSOR, *PER_ROW))
     else:
-        scale = Array("weight_scale_inv weight_scale", SCALE, ((Along(OUT, block[0]), Along(IN, block[1])),))
-    storage = Storage((_CODES, scale, _INPUT))
-    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
+        scale = QuantisedArray(
+            "weight_scale_inv weight_scale", SCALE, ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
+        )
+    storage = WeightStorage((_CODES, scale, _INPUT))
+    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-def block_size(config: Config, key: str) -> tuple[int, int] | None:
+def parse_block_size(config: ModelConfig, key: str) -> tuple[int, int] | None:
     """Rows and columns of a block; raises SourceError if `key` says anything but two sizes."""
     value = config.values.get(key)
     if value is None:
@@ -60,12 +62,12 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _read_fbgemm(config: Config) -> Scheme:
-    listed = words(config, "modules_to_not_convert")
-    bound = Array("input_scale_ub", SCALE, PER_TENSOR, optional=True)
-    storage = Storage((_CODES, Array("weight_scale", SCALE, PER_ROW), bound))
-    return Scheme(lambda _names: storage, parts(listed or ()), heads=listed is not None)
+def _parse_fbgemm_scheme(config: ModelConfig) -> QuantisationScheme:
+    listed = find_module_list(config, "modules_to_not_convert")
+    bound = QuantisedArray("input_scale_ub", SCALE, PER_TENSOR, optional=True)
+    storage = WeightStorage((_CODES, QuantisedArray("weight_scale", SCALE, PER_ROW), bound))
+    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
-FINE_GRAINED: Final = Method(("fp8",), _read)
-FBGEMM: Final = Method(("fbgemm_fp8",), _read_fbgemm)
+FINE_GRAINED: Final = QuantisationMethod(("fp8",), _parse_scheme)
+FBGEMM: Final = QuantisationMethod(("fbgemm_fp8",), _parse_fbgemm_scheme)

@@ -9,11 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.quantisation.module_list import parts
-from shardctl.models.quantisation.storage import FLOAT, IN, OUT, Along, Array, Method, Scheme, Storage, packed
+from shardctl.models.quantisation.module_list import match_name_parts
+from shardctl.models.quantisation.storage import (
+    FLOAT,
+    IN,
+    OUT,
+    AlongDim,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
+    build_packed_dim,
+)
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 _BITS: Final = (2, 3, 4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -21,7 +31,7 @@ _FORMATS: Final = ("gptq", "gptq_v2")
 MIXED: Final = "run of inputs, because act-order (desc_act) mixed their groups"
 
 
-def bits_and_groups(config: Config, key: str = "bits") -> tuple[int, int]:
+def parse_bits_and_groups(config: ModelConfig, key: str = "bits") -> tuple[int, int]:
     """Bits of a code, and inputs that share a scale (`group_size`): -1 for all.
 
     Raises SourceError for numbers that no writer has.
@@ -32,34 +42,34 @@ def bits_and_groups(config: Config, key: str = "bits") -> tuple[int, int]:
     return bits, -1 if config.values.get("group_size") == -1 else config.size("group_size", 128)
 
 
-def _read(config: Config) -> Scheme:
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
     if form.lower() not in _FORMATS:
         raise UnsupportedError(f"GPTQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
-    if any(not rule.startswith("-") for rule in _dynamic(config)):
+    if any(not rule.startswith("-") for rule in _list_dynamic_modules(config)):
         raise UnsupportedError("GPTQ with other bits or groups for some modules (`dynamic`) is not known yet")
-    bits, group = bits_and_groups(config)
+    bits, group = parse_bits_and_groups(config)
     mixed = config.switch("desc_act", default=False) and group > 0
-    by_group = Along(IN, group) if group > 0 else 1
-    storage = Storage(
+    by_group = AlongDim(IN, group) if group > 0 else 1
+    storage = WeightStorage(
         (
-            Array("qweight", ("I32",), ((packed(IN, bits), Along(OUT)),)),
-            Array("qzeros", ("I32",), ((by_group, packed(OUT, bits)),)),
-            Array("scales", FLOAT, ((by_group, Along(OUT)),), plain=True),
+            QuantisedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),)),
+            QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),)),
+            QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True),
             # Without act-order it says nothing new, and some writers leave it out.
-            Array("g_idx", ("I32", "I64"), ((Along(IN),),), optional=not mixed),
-            Array("bias", FLOAT, ((Along(OUT),),), optional=True),
+            QuantisedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed),
+            QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True),
         ),
         uncut={IN: MIXED} if mixed else {},
     )
 
-    inner = _inner(config)
-    chosen = parts(inner)
+    inner = _list_inner_modules(config)
+    chosen = match_name_parts(inner)
     heads = config.switch("lm_head", default=False)
-    return Scheme(lambda _names: storage, lambda names: bool(inner) and not chosen(names), heads=heads)
+    return QuantisationScheme(lambda _names: storage, lambda names: bool(inner) and not chosen(names), heads=heads)
 
 
-def _inner(config: Config) -> list[str]:
+def _list_inner_modules(config: ModelConfig) -> list[str]:
     """The modules of a layer that are quantised, if the config lists them; else empty."""
     value = config.values.get("modules_in_block_to_quantize") or []
     if not isinstance(value, list):
@@ -70,11 +80,11 @@ def _inner(config: Config) -> list[str]:
     return flat
 
 
-def _dynamic(config: Config) -> list[str]:
+def _list_dynamic_modules(config: ModelConfig) -> list[str]:
     value = config.values.get("dynamic") or {}
     if not isinstance(value, dict):
         raise SourceError(f"config.json has dynamic = {value!r} where a table of modules is expected")
     return list(value)
 
 
-GPTQ: Final = Method(("gptq",), _read)
+GPTQ: Final = QuantisationMethod(("gptq",), _parse_scheme)

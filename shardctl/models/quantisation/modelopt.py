@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.models.quantisation.module_list import wildcards, words
+from shardctl.models.quantisation.module_list import find_module_list, match_wildcards
 from shardctl.models.quantisation.storage import (
     FLOAT,
     FP8,
@@ -18,32 +18,34 @@ from shardctl.models.quantisation.storage import (
     PER_ROW,
     PER_TENSOR,
     SCALE,
-    Along,
-    Array,
-    Method,
-    Scheme,
-    Storage,
+    AlongDim,
+    QuantisationMethod,
+    QuantisationScheme,
+    QuantisedArray,
+    WeightStorage,
 )
 
 if TYPE_CHECKING:
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
-_INPUT: Final = Array("input_scale", FLOAT, PER_TENSOR, optional=True)
+_INPUT: Final = QuantisedArray("input_scale", FLOAT, PER_TENSOR, optional=True)
 
 
-def _read(config: Config) -> Scheme:
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     kind = config.text("quant_algo", "").upper()
     if kind == "FP8":
-        codes = Array("weight", FP8, ((Along(OUT), Along(IN)),))
-        storage = Storage((codes, Array("weight_scale", FLOAT, (*PER_TENSOR, *PER_ROW)), _INPUT))
+        codes = QuantisedArray("weight", FP8, ((AlongDim(OUT), AlongDim(IN)),))
+        storage = WeightStorage((codes, QuantisedArray("weight_scale", FLOAT, (*PER_TENSOR, *PER_ROW)), _INPUT))
     elif kind == "NVFP4":
-        codes = Array("weight", ("U8",), ((Along(OUT), Along(IN, 2)),))
-        block = Array("weight_scale", SCALE[::-1], ((Along(OUT), Along(IN, config.size("group_size", 16))),))
-        storage = Storage((codes, block, Array("weight_scale_2", FLOAT, PER_TENSOR[::-1]), _INPUT))
+        codes = QuantisedArray("weight", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
+        block = QuantisedArray(
+            "weight_scale", SCALE[::-1], ((AlongDim(OUT), AlongDim(IN, config.size("group_size", 16))),)
+        )
+        storage = WeightStorage((codes, block, QuantisedArray("weight_scale_2", FLOAT, PER_TENSOR[::-1]), _INPUT))
     else:
         raise UnsupportedError(f"ModelOpt's {kind or 'quantisation without quant_algo'} is not known")
-    listed = wildcards(words(config, "ignore", "exclude_modules") or ())
-    return Scheme(lambda _names: storage, listed)
+    listed = match_wildcards(find_module_list(config, "ignore", "exclude_modules") or ())
+    return QuantisationScheme(lambda _names: storage, listed)
 
 
-MODELOPT: Final = Method(("modelopt", "modelopt_fp8", "modelopt_fp4"), _read)
+MODELOPT: Final = QuantisationMethod(("modelopt", "modelopt_fp8", "modelopt_fp4"), _parse_scheme)

@@ -10,7 +10,7 @@ from shardctl.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
     from shardctl.models.quantisation.storage import Names
 
 _PLAIN: Final = re.compile(r"[\w.\-]+")
@@ -18,7 +18,7 @@ _MARK: Final = "re:"
 """What stands before a regular expression in the lists of compressed-tensors."""
 
 
-def words(config: Config, *keys: str) -> tuple[str, ...] | None:
+def find_module_list(config: ModelConfig, *keys: str) -> tuple[str, ...] | None:
     """The list of strings under the first of `keys` that the config has; None if it has none of them.
 
     Raises SourceError if it is anything else.
@@ -33,7 +33,7 @@ def words(config: Config, *keys: str) -> tuple[str, ...] | None:
     return None
 
 
-def parts(entries: Sequence[str]) -> Callable[[Names], bool]:
+def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
     """Whether a name of a module has one of `entries` as a run of whole parts.
 
     An entry that is no plain name is a regular expression for the beginning of the name, up to the end of a part, as in
@@ -47,14 +47,14 @@ def parts(entries: Sequence[str]) -> Callable[[Names], bool]:
     [True, False]
     """
     plain = [f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _PLAIN.fullmatch(entry)]
-    others = [_compiled(rf"(?:{entry})(?=\.|$)", entry) for entry in entries if not _PLAIN.fullmatch(entry)]
+    others = [_compile_expression(rf"(?:{entry})(?=\.|$)", entry) for entry in entries if not _PLAIN.fullmatch(entry)]
     return lambda names: any(
         any(run in f".{name}." for run in plain) or any(expression.match(name) for expression in others)
         for name in names
     )
 
 
-def exact(entries: Sequence[str]) -> Callable[[Names], bool]:
+def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
     """Whether a name of a module is one of `entries`, or one that begins with `re:` matches its beginning.
 
     As in compressed-tensors (`utils/match.py`, `match_name`).
@@ -64,11 +64,11 @@ def exact(entries: Sequence[str]) -> Callable[[Names], bool]:
     [True, False, True]
     """
     plain = {entry for entry in entries if not entry.startswith(_MARK)}
-    others = [_compiled(entry.removeprefix(_MARK), entry) for entry in entries if entry.startswith(_MARK)]
+    others = [_compile_expression(entry.removeprefix(_MARK), entry) for entry in entries if entry.startswith(_MARK)]
     return lambda names: any(name in plain or any(expression.match(name) for expression in others) for name in names)
 
 
-def wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
+def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
     """Whether one of `entries`, in which `*` stands for any text, is a name of a module or of one around it.
 
     >>> left = wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
@@ -80,7 +80,7 @@ def wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
     return lambda names: any(expression.fullmatch(name) for name in names for expression in expressions)
 
 
-def _compiled(expression: str, entry: str) -> re.Pattern[str]:
+def _compile_expression(expression: str, entry: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:

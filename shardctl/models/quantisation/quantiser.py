@@ -6,30 +6,30 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError, some
-from shardctl.models.binding import meaning
-from shardctl.models.config import Config
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.models.binding import find_canonical_name
+from shardctl.models.config import ModelConfig
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
-from shardctl.models.quantisation.arrays import parts
+from shardctl.models.quantisation.arrays import list_stored_arrays
 from shardctl.models.quantisation.awq import AWQ
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
-from shardctl.models.quantisation.storage import FLOAT, SCALE, Method
-from shardctl.placement import Spec
+from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
+from shardctl.placement import PartitionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models.model import Model
-    from shardctl.models.quantisation.arrays import Part
-    from shardctl.models.quantisation.storage import Names, Scheme, Storage
+    from shardctl.models.quantisation.arrays import WeightArray
+    from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
-METHODS: Final[tuple[Method, ...]] = (
+METHODS: Final[tuple[QuantisationMethod, ...]] = (
     AWQ,
     BITSANDBYTES,
     COMPRESSED_TENSORS,
@@ -37,7 +37,7 @@ METHODS: Final[tuple[Method, ...]] = (
     FINE_GRAINED,
     GPTQ,
     MODELOPT,
-    Method(("mxfp4",), lambda _config: None),  # gpt-oss has its blocks and scales in its own table
+    QuantisationMethod(("mxfp4",), lambda _config: None),  # gpt-oss has its blocks and scales in its own table
 )
 """Every method; to add one, write its file and name it here."""
 _WEIGHT: Final = ".weight"
@@ -48,7 +48,7 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
 
-def quantisation_config(config: Mapping[str, object]) -> Config | None:
+def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None:
     """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
 
     Raises SourceError if it is there and is no table.
@@ -58,13 +58,13 @@ def quantisation_config(config: Mapping[str, object]) -> Config | None:
         for key in ("quantization_config", "compression_config"):
             settings = values.get(key)
             if isinstance(settings, dict):
-                return Config(settings)
+                return ModelConfig(settings)
             if settings is not None:
                 raise SourceError(f"config.json has {key} = {settings!r} where a table is expected")
     return None
 
 
-def quantise(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
+def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
     """`model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
 
     Which weights those are, the config says only in part, for it also depends on the code of the class (routers and
@@ -73,7 +73,7 @@ def quantise(model: Model, config: Mapping[str, object], stored: Manifest | None
     Raises UnsupportedError for a method that is not known, SourceError for settings that make no sense and for an
     array that is stored as another type than its method has.
     """
-    settings = quantisation_config(config)
+    settings = find_quantisation_config(config)
     if settings is None:
         return model
     name = settings.text("quant_method", "compressed-tensors" if "config_groups" in settings.values else "")
@@ -88,31 +88,31 @@ def quantise(model: Model, config: Mapping[str, object], stored: Manifest | None
         return model
     if model.family in _TRANSPOSED:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
-    return _Quantiser(model, scheme, known=stored is not None).model_of(stored)
+    return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
+class _QuantisableWeight:
     """A weight that may be quantised."""
 
     tensor: ModelTensor
     module: str
-    storage: Storage
+    storage: WeightStorage
 
 
 @dataclass(slots=True)
-class _Quantiser:
+class _ModelQuantiser:
     """One model, while its weights are replaced."""
 
     plain: Model
-    scheme: Scheme
+    scheme: QuantisationScheme
     known: bool
     """Whether what is stored is known."""
     present: dict[str, Tensor] = field(default_factory=dict)
     """What is stored, by canonical name."""
-    kinds: dict[tuple[object, ...], tuple[Part, ...]] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], tuple[WeightArray, ...]] = field(default_factory=dict)
     """The arrays of each kind of weight, of which a model has few."""
-    specs: dict[tuple[int, int], Spec] = field(default_factory=dict)
+    specs: dict[tuple[int, int], PartitionSpec] = field(default_factory=dict)
     """By the ids of an array's cuts and of the weight's spec."""
     contrary: list[str] = field(default_factory=list)
     """Modules that are quantised though the config says that they are not."""
@@ -138,30 +138,30 @@ class _Quantiser:
         fusions = {n: f for n, f in self.plain.fusions.items() if replaced.isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
-            warnings += (f"config.json says that {some(self.contrary)} is not quantised, but it is",)
+            warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantised, but it is",)
         return replace(self.plain, tensors=tensors, fusions=fusions, warnings=warnings, unquantised=self.plain.tensors)
 
-    def weight(self, tensor: ModelTensor) -> _Weight | None:
+    def weight(self, tensor: ModelTensor) -> _QuantisableWeight | None:
         """The weight that `tensor` is; None if it cannot be quantised."""
         unfit = len(tensor.shape) != _MATRIX or tensor.free or tensor.ties or tensor.row.buffer
         if unfit or not tensor.name.endswith(_WEIGHT):
             return None
         module = tensor.name.removesuffix(_WEIGHT)
-        return _Weight(tensor, module, self.scheme.storage(self.names(module)))
+        return _QuantisableWeight(tensor, module, self.scheme.storage(self.names(module)))
 
-    def read(self, stored: Manifest, weights: Mapping[str, _Weight]) -> None:
+    def read(self, stored: Manifest, weights: Mapping[str, _QuantisableWeight]) -> None:
         """Find out what is stored of each weight."""
         known = dict(self.plain.tensors)
         for weight in weights.values():
             known.update((f"{weight.module}.{name}", weight.tensor) for name in weight.storage.names)
-            known.update((name, weight.tensor) for name in _cache_names(weight.module))
+            known.update((name, weight.tensor) for name in _list_cache_names(weight.module))
         reader = replace(self.plain, tensors=known)
         for name, tensor in stored.tensors.items():
-            meant = meaning(reader, name)
+            meant = find_canonical_name(reader, name)
             if meant is not None:
                 self.present[meant] = tensor
 
-    def quantised(self, weight: _Weight) -> bool:
+    def quantised(self, weight: _QuantisableWeight) -> bool:
         """Whether the weight is quantised: by what is stored, else by the config."""
         if not self.present:
             return not self.spared(weight)
@@ -175,7 +175,7 @@ class _Quantiser:
             return True
         return plain is None and not self.spared(weight)
 
-    def spared(self, weight: _Weight) -> bool:
+    def spared(self, weight: _QuantisableWeight) -> bool:
         """Whether the config leaves the weight as it is, or nobody quantises such weights."""
         if weight.tensor.row.dims.startswith("experts ") or self.listed(weight.module):
             return True
@@ -191,18 +191,18 @@ class _Quantiser:
         prefix = f"{self.plain.prefix}."
         return (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
 
-    def arrays(self, weight: _Weight) -> Iterator[ModelTensor]:
+    def arrays(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
         """What is stored instead of the weight."""
         tensor, spec = weight.tensor, weight.tensor.spec
         for part in self.parts(weight):
             # Tensors that are cut alike share their specs in the table, and keep them meanwhile.
             own = self.specs.get((id(part.cuts), id(spec)))
             if own is None:
-                own = self.specs[id(part.cuts), id(spec)] = Spec(part.cuts, spec.where, spec.member)
+                own = self.specs[id(part.cuts), id(spec)] = PartitionSpec(part.cuts, spec.where, spec.member)
             name, optional = f"{weight.module}.{part.suffix}", tensor.optional or part.optional
             yield ModelTensor(name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free)
 
-    def parts(self, weight: _Weight) -> tuple[Part, ...]:
+    def parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...]:
         """The arrays of the weight, worked out once for all that are alike."""
         tensor, there, tabled = weight.tensor, {}, []
         for name in weight.storage.names:
@@ -215,22 +215,22 @@ class _Quantiser:
         # These objects outlive this one, and are the same for weights of one kind.
         key = (id(weight.storage), id(tensor.row), id(tensor.spec.cuts), tensor.shape, alike, *tabled)
         if key not in self.kinds:
-            self.kinds[key] = parts(tensor, weight.storage, there if self.known else None, tabled)
+            self.kinds[key] = list_stored_arrays(tensor, weight.storage, there if self.known else None, tabled)
         return self.kinds[key]
 
-    def cache_scales(self, weight: _Weight) -> Iterator[ModelTensor]:
+    def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
         """The scales of the key/value cache that are stored beside or in this projection."""
-        names = _cache_names(weight.module) if self.present else ()
-        rows = _cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
+        names = _list_cache_names(weight.module) if self.present else ()
+        rows = _list_cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
         for name, row in zip(names, rows, strict=True):
             stored = self.present.get(name)
             if stored is not None and stored.shape in ((), (1,)):
-                spec = Spec(((),) * len(stored.shape), weight.tensor.spec.where)
+                spec = PartitionSpec(((),) * len(stored.shape), weight.tensor.spec.where)
                 dims = " ".join("1" for _ in stored.shape)
                 yield ModelTensor(name, stored.shape, BY_NAME[SCALE[0]], spec, Row(row, dims))
 
 
-def _cache_names(module: str) -> tuple[str, ...]:
+def _list_cache_names(module: str) -> tuple[str, ...]:
     parent, _, own = module.rpartition(".")
     if own not in ("k_proj", "v_proj", "qkv_proj", "kv_b_proj"):
         return ()

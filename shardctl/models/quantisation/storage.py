@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardctl.models.config import Config
+    from shardctl.models.config import ModelConfig
 
 OUT: Final = 0
 IN: Final = 1
@@ -26,7 +26,7 @@ SCALE: Final = (*FLOAT, "F8_E8M0", "F8_E4M3", "U8")
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class AlongDim:
     """A dim of an array that follows a dim of the weight.
 
     >>> Along(IN, 128).extent(300), Along(IN, 8).extent(64), Along(IN, 32, 3).extent(64)
@@ -46,7 +46,7 @@ class Along:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenDim:
     """A dim whose extent only the checkpoint tells, such as that of one flat array for the whole weight.
 
     >>> Open(block=2).usual((300, 64)), Open(16).usual((300, 64))
@@ -63,14 +63,14 @@ class Open:
         return -(-prod(weight) // self.block) if self.block else self.extent
 
 
-Form = tuple["Along | Open | int", ...]
+Form = tuple["AlongDim | OpenDim | int", ...]
 """The dims of an array: one that follows the weight, one that no config tells, or a fixed extent."""
 PER_TENSOR: Final[tuple[Form, ...]] = ((1,), ())
-PER_ROW: Final[tuple[Form, ...]] = ((Along(OUT), 1), (Along(OUT),))
+PER_ROW: Final[tuple[Form, ...]] = ((AlongDim(OUT), 1), (AlongDim(OUT),))
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class QuantisedArray:
     """One of the arrays that are stored in place of a weight."""
 
     name: str
@@ -91,7 +91,7 @@ class Array:
         return self.name.split()
 
 
-def packed(dim: int, bits: int) -> Along:
+def build_packed_dim(dim: int, bits: int) -> AlongDim:
     """A dim along which codes of `bits` are packed into integers of 32 bits.
 
     >>> packed(IN, 4)
@@ -99,14 +99,14 @@ def packed(dim: int, bits: int) -> Along:
     >>> packed(IN, 3)
     Along(dim=1, block=32, stored=3)
     """
-    return Along(dim, WORD // bits) if WORD % bits == 0 else Along(dim, WORD, bits)
+    return AlongDim(dim, WORD // bits) if WORD % bits == 0 else AlongDim(dim, WORD, bits)
 
 
 @dataclass(frozen=True)
-class Storage:
+class WeightStorage:
     """How one weight is stored."""
 
-    arrays: tuple[Array, ...]
+    arrays: tuple[QuantisedArray, ...]
     uncut: Mapping[int, str] = field(default_factory=dict)
     """Dims of the weight that no axis may cut, each with what it is then, in words that follow "1"."""
     whole: str = ""
@@ -123,10 +123,10 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class QuantisationScheme:
     """What a `quantization_config` says."""
 
-    storage: Callable[[Names], Storage]
+    storage: Callable[[Names], WeightStorage]
     """How the weight of a module is stored if it is quantised."""
     spares: Callable[[Names], bool]
     """Whether the config expressly leaves a module as it is."""
@@ -135,10 +135,10 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class QuantisationMethod:
     """A way to quantise."""
 
     names: tuple[str, ...]
     """What `quant_method` says."""
-    read: Callable[[Config], Scheme | None]
+    read: Callable[[ModelConfig], QuantisationScheme | None]
     """What its settings mean; None if the family's own table has the arrays already."""

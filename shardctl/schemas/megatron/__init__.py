@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, SourceError
-from shardctl.schemas.composite import Composite, Entry, stack
+from shardctl.schemas.composite import CompositeArray, SchemaEntry, stack_arrays
 from shardctl.schemas.megatron import layers
-from shardctl.schemas.megatron.layers import BY_GROUP, TITLE, Variant, Whole
+from shardctl.schemas.megatron.layers import BY_GROUP, TITLE, LayerVariant, WholeArray
 from shardctl.schemas.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.mesh import Mesh
     from shardctl.models import Model
-    from shardctl.schemas.schema import Parts
+    from shardctl.schemas.schema import ModelParts
 
 NAME: Final = "megatron"
 LAYERS: Final = "layers"
@@ -44,72 +44,78 @@ DTYPE: Final = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RankShare:
     """Which part of an array a rank has."""
 
     index: int
     count: int
 
 
-def chunks_of(dialect: Dialect) -> int:
+def count_chunks(dialect: LibraryDialect) -> int:
     """Chunks of layers on each stage: more than one in a virtual pipeline."""
     return len(dialect.numbers(LAYERS)) // dialect.mesh.degree("pp")
 
 
-def chunk_prefix(chunk: int, chunks: int) -> str:
+def format_chunk_prefix(chunk: int, chunks: int) -> str:
     """What stands before the names of a chunk's arrays, where there are several chunks."""
     return f"model{chunk}/" if chunks > 1 else ""
 
 
-def _entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
     counts, stages = dialect.numbers(LAYERS), dialect.mesh.degree("pp")
     if sum(counts) != model.layers:
         raise CutError(f"the stages have {sum(counts)} layers, but the model has {model.layers}")
-    parts, chunks = layers.parts_of(model, dialect), chunks_of(dialect)
+    parts, chunks = layers.build_model_parts(model, dialect), count_chunks(dialect)
     stage = dialect.mesh.coordinate(rank)["pp"]
     for chunk in range(chunks):
         turn = chunk * stages + stage
-        prefix, first = chunk_prefix(chunk, chunks), sum(counts[:turn])
-        yield from _chunk(parts, dialect, rank, range(first, first + counts[turn]), prefix)
+        prefix, first = format_chunk_prefix(chunk, chunks), sum(counts[:turn])
+        yield from _list_chunk_entries(parts, dialect, rank, range(first, first + counts[turn]), prefix)
 
 
-def _chunk(parts: Parts, dialect: Dialect, rank: int, numbers: range, prefix: str) -> Iterator[Entry]:
+def _list_chunk_entries(
+    parts: ModelParts, dialect: LibraryDialect, rank: int, numbers: range, prefix: str
+) -> Iterator[SchemaEntry]:
     """The arrays of the layers of some numbers, and of what is before and behind them, `prefix` before their names."""
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
-    shared = _Share(at["tp"], mesh.degree("tp"))
-    variant = Variant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
+    shared = _RankShare(at["tp"], mesh.degree("tp"))
+    variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
     if numbers.start == 0:
-        (name, tokens), *others = layers.embeddings(parts)
-        yield _vocabulary(prefix + name, tokens, dialect, shared)
+        (name, tokens), *others = layers.list_embeddings(parts)
+        yield _build_vocabulary_entry(prefix + name, tokens, dialect, shared)
         for name, content in others:
-            yield Entry(prefix + name, content)
-    held = _held(parts.model, mesh, at["ep"])
+            yield SchemaEntry(prefix + name, content)
+    held = _find_held_experts(parts.model, mesh, at["ep"])
     for number in numbers:
-        arrays = layers.layer(parts, number, variant, held)
+        arrays = layers.list_layer_arrays(parts, number, variant, held)
         new = f"{prefix}decoder.layers.{number - numbers.start}."
-        yield from _layer(arrays, new, dialect, shared, _Share(at["etp"], mesh.etp))
+        yield from _list_layer_entries(arrays, new, dialect, shared, _RankShare(at["etp"], mesh.etp))
     if numbers.stop == parts.model.layers:
-        for whole in layers.last_norm(parts):
-            yield Entry(prefix + whole.name, whole.content)
+        for whole in layers.list_last_norm(parts):
+            yield SchemaEntry(prefix + whole.name, whole.content)
         if not layers.is_tied(parts.model) or mesh.degree("pp") > 1:
-            yield _vocabulary(f"{prefix}output_layer.weight", layers.head(parts), dialect, shared)
+            yield _build_vocabulary_entry(
+                f"{prefix}output_layer.weight", layers.get_output_layer(parts), dialect, shared
+            )
 
 
-def _held(model: Model, mesh: Mesh, group: int) -> range | None:
+def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:
     """The experts of a place on the ep axis; None for a model without any."""
-    count = layers.experts(model)
+    count = layers.count_experts(model)
     if count % mesh.ep:
         raise CutError(f"{count} experts cannot be divided over ep={mesh.ep}")
     return range(group * count // mesh.ep, (group + 1) * count // mesh.ep) if count else None
 
 
-def _layer(arrays: Iterator[Whole], prefix: str, dialect: Dialect, shared: _Share, within: _Share) -> Iterator[Entry]:
+def _list_layer_entries(
+    arrays: Iterator[WholeArray], prefix: str, dialect: LibraryDialect, shared: _RankShare, within: _RankShare
+) -> Iterator[SchemaEntry]:
     """A rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
-    grouped: dict[str, list[Composite]] = {}
+    grouped: dict[str, list[CompositeArray]] = {}
     first = None
     for whole in arrays:
         if whole.expert is None:
-            yield Entry(prefix + whole.name, whole.share(shared.index, shared.count), dtype=whole.dtype)
+            yield SchemaEntry(prefix + whole.name, whole.share(shared.index, shared.count), dtype=whole.dtype)
             continue
         first = whole.expert if first is None else first
         content = whole.share(within.index, within.count)
@@ -117,25 +123,27 @@ def _layer(arrays: Iterator[Whole], prefix: str, dialect: Dialect, shared: _Shar
             grouped.setdefault(whole.name, []).append(content)
         else:
             local = f"experts.local_experts.{whole.expert - first}."
-            yield Entry(prefix + whole.name.replace("experts.", local, 1), content)
-    yield from _grouped(grouped, prefix)
+            yield SchemaEntry(prefix + whole.name.replace("experts.", local, 1), content)
+    yield from _group_experts(grouped, prefix)
 
 
-def _grouped(mine: dict[str, list[Composite]], prefix: str) -> Iterator[Entry]:
+def _group_experts(mine: dict[str, list[CompositeArray]], prefix: str) -> Iterator[SchemaEntry]:
     """The two arrays of `GroupedMLP`: transposed experts one behind another, in two dims by declaration alone.
 
     Core's own `sharded_state_dict` views `weight1` as ``[experts, hidden, gate and up]``, though it is declared
     ``[hidden, experts * (gate and up)]``.
     """
     for name, experts in mine.items():
-        content = stack([expert.transposed for expert in experts])
+        content = stack_arrays([expert.transposed for expert in experts])
         count, rows, columns = content.shape
         first = name.endswith("linear_fc1.weight")
         declared = (rows, count * columns) if first else (count * rows, columns)
-        yield Entry(f"{prefix}mlp.experts.weight{1 if first else 2}", content, shape=declared)
+        yield SchemaEntry(f"{prefix}mlp.experts.weight{1 if first else 2}", content, shape=declared)
 
 
-def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) -> Entry:
+def _build_vocabulary_entry(
+    name: str, tokens: CompositeArray, dialect: LibraryDialect, shared: _RankShare
+) -> SchemaEntry:
     """A rank's rows of the vocabulary."""
     rows = dialect.number(VOCABULARY) or tokens.shape[0]
     if rows < tokens.shape[0]:
@@ -148,7 +156,7 @@ def _vocabulary(name: str, tokens: Composite, dialect: Dialect, shared: _Share) 
     padded = tokens.padded_with_last(rows) if dialect.switch(LAST_ROW) else tokens.padded(rows)
     content = padded.share(0, shared.index, shared.count)
     known = BY_NAME.get(dialect.text(DTYPE))
-    return Entry(name, content, dtype=None if content.pieces else known)
+    return SchemaEntry(name, content, dtype=None if content.pieces else known)
 
 
-SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _entries)
+SCHEMA: Final = Schema(NAME, TITLE, layers.check_model, _list_entries)

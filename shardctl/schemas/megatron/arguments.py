@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import OwnConfig
-from shardctl.models.config import Config
-from shardctl.models.rope import LLAMA3, rope
-from shardctl.schemas.megatron.layers import TITLE, experts, is_tied
+from shardctl.models.config import ModelConfig
+from shardctl.models.rope import LLAMA3, parse_rope
+from shardctl.schemas.megatron.layers import TITLE, count_experts, is_tied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,7 @@ _LATENT: Final = {
 }
 
 
-def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | None:
+def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | None:
     """The config that `args` describe; `tied` if no head is stored beside the embedding, or a copy of it is.
 
     None if they say too little, or describe a model that no config here can. `vocab_size` is None where they only tell
@@ -71,13 +71,13 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
         return None
     if any(arguments.get(name, usual) != usual for name, usual in _USUAL.items()):
         return None
-    family = _family(arguments)
+    family = _find_model_type(arguments)
     window = arguments.get("window_size")
     if window is not None:  # the only ones of these whose every layer has one
         family = {"llama": "mistral", "mixtral": "mixtral"}.get(family or "")
     if family is None:
         return None
-    said = Config(arguments)
+    said = ModelConfig(arguments)
     dtype = str(arguments.get("params_dtype") or "").removeprefix("torch.")
     values: dict[str, object] = {
         "architectures": [_CLASSES[family]],
@@ -86,7 +86,7 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
         "tie_word_embeddings": tied,
         **({"dtype": dtype} if dtype else {}),
     }
-    values |= _gpt2(said) if family == "gpt2" else _decoder(said, family)
+    values |= _build_gpt2_config(said) if family == "gpt2" else _build_decoder_config(said, family)
     if family in {"mistral", "mixtral"}:
         left = window[0] if isinstance(window, tuple) and window else None
         values["sliding_window"] = left + 1 if isinstance(left, int) else None
@@ -97,14 +97,14 @@ def config_of(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | No
     return OwnConfig(values, (warning,))
 
 
-def zero_centred(arguments: Mapping[str, Setting]) -> bool:
+def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
     """Whether norms keep their weights less one."""
     return any(arguments.get(name) is True for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
-def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - one for each
+def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - one for each
     """The model type of transformers that has all of this; None if there is none here."""
-    said = Config(arguments)
+    said = ModelConfig(arguments)
     learned = said.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     if said.switch("use_rotary_position_embeddings", default=False):
         learned = False
@@ -119,7 +119,7 @@ def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - 
     if latent:
         balanced = said.switch("moe_router_enable_expert_bias", default=False)
         return "deepseek_v3" if routed and balanced and not biased else None
-    if _dense_layers(said) != 0 or (biased and (routed or normed)):
+    if _count_dense_layers(said) != 0 or (biased and (routed or normed)):
         return None
     if not routed:
         return "qwen3" if normed and not of_heads else "llama" if biased else "qwen2" if of_heads else "llama"
@@ -131,7 +131,7 @@ def _family(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - 
     return "qwen3_moe" if normed else "mixtral"
 
 
-def _dense_layers(said: Config) -> int | None:
+def _count_dense_layers(said: ModelConfig) -> int | None:
     """How many of the first layers have no routed experts; None if others have none, too."""
     pattern = said.values.get("moe_layer_freq", 1)
     if pattern in (None, 1):
@@ -142,7 +142,7 @@ def _dense_layers(said: Config) -> int | None:
     return first if all(pattern[first:]) else None
 
 
-def _gpt2(said: Config) -> dict[str, object]:
+def _build_gpt2_config(said: ModelConfig) -> dict[str, object]:
     hidden = said.size("hidden_size")
     fused = said.switch("bias_gelu_fusion", default=False) or said.switch("openai_gelu", default=False)
     return {
@@ -156,7 +156,7 @@ def _gpt2(said: Config) -> dict[str, object]:
     }
 
 
-def _decoder(said: Config, family: str) -> dict[str, object]:
+def _build_decoder_config(said: ModelConfig, family: str) -> dict[str, object]:
     heads, ffn = said.size("num_attention_heads"), said.size("ffn_hidden_size", 4 * said.size("hidden_size"))
     grouped = said.switch("group_query_attention", default=False)
     latent, biased = family == "deepseek_v3", said.switch("add_bias_linear", default=True)
@@ -169,7 +169,7 @@ def _decoder(said: Config, family: str) -> dict[str, object]:
         "num_key_value_heads": said.size("num_query_groups", heads) if grouped and not latent else heads,
         "max_position_embeddings": said.size("max_position_embeddings", 4_096),
         "rms_norm_eps": said.values.get("norm_epsilon", 1e-5),
-        "rope_theta": _number(said.values.get("rotary_base")) or 10_000.0,
+        "rope_theta": _as_number(said.values.get("rotary_base")) or 10_000.0,
     }
     if not latent:
         values["head_dim"] = said.size("kv_channels", said.size("hidden_size") // heads)
@@ -181,11 +181,11 @@ def _decoder(said: Config, family: str) -> dict[str, object]:
     elif family.startswith("qwen3"):
         values["attention_bias"] = False
     if family in {"qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"}:
-        values |= _experts(said, family, ffn)
+        values |= _build_expert_config(said, family, ffn)
     return values
 
 
-def _experts(said: Config, family: str, ffn: int) -> dict[str, object]:
+def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, object]:
     inner, count = said.size("moe_ffn_hidden_size", ffn), said.size("num_experts")
     values: dict[str, object] = {"num_experts_per_tok": said.size("moe_router_topk", 2)}
     if family == "mixtral":
@@ -202,7 +202,7 @@ def _experts(said: Config, family: str, ffn: int) -> dict[str, object]:
             "n_shared_experts": said.count("moe_shared_expert_intermediate_size", 0) // inner,
             "n_group": said.values.get("moe_router_num_groups") or 1,
             "topk_group": said.values.get("moe_router_group_topk") or 1,
-            "first_k_dense_replace": _dense_layers(said) or 0,
+            "first_k_dense_replace": _count_dense_layers(said) or 0,
             "routed_scaling_factor": said.values.get("moe_router_topk_scaling_factor") or 1.0,
             "num_nextn_predict_layers": 0,
         }
@@ -216,14 +216,14 @@ def _experts(said: Config, family: str, ffn: int) -> dict[str, object]:
     }
 
 
-def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
+def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
     """Those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
 
     Raises UnsupportedError for rotary embeddings, biases, windows or activations that it does not have.
     """
     if model.family == "gpt2":
-        return {**_USUAL, "mtp_num_layers": None, **_arguments_of_gpt2(config, model)}
-    said, own = Config(config), model.tensors
+        return {**_USUAL, "mtp_num_layers": None, **_build_gpt2_arguments(config, model)}
+    said, own = ModelConfig(config), model.tensors
     first = "model.layers.0.self_attn"
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
     biased = f"{first}.o_proj.bias" in own
@@ -244,7 +244,7 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
         "add_position_embedding": False,
         "use_rotary_position_embeddings": True,
         "normalization": "RMSNorm",
-        "norm_epsilon": _number(config.get("rms_norm_eps", 1e-6)),
+        "norm_epsilon": _as_number(config.get("rms_norm_eps", 1e-6)),
         "swiglu": True,
         "openai_gelu": False,
         "add_bias_linear": biased,
@@ -252,21 +252,21 @@ def arguments_of(config: Mapping[str, object], model: Model) -> dict[str, Settin
         "qk_layernorm": latent or f"{first}.q_norm.weight" in own,
         "multi_latent_attention": latent,
         "untie_embeddings_and_output_weights": not is_tied(model),
-        "window_size": _window(config, model),
-        **_rope(config, latent=latent),
+        "window_size": _find_window(config, model),
+        **_build_rope_arguments(config, latent=latent),
     }
     if latent:
-        found |= {name: _whole(config.get(other)) for name, other in _LATENT.items()}
+        found |= {name: _as_integer(config.get(other)) for name, other in _LATENT.items()}
         found |= {"group_query_attention": False, "num_query_groups": heads, "kv_channels": hidden // heads}
     else:
         rows, keys = (own[f"{first}.{part}_proj.weight"].shape[0] for part in "qk")
         head = rows // heads
         found |= {"group_query_attention": keys != rows, "num_query_groups": keys // head, "kv_channels": head}
-    return {**found, **_arguments_of_experts(said, model)}
+    return {**found, **_build_expert_arguments(said, model)}
 
 
-def _arguments_of_experts(said: Config, model: Model) -> dict[str, Setting]:
-    count, own = experts(model), model.tensors
+def _build_expert_arguments(said: ModelConfig, model: Model) -> dict[str, Setting]:
+    count, own = count_experts(model), model.tensors
     if not count:
         return {"num_experts": None}
     routed = [
@@ -291,15 +291,15 @@ def _arguments_of_experts(said: Config, model: Model) -> dict[str, Setting]:
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": _whole(said.values.get("n_group")),
-        "moe_router_group_topk": _whole(said.values.get("topk_group")),
-        "moe_router_topk_scaling_factor": _number(said.values.get("routed_scaling_factor", 1.0)),
+        "moe_router_num_groups": _as_integer(said.values.get("n_group")),
+        "moe_router_group_topk": _as_integer(said.values.get("topk_group")),
+        "moe_router_topk_scaling_factor": _as_number(said.values.get("routed_scaling_factor", 1.0)),
     }
 
 
-def _arguments_of_gpt2(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
+def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
     hidden = model.tensors["transformer.wte.weight"].shape[1]
-    said = Config(config).called({"n_head": "num_attention_heads"})
+    said = ModelConfig(config).called({"n_head": "num_attention_heads"})
     heads, activation = said.size("n_head"), said.text("activation_function", "gelu_new")
     if activation not in {"gelu_new", "gelu_pytorch_tanh", "gelu"}:
         raise UnsupportedError(f"{TITLE} has no activation {ascii(activation)[:40]} in models like GPT-2")
@@ -316,7 +316,7 @@ def _arguments_of_gpt2(config: Mapping[str, object], model: Model) -> dict[str, 
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
         "normalization": "LayerNorm",
-        "norm_epsilon": _number(config.get("layer_norm_epsilon", 1e-5)),
+        "norm_epsilon": _as_number(config.get("layer_norm_epsilon", 1e-5)),
         "swiglu": False,
         "openai_gelu": False,
         "bias_gelu_fusion": activation != "gelu",
@@ -329,18 +329,18 @@ def _arguments_of_gpt2(config: Mapping[str, object], model: Model) -> dict[str, 
     }
 
 
-def _rope(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
+def _build_rope_arguments(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
     """Theta and scaling; raises UnsupportedError for what the args cannot say.
 
     Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).
     """
-    said = rope(config)
+    said = parse_rope(config)
     found: dict[str, Setting] = {"rotary_base": int(said.theta), "use_rope_scaling": False}
     if said.theta == int(said.theta) and said.part == 1.0:
         if said.kind == "default":
             return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else found
         if said.as_llama3 and not latent:
-            factor = _number(said.settings.get("factor", 8.0))
+            factor = _as_number(said.settings.get("factor", 8.0))
             return {**found, "use_rope_scaling": True, "rope_scaling_factor": factor}
         if said.kind == "yarn" and latent:
             numbers = {name: said.settings.get(other) for other, name in _YARN.items()}
@@ -349,7 +349,7 @@ def _rope(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
     raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r} as this config has them")
 
 
-def _window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:
+def _find_window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:
     """How far back tokens look, as Megatron-LM counts it: without themselves; None if to the first.
 
     Raises UnsupportedError where only some layers have a window.
@@ -362,9 +362,9 @@ def _window(config: Mapping[str, object], model: Model) -> tuple[int, int] | Non
     return width - 1, 0
 
 
-def _whole(value: object) -> int | None:
+def _as_integer(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _number(value: object) -> float:
+def _as_number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
 from shardctl.manifest import GAMMA_LESS_ONE
-from shardctl.schemas.composite import Composite, interleave, join
-from shardctl.schemas.schema import Parts
+from shardctl.schemas.composite import CompositeArray, interleave_arrays, join_arrays
+from shardctl.schemas.schema import ModelParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.models import Model
 
@@ -62,12 +62,12 @@ _BIAS_OF_ROUTER: Final = BY_NAME["F32"]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeArray:
     """An array of the model, and how the ranks that share a layer divide it."""
 
     name: str
     """That of megatron-core's local layers, without the layer's."""
-    pieces: tuple[Composite, ...]
+    pieces: tuple[CompositeArray, ...]
     """Each is divided by itself; a rank's parts, and the whole, are joined along dim 0."""
     dim: int | None = None
     """The dim along which they are divided; None for an array that every rank has whole."""
@@ -79,26 +79,26 @@ class Whole:
     """Into how many groups of heads each piece is cut, if those of a group follow each other."""
 
     @property
-    def content(self) -> Composite:
+    def content(self) -> CompositeArray:
         """All of it, as it would be on one rank."""
-        return self._group_by_group(range(self.groups)) if self.groups else join(self.pieces)
+        return self._group_by_group(range(self.groups)) if self.groups else join_arrays(self.pieces)
 
-    def share(self, index: int, count: int) -> Composite:
+    def share(self, index: int, count: int) -> CompositeArray:
         """What rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
         if self.dim is None or count == 1:
             return self.content
         if not self.groups:
-            return join([piece.share(self.dim, index, count) for piece in self.pieces])
+            return join_arrays([piece.share(self.dim, index, count) for piece in self.pieces])
         if self.groups % count:  # a rank's rows begin or end inside of a group
             return self.content.share(self.dim, index, count)
         return self._group_by_group(range(index * self.groups // count, (index + 1) * self.groups // count))
 
-    def _group_by_group(self, groups: range) -> Composite:
-        return join([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
+    def _group_by_group(self, groups: range) -> CompositeArray:
+        return join_arrays([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LayerVariant:
     """What differs between versions of the layers."""
 
     rows: str = BY_GROUP
@@ -107,48 +107,50 @@ class Variant:
     """Whether the projections down to latents are divided, as by local layers; Transformer Engine's are whole."""
 
 
-def parts_of(model: Model, dialect: Dialect) -> Parts:
+def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
     """The model's tensors, as the dialect's norms keep them."""
-    return Parts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
+    return ModelParts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
 
 
-def layer(parts: Parts, number: int, variant: Variant, held: range | None = None) -> Iterator[Whole]:
+def list_layer_arrays(
+    parts: ModelParts, number: int, variant: LayerVariant, held: range | None = None
+) -> Iterator[WholeArray]:
     """The arrays of a layer; of its routed experts only those that are `held`, if that is given."""
     if parts.model.family == "gpt2":
-        yield from _gpt2(parts, f"transformer.h.{number}", variant)
+        yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
         return
     have = f"model.layers.{number}"
-    yield Whole("input_layernorm.weight", (parts[f"{have}.input_layernorm.weight"],))
-    yield from _attention(parts, f"{have}.self_attn", variant)
-    yield Whole("pre_mlp_layernorm.weight", (parts[f"{have}.post_attention_layernorm.weight"],))
+    yield WholeArray("input_layernorm.weight", (parts[f"{have}.input_layernorm.weight"],))
+    yield from _list_attention(parts, f"{have}.self_attn", variant)
+    yield WholeArray("pre_mlp_layernorm.weight", (parts[f"{have}.post_attention_layernorm.weight"],))
     routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
     if routed is None:
-        yield from _gated(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
+        yield from _list_gated_mlp(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
     else:
-        yield from _experts(parts, have, *routed, held)
+        yield from _list_experts(parts, have, *routed, held)
 
 
-def vocabulary(model: Model) -> str:
+def get_embedding_name(model: Model) -> str:
     """The embedding of tokens."""
     return "transformer.wte.weight" if model.family == "gpt2" else "model.embed_tokens.weight"
 
 
-def embeddings(parts: Parts) -> Iterator[tuple[str, Composite]]:
+def list_embeddings(parts: ModelParts) -> Iterator[tuple[str, CompositeArray]]:
     """The arrays before the first layer; that of tokens is the first, and is padded and cut along the vocabulary."""
-    yield "embedding.word_embeddings.weight", parts[vocabulary(parts.model)]
+    yield "embedding.word_embeddings.weight", parts[get_embedding_name(parts.model)]
     if parts.model.family == "gpt2":
         yield "embedding.position_embeddings.weight", parts["transformer.wpe.weight"]
 
 
-def last_norm(parts: Parts) -> Iterator[Whole]:
+def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
     """The arrays of the norm after the last layer."""
     have = "transformer.ln_f" if parts.model.family == "gpt2" else "model.norm"
     for kind in _KINDS:
         if f"{have}.{kind}" in parts:
-            yield Whole(f"decoder.final_layernorm.{kind}", (parts[f"{have}.{kind}"],))
+            yield WholeArray(f"decoder.final_layernorm.{kind}", (parts[f"{have}.{kind}"],))
 
 
-def head(parts: Parts) -> Composite:
+def get_output_layer(parts: ModelParts) -> CompositeArray:
     """What makes logits."""
     return parts["lm_head.weight"]
 
@@ -158,7 +160,7 @@ def is_tied(model: Model) -> bool:
     return "lm_head.weight" in model.aliases
 
 
-def experts(model: Model) -> int:
+def count_experts(model: Model) -> int:
     """Routed experts of a layer; 0 for a model without any."""
     for number in reversed(range(model.layers)):
         for module, _ in _ROUTED:
@@ -182,72 +184,76 @@ def check_model(model: Model) -> None:
         )
 
 
-def _attention(parts: Parts, have: str, variant: Variant) -> Iterator[Whole]:
+def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
     for kind in _KINDS:
         if f"{have}.o_proj.{kind}" in parts:
-            yield Whole(f"self_attention.linear_proj.{kind}", (parts[f"{have}.o_proj.{kind}"],), _inputs(kind))
+            yield WholeArray(
+                f"self_attention.linear_proj.{kind}", (parts[f"{have}.o_proj.{kind}"],), _choose_input_dim(kind)
+            )
     if f"{have}.kv_b_proj.weight" in parts:
-        yield from _latent(parts, have, variant)
+        yield from _list_latent_attention(parts, have, variant)
         return
     for kind in _KINDS:
         if f"{have}.q_proj.{kind}" in parts:
             q, k, v = (parts[f"{have}.{part}_proj.{kind}"] for part in "qkv")
             groups = k.shape[0] // parts.unit(f"{have}.k_proj.weight")
-            yield _qkv(kind, (q, k, v), groups, variant)
+            yield _build_qkv(kind, (q, k, v), groups, variant)
     for part in "qk":
         if f"{have}.{part}_norm.weight" in parts:
-            yield Whole(f"self_attention.{part}_layernorm.weight", (parts[f"{have}.{part}_norm.weight"],))
+            yield WholeArray(f"self_attention.{part}_layernorm.weight", (parts[f"{have}.{part}_norm.weight"],))
 
 
-def _latent(parts: Parts, have: str, variant: Variant) -> Iterator[Whole]:
+def _list_latent_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
     for name, old, of_heads in _LATENT:
         for kind in _KINDS:
             if f"{have}.{old}.{kind}" in parts:
                 dim = 0 if of_heads or variant.latents_cut else None
-                yield Whole(f"self_attention.{name}.{kind}", (parts[f"{have}.{old}.{kind}"],), dim)
+                yield WholeArray(f"self_attention.{name}.{kind}", (parts[f"{have}.{old}.{kind}"],), dim)
     for name, old in _LATENT_NORMS:
         if f"{have}.{old}.weight" in parts:
-            yield Whole(f"self_attention.{name}.weight", (parts[f"{have}.{old}.weight"],))
+            yield WholeArray(f"self_attention.{name}.weight", (parts[f"{have}.{old}.weight"],))
 
 
-def _qkv(kind: str, qkv: tuple[Composite, ...], groups: int, variant: Variant) -> Whole:
+def _build_qkv(kind: str, qkv: tuple[CompositeArray, ...], groups: int, variant: LayerVariant) -> WholeArray:
     name = f"self_attention.linear_qkv.{kind}"
     if variant.rows == BY_KIND:
-        return Whole(name, qkv, 0)
+        return WholeArray(name, qkv, 0)
     if variant.rows == BY_HEAD:
-        heads = [interleave([part.share(0, head, groups) for part in qkv]) for head in range(groups)]
-        return Whole(name, (join(heads),), 0)
-    return Whole(name, qkv, 0, groups=groups)
+        heads = [interleave_arrays([part.share(0, head, groups) for part in qkv]) for head in range(groups)]
+        return WholeArray(name, (join_arrays(heads),), 0)
+    return WholeArray(name, qkv, 0, groups=groups)
 
 
-def _gated(
-    parts: Parts, have: str, new: str, names: tuple[str, str, str], expert: int | None = None
-) -> Iterator[Whole]:
+def _list_gated_mlp(
+    parts: ModelParts, have: str, new: str, names: tuple[str, str, str], expert: int | None = None
+) -> Iterator[WholeArray]:
     gate, up, down = (f"{have}.{name}" for name in names)
     for kind in _KINDS:
         if f"{gate}.{kind}" in parts:
-            yield Whole(f"{new}.linear_fc1.{kind}", (parts[f"{gate}.{kind}"], parts[f"{up}.{kind}"]), 0, expert)
+            yield WholeArray(f"{new}.linear_fc1.{kind}", (parts[f"{gate}.{kind}"], parts[f"{up}.{kind}"]), 0, expert)
     for kind in _KINDS:
         if f"{down}.{kind}" in parts:
-            yield Whole(f"{new}.linear_fc2.{kind}", (parts[f"{down}.{kind}"],), _inputs(kind), expert)
+            yield WholeArray(f"{new}.linear_fc2.{kind}", (parts[f"{down}.{kind}"],), _choose_input_dim(kind), expert)
 
 
-def _experts(parts: Parts, have: str, module: str, names: tuple[str, str, str], held: range | None) -> Iterator[Whole]:
+def _list_experts(
+    parts: ModelParts, have: str, module: str, names: tuple[str, str, str], held: range | None
+) -> Iterator[WholeArray]:
     router = parts[f"{have}.{module}.gate.weight"]
-    yield Whole("mlp.router.weight", (router,))
+    yield WholeArray("mlp.router.weight", (router,))
     balance = f"{have}.{module}.gate.e_score_correction_bias"
     if balance in parts:
-        yield Whole("mlp.router.expert_bias", (parts[balance],), dtype=_BIAS_OF_ROUTER)
+        yield WholeArray("mlp.router.expert_bias", (parts[balance],), dtype=_BIAS_OF_ROUTER)
     for expert in held or range(router.shape[0]):
-        yield from _gated(parts, f"{have}.{module}.experts.{expert}", "mlp.experts", names, expert)
+        yield from _list_gated_mlp(parts, f"{have}.{module}.experts.{expert}", "mlp.experts", names, expert)
     for shared in _SHARED:
         if f"{have}.mlp.{shared}.gate_proj.weight" in parts:
-            yield from _gated(parts, f"{have}.mlp.{shared}", "mlp.shared_experts", names)
+            yield from _list_gated_mlp(parts, f"{have}.mlp.{shared}", "mlp.shared_experts", names)
     if f"{have}.mlp.shared_expert_gate.weight" in parts:
-        yield Whole("mlp.shared_experts.gate_weight", (parts[f"{have}.mlp.shared_expert_gate.weight"],))
+        yield WholeArray("mlp.shared_experts.gate_weight", (parts[f"{have}.mlp.shared_expert_gate.weight"],))
 
 
-def _gpt2(parts: Parts, have: str, variant: Variant) -> Iterator[Whole]:
+def _list_gpt2_layer(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
     """A layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
     heads = parts[f"{have}.attn.c_proj.weight"].shape[0] // parts.unit(f"{have}.attn.c_proj.weight")
     for new, old, dim in _GPT2:
@@ -255,11 +261,11 @@ def _gpt2(parts: Parts, have: str, variant: Variant) -> Iterator[Whole]:
             stored = parts[f"{have}.{old}.{kind}"]
             whole = stored.transposed if dim is not None and kind == "weight" else stored
             if old == "attn.c_attn":
-                yield _qkv(kind, tuple(whole.shares(0, 3)), heads, variant)
+                yield _build_qkv(kind, tuple(whole.shares(0, 3)), heads, variant)
             else:
-                yield Whole(f"{new}.{kind}", (whole,), _inputs(kind) if dim == 1 else dim)
+                yield WholeArray(f"{new}.{kind}", (whole,), _choose_input_dim(kind) if dim == 1 else dim)
 
 
-def _inputs(kind: str) -> int | None:
+def _choose_input_dim(kind: str) -> int | None:
     """How a projection is divided along its inputs: biases are added once, after the parts' sum, and are whole."""
     return 1 if kind == "weight" else None

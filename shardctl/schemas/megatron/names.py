@@ -45,7 +45,7 @@ def is_before_core(name: str) -> bool:
     return name.startswith(("language_model.", "word_embeddings_for_head."))
 
 
-def local_name(name: str) -> str:
+def find_local_name(name: str) -> str:
     """The name that local layers have for an array, whatever it is called.
 
     >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
@@ -66,7 +66,7 @@ def local_name(name: str) -> str:
     return f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}" if grouped is not None else name
 
 
-def engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False) -> str:
+def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False) -> str:
     """The name that Transformer Engine's layers have for an array of local ones.
 
     `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether

@@ -20,7 +20,7 @@ FILE: Final = "model_optim_rng.pt"
 """What a rank's folder holds."""
 
 
-def folder_name(tp: int, pp: int | None, ep: int | None) -> str:
+def format_folder_name(tp: int, pp: int | None, ep: int | None) -> str:
     """The folder of a rank; None for an axis of one.
 
     >>> folder_name(1, None, 0), folder_name(0, 3, 1)
@@ -29,13 +29,13 @@ def folder_name(tp: int, pp: int | None, ep: int | None) -> str:
     return f"mp_rank_{tp:02d}" + "".join(f"_{index:03d}" for index in (pp, ep) if index is not None)
 
 
-def least_mesh(*, tp: int, pp: int, ep: int, etp: int) -> Mesh:
+def build_least_mesh(*, tp: int, pp: int, ep: int, etp: int) -> Mesh:
     """The mesh of as few ranks as hold everything: where etp divides tp, each has a folder of its own."""
     stage = lcm(tp, ep * etp)
     return Mesh.of(pp=pp, dp=stage // tp, tp=tp, ep=ep, etp=etp)
 
 
-def folders(mesh: Mesh) -> Iterator[str]:
+def list_mesh_folders(mesh: Mesh) -> Iterator[str]:
     """The folder of every rank of a least mesh, in the order of ranks.
 
     Raises UnsupportedError where different parts of experts would be in folders of the same name, as the format has no
@@ -48,9 +48,9 @@ def folders(mesh: Mesh) -> Iterator[str]:
             f"not divide tp={tp}",
             hint="use a divisor of tp for etp",
         )
-    return (_folder(mesh, rank) for rank in range(mesh.world))
+    return (_name_folder(mesh, rank) for rank in range(mesh.world))
 
 
-def _folder(mesh: Mesh, rank: int) -> str:
+def _name_folder(mesh: Mesh, rank: int) -> str:
     at = mesh.coordinate(rank)
-    return folder_name(at["tp"], at["pp"] if mesh.degree("pp") > 1 else None, at["ep"] if mesh.ep > 1 else None)
+    return format_folder_name(at["tp"], at["pp"] if mesh.degree("pp") > 1 else None, at["ep"] if mesh.ep > 1 else None)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.schemas.schema import Parts, Schema
-from shardctl.schemas.vllm.decoders import decoder
-from shardctl.schemas.vllm.elders import bloom, gpt2, gpt_neox
-from shardctl.schemas.vllm.rank import Rank
+from shardctl.schemas.schema import ModelParts, Schema
+from shardctl.schemas.vllm.decoders import list_decoder_entries
+from shardctl.schemas.vllm.elders import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
+from shardctl.schemas.vllm.rank import VllmRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.dialect import Dialect
+    from shardctl.dialect import LibraryDialect
     from shardctl.models import Model
-    from shardctl.schemas.composite import Entry
+    from shardctl.schemas.composite import SchemaEntry
 
 NAME: Final = "vllm"
 TITLE: Final = "vLLM's sharded state"
@@ -34,20 +34,22 @@ VOCABULARY_TYPE: Final = "vocabulary_type"
 """The fact that names the type of the embedding, for ranks that only have zeros of it."""
 BIAS_TYPE: Final = "bias_type"
 """The fact that names the type of biases that are zeros on all ranks but the first."""
-FAMILIES: Final[Mapping[str, Callable[[Rank, Model], Iterator[Entry]]]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), decoder),
-    **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), decoder),
-    "deepseek_v3": decoder,
-    "gpt2": gpt2,
-    "gpt_neox": gpt_neox,
-    "bloom": bloom,
-    "falcon": bloom,
+FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), list_decoder_entries
+    ),
+    **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), list_decoder_entries),
+    "deepseek_v3": list_decoder_entries,
+    "gpt2": list_gpt2_entries,
+    "gpt_neox": list_gpt_neox_entries,
+    "bloom": list_bloom_entries,
+    "falcon": list_bloom_entries,
 }
 """Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
 _HEADS: Final = ("ForCausalLM", "LMHeadModel")
 
 
-def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
+def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
     """The arrays of one rank; see `Schema.entries`."""
     tp = dialect.mesh.degree("tp")
     if dialect.mesh.ep not in (1, tp):
@@ -55,8 +57,8 @@ def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
             f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
             hint=f"use --ep {tp}, or leave --ep out",
         )
-    here = Rank(
-        parts=Parts(model, TITLE),
+    here = VllmRank(
+        parts=ModelParts(model, TITLE),
         tp=tp,
         index=dialect.mesh.coordinate(rank)["tp"],
         whole_experts=dialect.mesh.ep > 1,
@@ -68,7 +70,7 @@ def entries(model: Model, dialect: Dialect, rank: int) -> Iterator[Entry]:
     yield from FAMILIES[model.family](here, model)
 
 
-def check(model: Model) -> None:
+def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
     if model.unquantised:
         raise UnsupportedError(
@@ -82,4 +84,4 @@ def check(model: Model) -> None:
         )
 
 
-SCHEMA: Final = Schema(NAME, TITLE, check, entries)
+SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries)

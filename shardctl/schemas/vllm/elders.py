@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.schemas.composite import Entry
-from shardctl.schemas.vllm.decoders import sections
-from shardctl.schemas.vllm.rank import Heads, Run
+from shardctl.schemas.composite import SchemaEntry
+from shardctl.schemas.vllm.decoders import list_sections
+from shardctl.schemas.vllm.rank import HeadRun, QkvRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardctl.models import Model
-    from shardctl.schemas.vllm.rank import Rank
+    from shardctl.schemas.vllm.rank import VllmRank
 
 _KINDS: Final = ("weight", "bias")
 _HEAD: Final = "lm_head.weight"
 
 
-def gpt2(here: Rank, model: Model) -> Iterator[Entry]:
+def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """GPT-2, whose weights lie transposed in the file."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("transformer.wte.weight")
@@ -32,20 +32,20 @@ def gpt2(here: Rank, model: Model) -> Iterator[Entry]:
         layer = f"transformer.h.{number}"
         yield from here.same(*(f"{layer}.ln_{norm}.{kind}" for norm in (1, 2) for kind in _KINDS))
         qkv = f"{layer}.attn.c_attn"
-        weights = ((part.transposed, unit) for part, unit in sections(here, f"{qkv}.weight", 1))
-        yield here.attention(f"{qkv}.weight", Heads(*(Run((part,), unit) for part, unit in weights)))
-        biases = sections(here, f"{qkv}.bias")
-        yield here.attention(f"{qkv}.bias", Heads(*(Run((part,), unit) for part, unit in biases)))
+        weights = ((part.transposed, unit) for part, unit in list_sections(here, f"{qkv}.weight", 1))
+        yield here.attention(f"{qkv}.weight", QkvRows(*(HeadRun((part,), unit) for part, unit in weights)))
+        biases = list_sections(here, f"{qkv}.bias")
+        yield here.attention(f"{qkv}.bias", QkvRows(*(HeadRun((part,), unit) for part, unit in biases)))
         yield from here.scales(f"{layer}.attn.attn")
         wide = here[f"{layer}.mlp.c_fc.weight"].transposed
-        yield Entry(f"{layer}.mlp.c_fc.weight", wide.share(0, here.index, here.tp))
-        yield Entry(f"{layer}.mlp.c_fc.bias", here.rows(f"{layer}.mlp.c_fc.bias"))
+        yield SchemaEntry(f"{layer}.mlp.c_fc.weight", wide.share(0, here.index, here.tp))
+        yield SchemaEntry(f"{layer}.mlp.c_fc.bias", here.rows(f"{layer}.mlp.c_fc.bias"))
         for name in (f"{layer}.attn.c_proj", f"{layer}.mlp.c_proj"):
-            yield Entry(f"{name}.weight", here[f"{name}.weight"].transposed.share(1, here.index, here.tp))
+            yield SchemaEntry(f"{name}.weight", here[f"{name}.weight"].transposed.share(1, here.index, here.tp))
             yield from here.same(f"{name}.bias")
 
 
-def gpt_neox(here: Rank, model: Model) -> Iterator[Entry]:
+def list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """GPT-NeoX and Pythia."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("gpt_neox.embed_in.weight")
@@ -53,10 +53,10 @@ def gpt_neox(here: Rank, model: Model) -> Iterator[Entry]:
     yield from here.same(*(f"gpt_neox.final_layer_norm.{kind}" for kind in _KINDS))
     for number in range(model.layers):
         layer = f"gpt_neox.layers.{number}"
-        yield from _layer(here, layer, f"{layer}.attention")
+        yield from _list_layer(here, layer, f"{layer}.attention")
 
 
-def bloom(here: Rank, model: Model) -> Iterator[Entry]:
+def list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
     """BLOOM and Falcon."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("transformer.word_embeddings.weight")
@@ -65,35 +65,35 @@ def bloom(here: Rank, model: Model) -> Iterator[Entry]:
     yield from here.same(*(f"transformer.ln_f.{kind}" for kind in _KINDS))
     for number in range(model.layers):
         layer = f"transformer.h.{number}"
-        yield from _layer(here, layer, f"{layer}.self_attention")
+        yield from _list_layer(here, layer, f"{layer}.self_attention")
 
 
-def _layer(here: Rank, layer: str, attention: str) -> Iterator[Entry]:
+def _list_layer(here: VllmRank, layer: str, attention: str) -> Iterator[SchemaEntry]:
     for norm in ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp"):
         yield from here.same(*(f"{layer}.{norm}.{kind}" for kind in _KINDS))
     for kind in _KINDS:
         name = f"{attention}.query_key_value.{kind}"
         if name in here:
-            yield here.attention(name, _heads(here, name, attention))
+            yield here.attention(name, _build_heads(here, name, attention))
     yield from here.scales(f"{attention}.attn")
     yield from here.row_layer(f"{attention}.dense")
     yield from here.column_layer(f"{layer}.mlp.dense_h_to_4h")
     yield from here.row_layer(f"{layer}.mlp.dense_4h_to_h")
 
 
-def _heads(here: Rank, name: str, attention: str) -> Heads:
+def _build_heads(here: VllmRank, name: str, attention: str) -> QkvRows:
     """The heads of a fused array: sections of all queries, keys and values, or groups of some with one key and value.
 
     In the first, `Dim` says how many rows a head has; in the second, a group has two heads more than it has queries.
     """
-    parts = list(sections(here, name))
+    parts = list(list_sections(here, name))
     if len(parts) > 1:
-        return Heads(*(Run((part,), unit) for part, unit in parts))
+        return QkvRows(*(HeadRun((part,), unit) for part, unit in parts))
     (whole, group), queries = parts[0], here.parts.unit(f"{attention}.dense.weight", 1)
     head = (group - queries) // 2
     groups = whole.shares(0, whole.shape[0] // group)
 
-    def rows(start: int, stop: int) -> Run:
-        return Run(tuple(each.part(0, start, stop) for each in groups), head)
+    def rows(start: int, stop: int) -> HeadRun:
+        return HeadRun(tuple(each.part(0, start, stop) for each in groups), head)
 
-    return Heads(rows(0, queries), rows(queries, queries + head), rows(queries + head, group))
+    return QkvRows(rows(0, queries), rows(queries, queries + head), rows(queries + head, group))

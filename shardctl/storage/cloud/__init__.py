@@ -20,7 +20,7 @@ def open_cloud(text: str) -> CloudSource:
 
     Raises UsageError for an address that is none or without obstore, SourceError for what does not exist.
     """
-    from shardctl.storage.cloud.bucket import Bucket
+    from shardctl.storage.cloud.bucket import CloudBucket
     from shardctl.storage.cloud.source import CloudSource
 
-    return CloudSource(Bucket(text))
+    return CloudSource(CloudBucket(text))

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from shardctl.bounded_text import RECORD_TEXT, check_size
 from shardctl.errors import AccessError, UsageError
 from shardctl.storage.cloud.refusals import RefusalReader
-from shardctl.storage.cloud.settings import HOW_ALLOWED, store_options
-from shardctl.storage.durable import told
-from shardctl.storage.patience import Patience, TroubleError
-from shardctl.workers import Stop, heed
+from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
+from shardctl.storage.durable import translate_os_errors
+from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,18 +43,18 @@ _MARK: Final = "shardctlupload"
 """The name of the metadata by which an upload knows its own object again; no store's rules forbid it."""
 
 
-def piece_bytes(size: int) -> int:
+def choose_part_size(size: int) -> int:
     """Bytes of each part in which an object of `size` bytes is sent."""
     return max(PIECE, -(-size // _MOST_PARTS))
 
 
-def sending_bytes(size: int) -> int:
+def estimate_upload_memory(size: int) -> int:
     """Anonymous memory that sending an object of `size` bytes takes (50 MiB were measured for one of 26 MB)."""
-    return (_AT_ONCE + 2) * piece_bytes(size) + (16 << 20)
+    return (_AT_ONCE + 2) * choose_part_size(size) + (16 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
+class BucketObject:
     """What a listing says of an object."""
 
     size: int
@@ -62,7 +62,7 @@ class Object:
     """Another one for another content; without the quotes, which Azure leaves out of its listings only."""
 
 
-class Bucket:
+class CloudBucket:
     """Everything below `scheme://bucket/prefix`; keys are relative to it."""
 
     def __init__(self, text: str, *, writing: bool = False) -> None:
@@ -78,15 +78,15 @@ class Bucket:
         self.name = text.rstrip("/")
         self.root = f"{scheme}://{name}"
         self.prefix = "/".join(parts)
-        self.stop = Stop()
-        self._obstore: Any = _library()
+        self.stop = StopRequest()
+        self._obstore: Any = _import_obstore()
         self._refusals = RefusalReader(self.root, writing, self._obstore.exceptions)
 
     @cached_property
     def _store(self) -> Any:  # noqa: ANN401 - obstore's stores have no common type
         scheme = self.root.partition("://")[0]
         try:
-            return self._obstore.store.from_url(self.root, **store_options(scheme))
+            return self._obstore.store.from_url(self.root, **build_store_options(scheme))
         except self._obstore.exceptions.BaseError as error:
             words = str(error).strip().partition("\n")[0]
             raise AccessError(f"{self.root} cannot be opened: {words}", hint=HOW_ALLOWED[scheme]) from error
@@ -94,27 +94,27 @@ class Bucket:
     def _key(self, path: str) -> str:
         return "/".join(filter(None, (self.prefix, path)))
 
-    def objects(self) -> dict[str, Object]:
+    def objects(self) -> dict[str, BucketObject]:
         """Every object below the prefix, by key, sorted; empty if there is none."""
         start = f"{self.prefix}/" if self.prefix else ""
 
-        def listed() -> dict[str, Object]:
-            found: dict[str, Object] = {}
+        def listed() -> dict[str, BucketObject]:
+            found: dict[str, BucketObject] = {}
             for batch in self._obstore.list(self._store, prefix=self.prefix or None, chunk_size=1000):
                 for meta in batch:
                     path = str(meta["path"])
                     if path.startswith(start) and not path.endswith("/"):
-                        found[path[len(start) :]] = _object(meta)
+                        found[path[len(start) :]] = _parse_object(meta)
             return found
 
         return dict(sorted(self._tried("listing", "", listed).items()))
 
-    def head(self, path: str) -> Object | None:
+    def head(self, path: str) -> BucketObject | None:
         """What there is under a key; None if there is nothing."""
 
-        def looked() -> Object | None:
+        def looked() -> BucketObject | None:
             try:
-                return _object(self._obstore.head(self._store, self._key(path)))
+                return _parse_object(self._obstore.head(self._store, self._key(path)))
             except (self._obstore.exceptions.NotFoundError, FileNotFoundError):
                 return None
 
@@ -155,14 +155,14 @@ class Bucket:
         """Put a small object: all of it, or nothing."""
         self._tried("writing", path, lambda: self._obstore.put(self._store, self._key(path), content))
 
-    def upload(self, path: str, file: Path, size: int) -> Object:
+    def upload(self, path: str, file: Path, size: int) -> BucketObject:
         """Put a file: in parts, which become an object when the last one is there; else nothing of them stays.
 
         If the store's last answer is lost, the object is known by its mark, and not sent again.
         """
-        piece, mark = piece_bytes(size), secrets.token_hex(16)
+        piece, mark = choose_part_size(size), secrets.token_hex(16)
 
-        def put() -> Object:
+        def put() -> BucketObject:
             try:
                 done = self._obstore.put(
                     self._store,
@@ -173,7 +173,7 @@ class Bucket:
                     use_multipart=size > piece,
                     attributes={_MARK: mark},
                 )
-                return Object(size, _bare(done["e_tag"]))
+                return BucketObject(size, _strip_etag(done["e_tag"]))
             except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
                 there = self._marked(path, mark)
                 if there is not None:
@@ -193,22 +193,22 @@ class Bucket:
             )
         return there
 
-    def _marked(self, path: str, mark: str) -> Object | None:
+    def _marked(self, path: str, mark: str) -> BucketObject | None:
         """The object that an upload with this mark made; None if there is none, or if that cannot be found out."""
         with contextlib.suppress(self._obstore.exceptions.BaseError, OSError):
             answer = self._obstore.get(self._store, self._key(path), options={"head": True})
             if answer.attributes.get(_MARK) == mark:
-                return _object(answer.meta)
+                return _parse_object(answer.meta)
         return None
 
     def _pieces(self, file: Path, piece: int) -> Iterator[bytes]:
         with file.open("rb", buffering=0) as data:
             while part := data.read(piece):
                 if self.stop:
-                    raise _Stopped
+                    raise _UploadStopped
                 yield part
 
-    def copy(self, old: str, new: str, found: Object) -> None:
+    def copy(self, old: str, new: str, found: BucketObject) -> None:
         """Put what is under one key under another too: within the store, where it can, else through this machine."""
         if found.size > _COPIED_BY_STORE.get(self.root.partition("://")[0], -1):
             self._copy_through(old, new, found)
@@ -220,12 +220,12 @@ class Bucket:
                 f"{self.name}/{new} has not the {found.size:,} bytes that were copied", "run the same command again"
             )
 
-    def _copy_through(self, old: str, new: str, found: Object) -> None:
+    def _copy_through(self, old: str, new: str, found: BucketObject) -> None:
         with tempfile.TemporaryDirectory(prefix="shardctl-") as scratch:
             file = Path(scratch, "object")
-            with told(file, "writing"), file.open("wb") as content:
+            with translate_os_errors(file, "writing"), file.open("wb") as content:
                 for offset in range(0, found.size, PIECE):
-                    heed(self.stop)
+                    raise_if_stopped(self.stop)
                     piece = bytearray(min(PIECE, found.size - offset))
                     self.fetch(old, offset, memoryview(piece), found.etag)
                     content.write(piece)
@@ -249,7 +249,7 @@ class Bucket:
     def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
         """The result of `act`, which is done again where the trouble may pass."""
         where = f"{self.name}/{path}" if path else self.name
-        patience = Patience(f"{doing} {where}", self.stop)
+        patience = RetryBackoff(f"{doing} {where}", self.stop)
         while True:
             try:
                 with self._told(f"{doing} {where}"):
@@ -262,19 +262,19 @@ class Bucket:
         """Say what a store's refusal means; what may pass is a TroubleError."""
         try:
             yield
-        except _Stopped:
-            heed(self.stop)
+        except _UploadStopped:
+            raise_if_stopped(self.stop)
             raise
         except (self._obstore.exceptions.BaseError, FileNotFoundError, PermissionError) as error:
-            heed(self.stop)
+            raise_if_stopped(self.stop)
             raise self._refusals.explain(error, doing) from error
 
 
-class _Stopped(Exception):  # noqa: N818 - a signal, not a fault
+class _UploadStopped(Exception):  # noqa: N818 - a signal, not a fault
     """A signal came while an object was being sent."""
 
 
-def _library() -> Any:  # noqa: ANN401 - a module
+def _import_obstore() -> Any:  # noqa: ANN401 - a module
     try:
         importlib.import_module("obstore.exceptions")
         importlib.import_module("obstore.store")
@@ -285,9 +285,9 @@ def _library() -> Any:  # noqa: ANN401 - a module
         ) from error
 
 
-def _object(meta: Any) -> Object:  # noqa: ANN401 - obstore's dictionary
-    return Object(int(meta["size"]), _bare(meta.get("e_tag")))
+def _parse_object(meta: Any) -> BucketObject:  # noqa: ANN401 - obstore's dictionary
+    return BucketObject(int(meta["size"]), _strip_etag(meta.get("e_tag")))
 
 
-def _bare(etag: str | None) -> str:
+def _strip_etag(etag: str | None) -> str:
     return (etag or "").strip('"')

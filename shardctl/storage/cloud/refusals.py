@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError
-from shardctl.storage.cloud.settings import HOW_ALLOWED, endpoint_of
+from shardctl.storage.cloud.settings import HOW_ALLOWED, find_endpoint
 from shardctl.storage.patience import TroubleError
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ class RefusalReader:
         if isinstance(error, (library.NotFoundError, FileNotFoundError)):
             return self._nothing(doing)
         if isinstance(error, (library.PermissionDeniedError, library.UnauthenticatedError, PermissionError)):
-            return self._elsewhere(error, doing) or self._forbidden(doing, _first_line(error))
+            return self._elsewhere(error, doing) or self._forbidden(doing, _get_first_line(error))
         if isinstance(error, library.PreconditionError):
             return self.changed(f"{doing} failed: the object has changed", "run again when nothing writes to it")
         if "invalid path" in str(error):
             return self.refuse(
-                f"{doing} failed: a key in it is no path: {_first_line(error)}", "rename that object, or remove it"
+                f"{doing} failed: a key in it is no path: {_get_first_line(error)}", "rename that object, or remove it"
             )
         status = _STATUS.search(str(error))
         refusal = self._elsewhere(error, doing) or (self._by_status(int(status[1]), error, doing) if status else None)
-        return refusal or TroubleError(_first_line(error))
+        return refusal or TroubleError(_get_first_line(error))
 
     def refuse(self, message: str, hint: str) -> ShardctlError:
         """The error for what is wrong with this end of a conversion."""
@@ -85,20 +85,24 @@ class RefusalReader:
         if status == HTTPStatus.NOT_FOUND:
             return self._nothing(doing)
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            return self._forbidden(doing, _first_line(error))
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status in _PASSING or _code(error) in _PASSING_CODES:
+            return self._forbidden(doing, _get_first_line(error))
+        if (
+            status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            or status in _PASSING
+            or _find_error_code(error) in _PASSING_CODES
+        ):
             return None
-        return self.refuse(f"{doing} failed: {_first_line(error)}", "check the address and the store's settings")
+        return self.refuse(f"{doing} failed: {_get_first_line(error)}", "check the address and the store's settings")
 
     def _elsewhere(self, error: BaseException, doing: str) -> ShardctlError | None:
         """The error for a bucket in another region, which it names; None if that is not what is wrong."""
-        text, code = str(error), _code(error)
+        text, code = str(error), _find_error_code(error)
         status = _STATUS.search(text)
         wordless = status is not None and status[1] == "400" and not code  # as answers to HEAD are
         if self._scheme != "s3" or not (_BARE in text or code in _ELSEWHERE or wordless):
             return None
         said = _REGION.search(text)
-        right = said[1] if said else _region_of(self.root)
+        right = said[1] if said else _find_bucket_region(self.root)
         used = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         if wordless and right in {"", used}:
             return None
@@ -112,11 +116,11 @@ class RefusalReader:
         return self.root.partition("://")[0]
 
 
-def _region_of(root: str) -> str:
+def _find_bucket_region(root: str) -> str:
     """The region that S3 says a bucket is in, to everybody who asks; empty if it does not say."""
     name = root.partition("://")[2]
     request = urllib.request.Request(  # noqa: S310 - the user's endpoint, or Amazon's
-        f"{endpoint_of('s3') or 'https://s3.amazonaws.com'}/{name}", method="HEAD"
+        f"{find_endpoint('s3') or 'https://s3.amazonaws.com'}/{name}", method="HEAD"
     )
     try:
         with urllib.request.urlopen(request, timeout=_WAIT) as answer:  # noqa: S310
@@ -127,10 +131,10 @@ def _region_of(root: str) -> str:
         return ""
 
 
-def _code(error: BaseException) -> str:
+def _find_error_code(error: BaseException) -> str:
     found = _CODE.search(str(error))
     return found[1] if found else ""
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300]

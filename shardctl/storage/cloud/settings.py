@@ -36,37 +36,37 @@ HOW_ALLOWED: Final = {
 """What to do about missing credentials, by scheme."""
 
 
-def store_options(scheme: str) -> dict[str, Any]:
+def build_store_options(scheme: str) -> dict[str, Any]:
     """The arguments for obstore's `from_url` that the environment asks for."""
     client: dict[str, Any] = {"timeout": _ONE_REQUEST}
-    if endpoint_of(scheme).startswith("http://"):
+    if find_endpoint(scheme).startswith("http://"):
         client["allow_http"] = True
     options: dict[str, Any] = {"client_options": client, "retry_config": QUICK}
     emulator = os.environ.get("STORAGE_EMULATOR_HOST", "") if scheme == "gs" else ""
     if emulator:
         # An emulator wants no credentials: docs of `GoogleCloudStorageBuilder::with_service_account_key`.
-        key = {"gcs_base_url": _with_scheme(emulator), "disable_oauth": True}
+        key = {"gcs_base_url": _add_scheme(emulator), "disable_oauth": True}
         empty = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
         options["config"] = {"service_account_key": json.dumps(key | empty)}
     return options
 
 
-def endpoint_of(scheme: str) -> str:
+def find_endpoint(scheme: str) -> str:
     """The address that the user gave for the stores of a scheme; empty where it is the provider's own."""
     said = next(filter(None, (os.environ.get(name, "") for name in _ENDPOINTS[scheme])), "")
     if scheme == "gs":
-        said = _with_scheme(said) if said else next(_in_google_keys(), "")
+        said = _add_scheme(said) if said else next(_list_google_endpoints(), "")
     return said.rstrip("/")
 
 
-def _with_scheme(host: str) -> str:
+def _add_scheme(host: str) -> str:
     """An emulator's address; Google's libraries take `HOST:PORT` for one without TLS."""
     return host if "://" in host else f"http://{host}"
 
 
-def _in_google_keys() -> Iterator[str]:
+def _list_google_endpoints() -> Iterator[str]:
     """The endpoints that the keys of service accounts name; what cannot be read is for the library to refuse."""
-    for text in [_content(os.environ.get(name, "")) for name in _GOOGLE_KEYS] + [
+    for text in [_read_text_file(os.environ.get(name, "")) for name in _GOOGLE_KEYS] + [
         os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
     ]:
         try:
@@ -77,7 +77,7 @@ def _in_google_keys() -> Iterator[str]:
             yield found
 
 
-def _content(path: str) -> str:
+def _read_text_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8") if path else ""
     except (OSError, ValueError):

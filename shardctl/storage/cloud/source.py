@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.storage import HIDDEN, Stat, UnpromisedSource, require_span
-from shardctl.storage.windows import KEPT, Windows
+from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, require_span
+from shardctl.storage.windows import KEPT, ReadAheadCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardctl.storage import Span
-    from shardctl.storage.cloud.bucket import Bucket
-    from shardctl.workers import Stop
+    from shardctl.storage.cloud.bucket import CloudBucket
+    from shardctl.workers import StopRequest
 
 _LIBRARY: Final = 100 << 20
 """Anonymous memory of obstore, its connections, and the ranges that threads have on their way."""
@@ -29,7 +29,7 @@ class CloudSource(UnpromisedSource):
     held_bytes = KEPT + _LIBRARY
     folder = None
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: CloudBucket) -> None:
         """Raises SourceError if there is nothing."""
         self._bucket = bucket
         objects = bucket.objects()
@@ -42,14 +42,14 @@ class CloudSource(UnpromisedSource):
                 self._bucket, self._single, objects = parent, True, {last: found}
         kept = {path: found for path, found in objects.items() if HIDDEN.isdisjoint(path.split("/")[:-1])}
         self._files = {  # a folder made in a web page is an empty object `NAME/`, listed as `NAME`
-            path: Stat(found.size, found.etag)
+            path: FileStat(found.size, found.etag)
             for path, found in kept.items()
             if found.size or self._bucket.head(path) is not None
         }
         if not self._files:
             raise SourceError(f"{bucket.name} does not exist", hint="check the bucket and the path")
         self._name = bucket.name
-        self._windows = Windows(self._fetch, lambda path: self._files[path].size)
+        self._windows = ReadAheadCache(self._fetch, lambda path: self._files[path].size)
 
     @property
     def name(self) -> str:
@@ -65,14 +65,14 @@ class CloudSource(UnpromisedSource):
         """Nothing: a store promises no hashes of what it holds."""
         return ()
 
-    def files(self) -> Mapping[str, Stat]:
+    def files(self) -> Mapping[str, FileStat]:
         """Every object, by key relative to the prefix; a version is its ETag."""
         return self._files
 
-    def restat(self, path: str) -> Stat | None:
+    def restat(self, path: str) -> FileStat | None:
         """The object's state now; None if it is gone."""
         found = self._bucket.head(path)
-        return Stat(found.size, found.etag) if found is not None else None
+        return FileStat(found.size, found.etag) if found is not None else None
 
     def beside(self, name: str) -> bytes | None:
         """A small object beside the one that the address names."""
@@ -82,7 +82,7 @@ class CloudSource(UnpromisedSource):
         """Fetch what will be read, several stretches at once."""
         self._windows.expect(spans)
 
-    def heed(self, stop: Stop) -> None:
+    def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted from reads that wait, once `stop` is set."""
         self._bucket.stop = stop
 

@@ -41,7 +41,7 @@ def open_hub(text: str) -> HubSource:
     without huggingface_hub, and as `HubSource`.
     """
     check_settings(os.environ)
-    from shardctl.storage.hub.address import Address
+    from shardctl.storage.hub.address import HubAddress
     from shardctl.storage.hub.source import HubSource
 
-    return HubSource(text, Address.parse(text))
+    return HubSource(text, HubAddress.parse(text))

@@ -20,7 +20,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class HubAddress:
     """A model, a version of it, and where in its repository the files are."""
 
     repository: str
@@ -31,7 +31,7 @@ class Address:
     """A folder, or one file; empty for the whole repository."""
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str) -> HubAddress:
         """Read an address; raises UsageError for what is none.
 
         Without ``hf://`` all that follows the ``@`` is the revision.

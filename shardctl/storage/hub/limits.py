@@ -41,7 +41,7 @@ def answer_within(seconds: float, ask: Callable[[], AbstractContextManager[Respo
     The library's client starts its timeout anew with each byte, and cannot be interrupted: it waits in a thread, which
     is left alone after that time.
     """
-    asked, lock = _Asked(), threading.Lock()
+    asked, lock = _PendingAnswer(), threading.Lock()
 
     def wait() -> None:
         try:
@@ -71,7 +71,7 @@ def answer_within(seconds: float, ask: Callable[[], AbstractContextManager[Respo
         asked.manager.__exit__(None, None, None)
 
 
-class _Asked:
+class _PendingAnswer:
     """What a thread that waits for an answer has to say."""
 
     def __init__(self) -> None:

@@ -13,17 +13,17 @@ from shardctl.errors import HostileError, SourceError, UsageError
 from shardctl.storage import HIDDEN
 from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.questions import HubQuestions
-from shardctl.storage.hub.refusals import offline, refusal, unreachable
-from shardctl.storage.hub.statuses import PASSING, retry_after
-from shardctl.storage.patience import Patience, TroubleError
+from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
+from shardctl.storage.hub.statuses import PASSING, parse_retry_after
+from shardctl.storage.patience import RetryBackoff, TroubleError
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import TypeVar
 
-    from shardctl.storage.hub.address import Address
-    from shardctl.workers import Stop
+    from shardctl.storage.hub.address import HubAddress
+    from shardctl.workers import StopRequest
 
     Answer = TypeVar("Answer")
 
@@ -63,7 +63,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class HubListing:
     """A commit, and every file of it by path."""
 
     commit: str
@@ -74,7 +74,7 @@ class Listing:
     """The directory of the cache that holds all of these files, if there is one."""
 
 
-def take_listing(address: Address, stop: Stop) -> Listing:
+def list_repository(address: HubAddress, stop: StopRequest) -> HubListing:
     """Resolve the revision to a commit, and list that; with HF_HUB_OFFLINE set, from the cache.
 
     Raises SourceError for what does not exist, AccessError for what is not allowed, TransientError without an answer.
@@ -82,11 +82,11 @@ def take_listing(address: Address, stop: Stop) -> Listing:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return _from_cache(address)
-    return _with_cached(_from_hub(address, stop))
+        return _list_from_cache(address)
+    return _add_cached_files(_list_from_hub(address, stop))
 
 
-def _from_hub(address: Address, stop: Stop) -> Listing:
+def _list_from_hub(address: HubAddress, stop: StopRequest) -> HubListing:
     from huggingface_hub import constants
 
     from shardctl.storage.hub.library import build_hf_headers, validate_repo_id
@@ -106,11 +106,15 @@ def _from_hub(address: Address, stop: Stop) -> Listing:
 
     def files(commit: str) -> dict[str, HubFile]:
         validate_repo_id(address.repository)
-        entries = (entry for page in hub.pages(f"{api}/tree/{commit}?recursive=true") for entry in _entries(page))
-        return {entry["path"]: _file(entry) for entry in entries if entry["type"] == "file"}
+        entries = (entry for page in hub.pages(f"{api}/tree/{commit}?recursive=true") for entry in _parse_entries(page))
+        return {entry["path"]: _parse_file(entry) for entry in entries if entry["type"] == "file"}
 
-    commit = address.commit or _asked(resolve, address, stop)
-    return Listing(commit, _visible(_asked(lambda: files(commit), address, stop)), _folder(address))
+    commit = address.commit or _ask_with_retries(resolve, address, stop)
+    return HubListing(
+        commit,
+        _select_visible_files(_ask_with_retries(lambda: files(commit), address, stop)),
+        _locate_cache_folder(address),
+    )
 
 
 def _check_connections() -> None:
@@ -126,13 +130,13 @@ def _check_connections() -> None:
         ) from error
 
 
-def _entries(page: Any) -> list[Any]:  # noqa: ANN401 - it is any JSON
+def _parse_entries(page: Any) -> list[Any]:  # noqa: ANN401 - it is any JSON
     if not isinstance(page, list):
         raise TypeError("a page of a listing is no list")
     return page
 
 
-def _file(entry: dict[str, Any]) -> HubFile:
+def _parse_file(entry: dict[str, Any]) -> HubFile:
     """What an entry of a listing says of a file (huggingface_hub, `hf_api.py`, `RepoFile`)."""
     lfs = entry.get("lfs")
     return HubFile(
@@ -143,23 +147,23 @@ def _file(entry: dict[str, Any]) -> HubFile:
     )
 
 
-def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answer:
+def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop: StopRequest) -> Answer:
     """The answer to a question, asked again after passing trouble."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     from shardctl.storage.hub.library import TransportError
 
-    patience = Patience(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)
+    patience = RetryBackoff(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)
     while True:
         try:
             return question()
         except HfHubHTTPError as error:
             if error.response.status_code not in PASSING:
-                raise refusal(error, address) from error
+                raise build_refusal_error(error, address) from error
             trouble = f"it answered HTTP {error.response.status_code}"
-            patience.wait(TroubleError(trouble, retry_after(error.response.headers)))
+            patience.wait(TroubleError(trouble, parse_retry_after(error.response.headers)))
         except TransportError as error:
-            cause = unreachable(error, address)
+            cause = build_unreachable_error(error, address)
             patience.wait(TroubleError(str(error) or type(error).__name__), last=cause)
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
@@ -169,7 +173,7 @@ def _asked(question: Callable[[], Answer], address: Address, stop: Stop) -> Answ
             patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
 
 
-def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
+def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
     """The files in sorted order, without those in folders that programs keep for themselves.
 
     Raises HostileError for a name that git does not allow either, such as one that leads out of the directory.
@@ -186,7 +190,7 @@ def _visible(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
     return {path: files[path] for path in sorted(files) if HIDDEN.isdisjoint(path.split("/")[:-1])}
 
 
-def _folder(address: Address) -> Path:
+def _locate_cache_folder(address: HubAddress) -> Path:
     """Where the cache keeps a model (huggingface_hub, docs, "Understand caching")."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -194,7 +198,7 @@ def _folder(address: Address) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=address.repository, repo_type="model")
 
 
-def _with_cached(listing: Listing) -> Listing:
+def _add_cached_files(listing: HubListing) -> HubListing:
     """The listing with the places of files that are on this machine; what has another size is not believed."""
     if not listing.cache.is_dir():
         return listing
@@ -212,23 +216,23 @@ def _with_cached(listing: Listing) -> Listing:
     return replace(listing, files=files, snapshot=listing.cache / snapshot if whole else None)
 
 
-def _from_cache(address: Address) -> Listing:
-    folder = _folder(address)
+def _list_from_cache(address: HubAddress) -> HubListing:
+    folder = _locate_cache_folder(address)
     commit = address.commit
     if commit is None:
         reference = folder / "refs" / address.revision
         if not reference.is_file():
-            raise offline(address, f"is neither a path here nor in the Hub's cache at {address.revision}")
+            raise build_offline_error(address, f"is neither a path here nor in the Hub's cache at {address.revision}")
         commit = reference.read_text(errors="replace").strip()
         if _COMMIT.fullmatch(commit) is None:
-            raise offline(address, f"has no commit in the Hub's cache for {address.revision}")
+            raise build_offline_error(address, f"has no commit in the Hub's cache for {address.revision}")
     snapshot = folder / "snapshots" / commit
     if not snapshot.is_dir():
-        raise offline(address, f"is not in the Hub's cache at {commit}")
-    return Listing(commit, _visible(dict(_seen(folder, snapshot))), folder, snapshot)
+        raise build_offline_error(address, f"is not in the Hub's cache at {commit}")
+    return HubListing(commit, _select_visible_files(dict(_walk_snapshot(folder, snapshot))), folder, snapshot)
 
 
-def _seen(folder: Path, snapshot: Path) -> Iterator[tuple[str, HubFile]]:
+def _walk_snapshot(folder: Path, snapshot: Path) -> Iterator[tuple[str, HubFile]]:
     for parent, _, names in os.walk(snapshot):
         for name in names:
             file = Path(parent, name)

@@ -26,23 +26,23 @@ from shardctl.storage.hub.limits import (
 )
 from shardctl.storage.hub.origins import origin_of, same_origin
 from shardctl.storage.hub.questions import HubQuestions
-from shardctl.storage.hub.refusals import refusal
-from shardctl.storage.hub.sockets import BROKEN, Body, Sockets
-from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, retry_after
+from shardctl.storage.hub.refusals import build_refusal_error
+from shardctl.storage.hub.sockets import BROKEN, ResponseBody, SocketPool
+from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, parse_retry_after
 from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
-from shardctl.storage.patience import Patience, TroubleError
+from shardctl.storage.patience import RetryBackoff, TroubleError
 from shardctl.version import __version__
-from shardctl.workers import heed
+from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.storage.hub.address import Address
-    from shardctl.storage.hub.listing import HubFile, Listing
-    from shardctl.workers import Stop
+    from shardctl.storage.hub.address import HubAddress
+    from shardctl.storage.hub.listing import HubFile, HubListing
+    from shardctl.workers import StopRequest
 
     Response = Any
-    """A response of httpx, under whichever name huggingface_hub ships it, or a `Body`."""
+    """A response of httpx, under whichever name huggingface_hub ships it, or a `ResponseBody`."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)")
 _MOST_REDIRECTS: Final = 5
@@ -55,7 +55,7 @@ _SLICE: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _FileLocation:
     """Where a file is really."""
 
     url: str
@@ -63,10 +63,10 @@ class _Place:
     """Whether it is the Hub itself, which may see the token."""
 
 
-class Ranges:
+class RangeReader:
     """Reads stretches of the files of one commit; shared by threads."""
 
-    def __init__(self, address: Address, listing: Listing) -> None:
+    def __init__(self, address: HubAddress, listing: HubListing) -> None:
         from huggingface_hub import constants
 
         from shardctl.storage.hub.library import build_hf_headers
@@ -77,25 +77,25 @@ class Ranges:
         self._timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         self._headers = build_hf_headers(library_name="shardctl", library_version=__version__)
         self._lock = threading.Lock()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _FileLocation] = {}
         self._resolving: dict[str, threading.Lock] = {}
         self._patient = ANSWER_TIMEOUTS * self._timeout
-        self._sockets = Sockets(self._timeout)
+        self._sockets = SocketPool(self._timeout)
         token_url = f"{self._endpoint}/api/models/{address.repository}/xet-read-token/{listing.commit}"
         self._xet = XetRanges(HubQuestions(self._endpoint, self._headers, self._timeout), token_url, self._headers)
 
-    def fetch(self, path: str, offset: int, into: memoryview, stop: Stop) -> None:
+    def fetch(self, path: str, offset: int, into: memoryview, stop: StopRequest) -> None:
         """Fill `into` from byte `offset`.
 
         Raises SourceError for what the Hub does not have or gives otherwise than it should, ChangedError for a file
         that is not the one of the listing, AccessError, TransientError after the last try, Interrupted.
         """
-        patience = Patience(f"reading {path} of {self._address.repository}", stop)
+        patience = RetryBackoff(f"reading {path} of {self._address.repository}", stop)
         file = self._listing.files[path]
         by_xet = bool(file.xet) and needs_xet(file) and has_xet()
         done = recent = 0
         while done < len(into):
-            heed(stop)
+            raise_if_stopped(stop)
             try:
                 if by_xet:
                     got = self._by_xet(path, offset + done, into[done:], stop)
@@ -113,7 +113,7 @@ class Ranges:
             if done < len(into):
                 patience.wait(problem, last=self._too_large(path) if needs_xet(file) and not by_xet else None)
 
-    def _by_xet(self, path: str, offset: int, into: memoryview, stop: Stop) -> int:
+    def _by_xet(self, path: str, offset: int, into: memoryview, stop: StopRequest) -> int:
         from shardctl.storage.hub.library import HfHubHTTPError, TransportError
 
         try:
@@ -121,8 +121,8 @@ class Ranges:
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status in PASSING:
-                raise TroubleError(f"HTTP {status} came back", retry_after(error.response.headers)) from error
-            raise refusal(error, self._address, path) from error
+                raise TroubleError(f"HTTP {status} came back", parse_retry_after(error.response.headers)) from error
+            raise build_refusal_error(error, self._address, path) from error
         except TransportError as error:
             raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
         except (LookupError, TypeError, ValueError) as error:
@@ -141,9 +141,9 @@ class Ranges:
         with self._opened(path, start, stop) as response:
             status = response.status_code
             if status in PASSING:
-                raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
+                raise TroubleError(f"HTTP {status} came back", parse_retry_after(response.headers))
             if status in {200, 206}:
-                yield response, _check(response, path, self._listing.files[path].size, start, stop)
+                yield response, _check_response(response, path, self._listing.files[path].size, start, stop)
                 return
             raise self._refusal(response, path)
 
@@ -173,12 +173,12 @@ class Ranges:
                 raise TroubleError(f"the address that the Hub gave is refused with HTTP {answer.status_code}")
             yield answer
 
-    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_Place, Response]:
+    def _resolved(self, path: str, start: int, stop: int, stack: ExitStack) -> tuple[_FileLocation, Response]:
         """Follow redirects from the Hub to where the file is; returns that and its answer, which `stack` closes."""
         commit = self._listing.commit
         url = f"{self._endpoint}/{self._address.repository}/resolve/{quote(commit, safe='')}/{quote(path)}"
         for _ in range(_MOST_REDIRECTS):
-            place = _Place(url, ours=same_origin(url, self._endpoint))
+            place = _FileLocation(url, ours=same_origin(url, self._endpoint))
             with ExitStack() as attempt:
                 response = attempt.enter_context(self._request(place, start, stop))
                 status, location = response.status_code, response.headers.get("location")
@@ -187,11 +187,11 @@ class Ranges:
                 if status not in REDIRECTS or not location:
                     stack.push(attempt.pop_all())
                     return place, response
-                url = _followed(url, location, path)
+                url = _resolve_redirect(url, location, path)
         raise SourceError(f"the Hub redirects requests for {path} without end")
 
     @contextmanager
-    def _request(self, place: _Place, start: int, stop: int) -> Iterator[Response]:
+    def _request(self, place: _FileLocation, start: int, stop: int) -> Iterator[Response]:
         """A response whose body has not been read; trouble on the way is TroubleError."""
         from shardctl.storage.hub.library import TransportError, get_session
 
@@ -213,16 +213,16 @@ class Ranges:
         except TransportError as error:
             raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
 
-    def _take(self, response: Response, skip: int, into: memoryview, stop: Stop) -> int:
+    def _take(self, response: Response, skip: int, into: memoryview, stop: StopRequest) -> int:
         """Copy the body after its first `skip` bytes; returns how many bytes of `into` came before it ended."""
         from shardctl.storage.hub.library import TransportError
 
-        if isinstance(response, Body):
+        if isinstance(response, ResponseBody):
             return self._receive(response, skip, into, stop)
         done, pace = -skip, PaceMeter(self._timeout)
         try:
             for piece in response.iter_raw():
-                heed(stop)
+                raise_if_stopped(stop)
                 pace.add(len(piece))
                 new = memoryview(piece)[max(-done, 0) :]
                 place = max(done, 0)
@@ -238,13 +238,13 @@ class Ranges:
             pass  # what came is good; the caller asks for the rest
         return min(max(done, 0), len(into))
 
-    def _receive(self, body: Body, skip: int, into: memoryview, stop: Stop) -> int:
+    def _receive(self, body: ResponseBody, skip: int, into: memoryview, stop: StopRequest) -> int:
         """The same, straight into memory."""
         spare = memoryview(bytearray(min(skip, _SLICE)))
         done, pace = -skip, PaceMeter(self._timeout)
         try:
             while done < len(into):
-                heed(stop)
+                raise_if_stopped(stop)
                 got = body.readinto(into[done : done + _SLICE] if done >= 0 else spare[:-done])
                 if not got:
                     break
@@ -259,19 +259,19 @@ class Ranges:
     def _refusal(self, response: Response, path: str) -> Exception:
         from shardctl.storage.hub.library import HfHubHTTPError, hf_raise_for_status
 
-        if isinstance(response, Body):
+        if isinstance(response, ResponseBody):
             return SourceError(f"the place that the Hub has {path} at answers with HTTP {response.status_code}")
         try:
             hf_raise_for_status(read_bounded(response, EXPLAINED, self._patient))
         except HfHubHTTPError as error:
-            return refusal(error, self._address, path)
+            return build_refusal_error(error, self._address, path)
         return SourceError(f"the Hub answers a request for {path} with HTTP {response.status_code}")
 
     def _check_resolved(self, response: Response, path: str) -> None:
         """Raise what the Hub's own answer is, if it is neither the file nor where that is."""
         status = response.status_code
         if status in PASSING:
-            raise TroubleError(f"HTTP {status} came back", retry_after(response.headers))
+            raise TroubleError(f"HTTP {status} came back", parse_retry_after(response.headers))
         if status not in {200, 206} and not (status in REDIRECTS and response.headers.get("location")):
             raise self._refusal(response, path)
         self._check_same(response, path)
@@ -286,7 +286,7 @@ class Ranges:
         headers = response.headers
         commit = headers.get("x-repo-commit", self._listing.commit)
         linked = headers.get("x-linked-etag")
-        etag = _bare(linked) if linked else file.etag
+        etag = _strip_etag(linked) if linked else file.etag
         size = headers.get("x-linked-size", str(file.size))
         if (commit, etag, size) != (self._listing.commit, file.etag, str(file.size)):
             raise ChangedError(
@@ -296,7 +296,7 @@ class Ranges:
             )
 
 
-def _check(response: Response, path: str, size: int, start: int, stop: int) -> int:
+def _check_response(response: Response, path: str, size: int, start: int, stop: int) -> int:
     """How many bytes of the body come before `start`; raises TroubleError or SourceError for an answer that is wrong.
 
     A server may ignore a range and give the whole file with status 200 (RFC 9110, section 14.2). Of a small file that
@@ -327,7 +327,7 @@ _BETWEEN: Final = (
 )
 
 
-def _followed(url: str, location: str, path: str) -> str:
+def _resolve_redirect(url: str, location: str, path: str) -> str:
     """Where a redirect leads; raises SourceError if that is no address, without saying it: it may be a signed one."""
     try:
         found = urljoin(url, location)
@@ -340,5 +340,5 @@ def _followed(url: str, location: str, path: str) -> str:
     return found
 
 
-def _bare(etag: str) -> str:
+def _strip_etag(etag: str) -> str:
     return etag.removeprefix("W/").strip('"')

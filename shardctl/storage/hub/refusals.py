@@ -9,12 +9,12 @@ from shardctl.errors import AccessError, ShardctlError, SourceError, TransientEr
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
-    from shardctl.storage.hub.address import Address
+    from shardctl.storage.hub.address import HubAddress
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
-def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> ShardctlError:  # noqa: PLR0911 - one a kind
+def build_refusal_error(error: HfHubHTTPError, address: HubAddress, path: str = "") -> ShardctlError:  # noqa: PLR0911 - one a kind
     """The error to raise for a status of the Hub that trying again will not change.
 
     For what is missing and what is private to others the Hub gives the same answer, so that the two cannot be told
@@ -27,7 +27,7 @@ def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> Shardctl
     if isinstance(error, errors.GatedRepoError):
         return AccessError(
             f"{name} is gated, and its authors have not let you in (HTTP {status})",
-            hint=f"accept its terms at {_public(constants.ENDPOINT)}/{name}, then {_LOG_IN}",
+            hint=f"accept its terms at {_strip_credentials(constants.ENDPOINT)}/{name}, then {_LOG_IN}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
@@ -37,7 +37,7 @@ def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> Shardctl
     if isinstance(error, errors.RevisionNotFoundError):
         return SourceError(
             f"{name} has no revision {address.revision!r}",
-            hint=f"{_public(constants.ENDPOINT)}/{name}/tree/main lists its branches and tags",
+            hint=f"{_strip_credentials(constants.ENDPOINT)}/{name}/tree/main lists its branches and tags",
         )
     if isinstance(error, errors.EntryNotFoundError):
         return SourceError(f"{path or address.inside} is missing in {name} on the Hub")
@@ -48,10 +48,12 @@ def refusal(error: HfHubHTTPError, address: Address, path: str = "") -> Shardctl
             f"the Hub refuses {name} (HTTP {status}): {error.server_message or 'the token does not allow it'}",
             hint=f"check that the token is valid and may read the repository; {_LOG_IN}",
         )
-    return SourceError(f"the Hub answers {_what(path, name)} with HTTP {status} {error.response.reason_phrase}")
+    return SourceError(
+        f"the Hub answers {_describe_request(path, name)} with HTTP {status} {error.response.reason_phrase}"
+    )
 
 
-def offline(address: Address, what: str) -> ShardctlError:
+def build_offline_error(address: HubAddress, what: str) -> ShardctlError:
     """The error for something that is only on the Hub while HF_HUB_OFFLINE is set."""
     return SourceError(
         f"{address.repository} {what}, and HF_HUB_OFFLINE is set",
@@ -59,17 +61,18 @@ def offline(address: Address, what: str) -> ShardctlError:
     )
 
 
-def unreachable(error: Exception, address: Address) -> ShardctlError:
+def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlError:
     """The error for a Hub that does not answer."""
     from huggingface_hub import constants
 
     return TransientError(
-        f"{address.repository} is no path here, and {_public(constants.ENDPOINT)} cannot be reached: {error}",
+        f"{address.repository} is no path here, and {_strip_credentials(constants.ENDPOINT)} cannot be "
+        f"reached: {error}",
         hint="check the connection and HF_ENDPOINT; with HF_HUB_OFFLINE=1 what is in the Hub's cache is read",
     )
 
 
-def _public(endpoint: str) -> str:
+def _strip_credentials(endpoint: str) -> str:
     """An address without the name and password that it may have.
 
     >>> _public("https://me:secret@mirror/hub"), _public("https://huggingface.co")
@@ -80,5 +83,5 @@ def _public(endpoint: str) -> str:
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
-def _what(path: str, name: str) -> str:
+def _describe_request(path: str, name: str) -> str:
     return f"a request for {path} of {name}" if path else f"a request for {name}"

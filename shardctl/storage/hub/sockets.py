@@ -32,7 +32,7 @@ _KEPT: Final = 16
 """Connections that wait for their next request."""
 
 
-class Body:
+class ResponseBody:
     """A response whose body has not been read."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
@@ -49,7 +49,7 @@ class Body:
         return not self._response.read(1)
 
 
-class Sockets:
+class SocketPool:
     """Connections to the places that the Hub redirects to; shared by threads."""
 
     def __init__(self, timeout: float) -> None:
@@ -57,7 +57,7 @@ class Sockets:
         self._lock = threading.Lock()
         self._idle: list[tuple[tuple[str, str], http.client.HTTPConnection]] = []
         self._tls: ssl.SSLContext | None = None
-        self._usual = _usual_client()
+        self._usual = _is_default_client()
         self._direct: dict[str, bool] = {}
 
     def reach(self, url: str) -> bool:
@@ -72,7 +72,7 @@ class Sockets:
         return self._direct[parts.netloc]
 
     @contextmanager
-    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Body]:
+    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[ResponseBody]:
         """The response to a GET, no redirect followed; trouble is TroubleError.
 
         The connection is kept for the next request if the body was read to its end.
@@ -83,7 +83,7 @@ class Sockets:
         except BROKEN as error:
             raise TroubleError(f"the connection failed: {error or type(error).__name__}") from error
         try:
-            yield Body(response)
+            yield ResponseBody(response)
         finally:
             if response.isclosed() and connection.sock is not None:
                 self._keep(parts, connection)
@@ -99,7 +99,7 @@ class Sockets:
         while True:
             connection, used = self._connection(parts)
             try:
-                with ended_after(ANSWER_TIMEOUTS * self._timeout, partial(_break, connection)):
+                with ended_after(ANSWER_TIMEOUTS * self._timeout, partial(_break_connection, connection)):
                     connection.request("GET", target, headers=dict(headers))
                     return connection, connection.getresponse()
             except BROKEN as error:
@@ -115,7 +115,7 @@ class Sockets:
                 if self._idle[number][0] == place:
                     return self._idle.pop(number)[1], True
             if parts.scheme == "https" and self._tls is None:
-                self._tls = _tls()
+                self._tls = _make_tls_context()
         if parts.scheme == "https":
             return http.client.HTTPSConnection(parts.netloc, timeout=self._timeout, context=self._tls), False
         return http.client.HTTPConnection(parts.netloc, timeout=self._timeout), False
@@ -136,20 +136,20 @@ class Sockets:
             self._idle.clear()
 
 
-def _break(connection: http.client.HTTPConnection) -> None:
+def _break_connection(connection: http.client.HTTPConnection) -> None:
     """Make a thread fail that waits for an answer: interim ones may come without end, each with a timeout anew."""
     if connection.sock is not None:
         connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def _usual_client() -> bool:
+def _is_default_client() -> bool:
     """Whether the library makes its client itself, as far as can be seen."""
     module = import_module("huggingface_hub.utils._http")
     made = getattr(module, "_GLOBAL_CLIENT_FACTORY", None)
     return made is not None and made is getattr(module, "default_client_factory", None)
 
 
-def _tls() -> ssl.SSLContext:
+def _make_tls_context() -> ssl.SSLContext:
     """The certificates that the library's client believes, SSL_CERT_FILE and SSL_CERT_DIR heeded."""
     from shardctl.storage.hub.library import TransportError
 

@@ -6,22 +6,22 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 from shardctl.bounded_text import CONFIG_TEXT, check_size
-from shardctl.errors import SourceError, some
-from shardctl.storage import FileProofs, Stat, require_span
+from shardctl.errors import SourceError, format_first_few
+from shardctl.storage import FileProofs, FileStat, require_span
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes, PromisedHash
-from shardctl.storage.hub.listing import take_listing
-from shardctl.storage.hub.ranges import Ranges
+from shardctl.storage.hub.listing import list_repository
+from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
 from shardctl.storage.local import LocalSource
-from shardctl.storage.windows import KEPT, Windows
-from shardctl.workers import Stop
+from shardctl.storage.windows import KEPT, ReadAheadCache
+from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from shardctl.storage import Span
-    from shardctl.storage.hub.address import Address
+    from shardctl.storage.hub.address import HubAddress
     from shardctl.storage.hub.listing import HubFile
 
 _LIBRARIES: Final = 40 << 20
@@ -33,20 +33,20 @@ class HubSource:
 
     held_bytes = KEPT + REREAD_BYTES + _LIBRARIES
 
-    def __init__(self, text: str, address: Address) -> None:
+    def __init__(self, text: str, address: HubAddress) -> None:
         """`text` is the address as a person wrote it.
 
         Raises SourceError for what does not exist, AccessError for what is not allowed, TransientError without a Hub.
         """
         self._text = text
         self._address = address
-        self._stop = Stop()
-        self._listing = listing = take_listing(address, self._stop)
+        self._stop = StopRequest()
+        self._listing = listing = list_repository(address, self._stop)
         inside = address.inside
         self._single = inside in listing.files
         self._prefix = inside[: inside.rfind("/") + 1] if self._single else inside + "/" * bool(inside)
         self._files = {
-            path.removeprefix(self._prefix): Stat(file.size, f"{listing.commit}:{file.etag}")
+            path.removeprefix(self._prefix): FileStat(file.size, f"{listing.commit}:{file.etag}")
             for path, file in listing.files.items()
             if (path == inside if self._single else path.startswith(self._prefix))
         }
@@ -56,10 +56,10 @@ class HubSource:
         self._found = {path: self._disk.restat(file.cached) for path, file in self._cached()} if self._disk else {}
         remote = {path: file for path, file in listing.files.items() if not file.cached}
         self._promised = frozenset(path.removeprefix(self._prefix) for path in remote)
-        self._hashes = FileHashes({path: _promise(file) for path, file in remote.items()}, self._reread)
+        self._hashes = FileHashes({path: _build_expected_hash(file) for path, file in remote.items()}, self._reread)
         self._earlier: set[str] = set()
-        self._ranges = Ranges(address, listing)
-        self._windows = Windows(self._fetch, lambda path: listing.files[path].size)
+        self._ranges = RangeReader(address, listing)
+        self._windows = ReadAheadCache(self._fetch, lambda path: listing.files[path].size)
 
     def _cached(self) -> Iterable[tuple[str, HubFile]]:
         return ((path, file) for path, file in self._listing.files.items() if file.cached)
@@ -88,7 +88,7 @@ class HubSource:
         note = f"{fetched:,} files from the Hub, "
         if not found.unverified:
             return (note + "all with the hashes that it promises",)
-        others = some(f"{path} ({reason})" for path, reason in found.unverified.items())
+        others = format_first_few(f"{path} ({reason})" for path, reason in found.unverified.items())
         return (note + f"{len(found.verified):,} with the hashes that it promises; not compared: {others}",)
 
     def cautions(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class HubSource:
         large = [path for path in self._promised if needs_xet(files[self._prefix + path])]
         if not large or (has_xet() and all(files[self._prefix + path].xet for path in large)):
             return ()
-        which, name = some(sorted(large)), self._address.repository
+        which, name = format_first_few(sorted(large)), self._address.repository
         text = f"the Hub may refuse to give parts of files above 50 GB, and there is no hf_xet that does: {which}; "
         return (text + f"pip install hf_xet, or hf download {name} --local-dir DIR and give DIR as the source",)
 
@@ -125,16 +125,17 @@ class HubSource:
         unproved = self._hashes.prove({self._prefix + path for path in whole}, self._stop)
         if unproved:
             raise SourceError(
-                f"{some(f'{path} ({self._hashes.why_not(path)})' for path in unproved)} cannot be compared with the "
+                f"{format_first_few(f'{path} ({self._hashes.why_not(path)})' for path in unproved)} cannot "
+                "be compared with the "
                 "hash that the Hub promises",
                 hint="run again; --allow-unverified takes the bytes as they came, and says of which files",
             )
 
-    def files(self) -> Mapping[str, Stat]:
+    def files(self) -> Mapping[str, FileStat]:
         """Every file, by path relative to the folder of the address; a version is the commit and the file's ETag."""
         return self._files
 
-    def restat(self, path: str) -> Stat | None:
+    def restat(self, path: str) -> FileStat | None:
         """The file's state: a commit never changes, but what lies in the cache may."""
         full = self._prefix + path
         if self._disk is not None and full in self._found:
@@ -159,7 +160,7 @@ class HubSource:
         far = ((self._prefix + path, offset, size) for path, offset, size in spans)
         self._windows.expect(span for span in far if not self._listing.files[span[0]].cached)
 
-    def heed(self, stop: Stop) -> None:
+    def heed(self, stop: StopRequest) -> None:
         """Raise Interrupted from reads, also while they wait, once `stop` is set."""
         self._stop = stop
 
@@ -197,7 +198,7 @@ class HubSource:
             self._disk.close()
 
 
-def _promise(file: HubFile) -> PromisedHash:
+def _build_expected_hash(file: HubFile) -> PromisedHash:
     """What the Hub says of a file: the SHA-256 of a large one, for others the name that git gives to its content."""
     if file.sha256:
         return PromisedHash(file.size, file.sha256, hashlib.sha256())

@@ -19,7 +19,7 @@ _RESET: Final = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,6})")
 """The Hub says ``"resolvers";r=0;t=55`` if nothing remains, and in 55 seconds will (its docs, "Rate limits")."""
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
+def parse_retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that the server asks to wait; None if it does not say.
 
     >>> retry_after({"retry-after": "3"}), retry_after({"ratelimit": '"api";r=0;t=55'}), retry_after({})

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 
 from shardctl.errors import HostileError
 from shardctl.storage.patience import TroubleError
-from shardctl.workers import heed
+from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.storage.hub.listing import HubFile
     from shardctl.storage.hub.questions import HubQuestions
-    from shardctl.workers import Stop
+    from shardctl.workers import StopRequest
 
 _SCHEMES: Final = frozenset({"https", "http"})
 """Of the address of Xet's server that the Hub names; hf_xet would make a directory for another."""
@@ -53,7 +53,7 @@ class XetRanges:
         self._lock = threading.Lock()
         self._opened: Any = None
 
-    def fetch(self, file: HubFile, offset: int, into: memoryview, stop: Stop) -> int:
+    def fetch(self, file: HubFile, offset: int, into: memoryview, stop: StopRequest) -> int:
         """Fill `into` from byte `offset`; returns how many bytes came.
 
         Raises TroubleError for what may be gone the next time, HfHubHTTPError for a token that is refused.
@@ -63,7 +63,7 @@ class XetRanges:
         group = self._group(module)
         try:
             for piece in group.download_stream(wanted, start=offset, end=offset + len(into)):
-                heed(stop)
+                raise_if_stopped(stop)
                 if done + len(piece) > len(into):
                     raise TroubleError("more bytes came back from Xet than were asked for")
                 into[done : done + len(piece)] = piece

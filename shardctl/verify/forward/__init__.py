@@ -21,29 +21,29 @@ takes. torch and transformers are imported only by calls.
 
 from __future__ import annotations
 
-from shardctl.verify.forward.by_processes import usual_processes
-from shardctl.verify.forward.check import forward
+from shardctl.verify.forward.by_processes import choose_process_count
+from shardctl.verify.forward.check import compare_forward_passes
 from shardctl.verify.forward.comparison import ForwardOptions
-from shardctl.verify.forward.lens import FusedTensor, LazyTensor, Lens, StoredTensor, lens
-from shardctl.verify.forward.result import BlockError, Continuation, ForwardResult, Generated, Opinion
-from shardctl.verify.forward.sides import Candidate, Original
-from shardctl.verify.forward.tolerance import Tolerance
+from shardctl.verify.forward.lens import CheckpointLens, FusedTensor, LazyTensor, StoredTensor, build_lens
+from shardctl.verify.forward.result import BlockError, ForwardResult, GeneratedTexts, PromptContinuation, SecondOpinion
+from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
+from shardctl.verify.forward.tolerance import DistanceTolerance
 
 __all__ = [
     "BlockError",
-    "Candidate",
-    "Continuation",
+    "CandidateCheckpoint",
+    "CheckpointLens",
+    "DistanceTolerance",
     "ForwardOptions",
     "ForwardResult",
     "FusedTensor",
-    "Generated",
+    "GeneratedTexts",
     "LazyTensor",
-    "Lens",
-    "Opinion",
-    "Original",
+    "OriginalCheckpoint",
+    "PromptContinuation",
+    "SecondOpinion",
     "StoredTensor",
-    "Tolerance",
-    "forward",
-    "lens",
-    "usual_processes",
+    "build_lens",
+    "choose_process_count",
+    "compare_forward_passes",
 ]

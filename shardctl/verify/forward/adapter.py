@@ -18,13 +18,13 @@ from shardctl.verify.forward.inputs import SEED
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from shardctl.verify.forward.skeleton import Slot
+    from shardctl.verify.forward.skeleton import TensorSlot
 
 Torch = Any
 """Modules, tensors and classes of torch and transformers, which have no types worth checking here."""
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """The versions of what computes."""
     import torch
     import transformers
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def class_of(architecture: str) -> Torch:
+def get_model_class(architecture: str) -> Torch:
     """The class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none.
 
     Raises UsageError for a setting of the environment with which transformers cannot be imported.
@@ -52,13 +52,13 @@ def class_of(architecture: str) -> Torch:
     return found
 
 
-def described(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
+def build_config(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """The configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
-    values = {key: _number(value) for key, value in config.items() if key not in _OTHERWISE}
+    values = {key: _parse_number(value) for key, value in config.items() if key not in _OTHERWISE}
     return kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
 
 
-def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
+def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     """A model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
 
     Attention and experts use the plain implementations: the same kernels whatever the shapes, and experts one by one.
@@ -66,10 +66,10 @@ def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
     import torch
 
     usual = torch.get_default_dtype()
-    with quiet(), _parameters_without_memory():
+    with silence_transformers(), _use_meta_parameters():
         torch.set_default_dtype(dtype)  # never model.to(dtype): it would round the rotary tables too
         try:
-            model = kind._from_config(described(kind, config, dtype), dtype=dtype, **_plain(kind))  # noqa: SLF001 - the only way in
+            model = kind._from_config(build_config(kind, config, dtype), dtype=dtype, **_choose_eager_settings(kind))  # noqa: SLF001 - the only way in
         finally:
             torch.set_default_dtype(usual)
     for module in model.modules():
@@ -81,14 +81,14 @@ def bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
 _OTHERWISE: Final = {"quantization_config", "dtype", "torch_dtype"}
 
 
-def _number(value: object) -> object:
+def _parse_number(value: object) -> object:
     """A value of a config.json, where transformers writes infinity as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         return float(str(value["__float__"]))
-    return [_number(each) for each in value] if isinstance(value, list) else value
+    return [_parse_number(each) for each in value] if isinstance(value, list) else value
 
 
-def _plain(kind: Torch) -> dict[str, str]:
+def _choose_eager_settings(kind: Torch) -> dict[str, str]:
     chosen = {"attn_implementation": "eager"}
     can_choose = getattr(kind, "_can_set_experts_implementation", None)
     if can_choose is not None and can_choose():
@@ -97,7 +97,7 @@ def _plain(kind: Torch) -> dict[str, str]:
 
 
 @contextmanager
-def _parameters_without_memory() -> Iterator[None]:
+def _use_meta_parameters() -> Iterator[None]:
     """Put every parameter on the meta device as soon as a module has it, before it is given values."""
     from torch import nn
 
@@ -117,7 +117,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Keep transformers from talking and drawing bars; what matters is in the result."""
     from transformers.utils import logging as talk
 
@@ -133,7 +133,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def start_values(model: Torch, slots: Sequence[Slot]) -> None:
+def set_start_values(model: Torch, slots: Sequence[TensorSlot]) -> None:
     """Give slots for which there is nothing stored the values of a new model, for good."""
     import torch
 
@@ -148,7 +148,7 @@ def start_values(model: Torch, slots: Sequence[Slot]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ConversionTarget:
     """Where a stored tensor belongs in the model."""
 
     name: str
@@ -158,23 +158,23 @@ class Target:
 
 
 @dataclass(slots=True)
-class Conversion:
+class WeightConversion:
     """How transformers reads stored names into one model."""
 
     model: Torch
     problem: str = ""
     """Why names are taken as they are, if they are."""
 
-    def targets(self, names: Iterable[str]) -> dict[str, Target]:
+    def targets(self, names: Iterable[str]) -> dict[str, ConversionTarget]:
         """Where each stored name belongs; names that the model has no use for are left out."""
         state = self.model.state_dict(keep_vars=True)
         try:
             return self._renamed(names, state)
         except (ImportError, AttributeError, TypeError) as error:
             self.problem = f"this transformers does not rename stored tensors as expected ({error})"
-            return {name: Target(name, converted=False) for name in names if name in state}
+            return {name: ConversionTarget(name, converted=False) for name in names if name in state}
 
-    def _renamed(self, names: Iterable[str], state: dict[str, Torch]) -> dict[str, Target]:
+    def _renamed(self, names: Iterable[str], state: dict[str, Torch]) -> dict[str, ConversionTarget]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -187,7 +187,7 @@ class Conversion:
             if target not in state and name in state:
                 target, pattern = rename_source_key(name, [], [], prefix, state)
             if target in state:
-                found[name] = Target(target, converted=pattern is not None)
+                found[name] = ConversionTarget(target, converted=pattern is not None)
         return found
 
     def fill(self, tensors: Mapping[str, object], device: str, dtype: Torch) -> None:
@@ -198,7 +198,7 @@ class Conversion:
 
         mapping: Torch = get_model_conversion_mapping(self.model)
         how = LoadStateDictConfig(device_map={"": device}, dtype=dtype, weight_mapping=mapping)
-        with quiet():
+        with silence_transformers():
             told, _ = convert_and_load_state_dict_in_model(self.model, dict(tensors), how)
         if told.conversion_errors or told.mismatched_keys:
             wrong = [*map(str, told.conversion_errors.values()), *map(str, told.mismatched_keys)]

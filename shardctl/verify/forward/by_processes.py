@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.storage.local import LocalSource
 from shardctl.storage.places import open_source
-from shardctl.verify.forward.comparison import compared
-from shardctl.verify.forward.team import Processes
-from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
+from shardctl.verify.forward.comparison import compare_in_process
+from shardctl.verify.forward.team import ProcessTeam
+from shardctl.verify.processes import NotStartedError, RankError, build_environment, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
-    from shardctl.verify.forward.sides import Candidate, Original
-    from shardctl.verify.processes import Rank, Start
+    from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
+    from shardctl.verify.processes import RankProcess, Start
 
 _TIMEOUT: Final = timedelta(seconds=120)
 """In which ranks must meet; the parent sees a rank that hangs without using the processor long before."""
@@ -41,7 +41,7 @@ class MeetingError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Elsewhere:
+class _PathReader:
     """A reader that another process opens by its path."""
 
     path: Path
@@ -52,10 +52,10 @@ class _Elsewhere:
 
 
 @dataclass(slots=True)
-class _Noting:
+class _NotingReader:
     """A reader that notes which files it was asked for, and tells that work goes on."""
 
-    reader: Reader
+    reader: ByteReader
     beat: Callable[[], None]
     files: set[str] = field(default_factory=set)
 
@@ -66,23 +66,27 @@ class _Noting:
         self.reader.read_at(path, offset, into)
 
 
-def elsewhere(candidate: Candidate, original: Original) -> tuple[Candidate, Original]:
+def detach_readers(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint
+) -> tuple[CandidateCheckpoint, OriginalCheckpoint]:
     """The two as another process can be told of them; raises NotStartedError where files are not local."""
     if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
         raise NotStartedError("processes of their own can read local files only")
-    proved = replace(candidate, reader=_Elsewhere(candidate.reader.path))
-    return proved, replace(original, reader=_Elsewhere(original.reader.path))
+    proved = replace(candidate, reader=_PathReader(candidate.reader.path))
+    return proved, replace(original, reader=_PathReader(original.reader.path))
 
 
-def here(candidate: Candidate, original: Original) -> tuple[Candidate, Original]:
+def attach_readers(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint
+) -> tuple[CandidateCheckpoint, OriginalCheckpoint]:
     """The two in the process that was told of them, their files opened."""
-    assert isinstance(candidate.reader, _Elsewhere)  # noqa: S101 - what `elsewhere` made
-    assert isinstance(original.reader, _Elsewhere)  # noqa: S101
+    assert isinstance(candidate.reader, _PathReader)  # noqa: S101 - what `detach_readers` made
+    assert isinstance(original.reader, _PathReader)  # noqa: S101
     proved = replace(candidate, reader=open_source(candidate.reader.path))
     return proved, replace(original, reader=open_source(original.reader.path))
 
 
-def usual_processes(device: str, nbytes: int) -> int:
+def choose_process_count(device: str, nbytes: int) -> int:
     """How many ranks have a process of their own where that is worth it: one a GPU, or one a core for large models.
 
     `nbytes` are those of the weights. On a CPU all ranks of a model of some GB are done in one process before others
@@ -95,19 +99,21 @@ def usual_processes(device: str, nbytes: int) -> int:
     return (os.cpu_count() or 1) if nbytes > _FEW else 0
 
 
-def forward_by_processes(candidate: Candidate, original: Original, options: ForwardOptions) -> ForwardResult:
+def compare_by_processes(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
+) -> ForwardResult:
     """As `forward`, each rank of the mesh in a process of its own.
 
     Raises RankError, naming the rank, if one dies, raises or hangs; NotStartedError if they cannot begin.
     """
     mesh = candidate.mesh
     assert mesh is not None  # noqa: S101 - asked for meshes only
-    proved, right = elsewhere(candidate, original)
-    environment = usual_environment(mesh.world)
+    proved, right = detach_readers(candidate, original)
+    environment = build_environment(mesh.world)
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     with TemporaryDirectory(prefix="shardctl-forward-") as folder:
-        work = partial(_work, proved, right, options, folder)
+        work = partial(_compute_on_rank, proved, right, options, folder)
         start: Start = "spawn" if options.device.startswith("cuda") else "forkserver"
         try:
             results = run_ranks(work, mesh.world, start=start, environment=environment, silence=_SILENCE)
@@ -119,8 +125,12 @@ def forward_by_processes(candidate: Candidate, original: Original, options: Forw
     return found
 
 
-def _work(
-    candidate: Candidate, original: Original, options: ForwardOptions, folder: str, rank: Rank
+def _compute_on_rank(
+    candidate: CandidateCheckpoint,
+    original: OriginalCheckpoint,
+    options: ForwardOptions,
+    folder: str,
+    rank: RankProcess,
 ) -> dict[str, object]:
     """One rank's life: what it found, of which the first's counts, and which files of the shards it read."""
     import torch
@@ -139,13 +149,13 @@ def _work(
             world_size=rank.world,
             timeout=_TIMEOUT,
         )
-        team = Processes(rank.number, candidate.mesh, options.device, rank.beat)
+        team = ProcessTeam(rank.number, candidate.mesh, options.device, rank.beat)
         dist.barrier()
     except (RuntimeError, ValueError, OSError) as error:
         raise MeetingError(str(error).partition("\n")[0]) from error
-    candidate, original = here(candidate, original)
-    ours = _Noting(candidate.reader, rank.beat)
-    theirs = _Noting(original.reader, rank.beat)
-    result = compared(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
+    candidate, original = attach_readers(candidate, original)
+    ours = _NotingReader(candidate.reader, rank.beat)
+    theirs = _NotingReader(original.reader, rank.beat)
+    result = compare_in_process(replace(candidate, reader=ours), replace(original, reader=theirs), options, team)
     dist.barrier()  # who ends first closes connections that others still read from
     return {"found": base64.b64encode(pickle.dumps(result)).decode(), "files": sorted(ours.files)}

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.by_processes import forward_by_processes
-from shardctl.verify.forward.comparison import ForwardOptions, compared
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.by_processes import compare_by_processes
+from shardctl.verify.forward.comparison import ForwardOptions, compare_in_process
 from shardctl.verify.forward.result import ForwardResult
-from shardctl.verify.forward.second_opinion import ask, with_opinion
+from shardctl.verify.forward.second_opinion import add_opinion, ask_second_opinion
 from shardctl.verify.processes import NotStartedError, RankError
 
 if TYPE_CHECKING:
-    from shardctl.verify.forward.sides import Candidate, Original
+    from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
 
 
-def forward(candidate: Candidate, original: Original, options: ForwardOptions | None = None) -> ForwardResult:
+def compare_forward_passes(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions | None = None
+) -> ForwardResult:
     """Compare what the shards compute with what the source computes, part by part and end to end.
 
     Raises nothing that says something of the checkpoints: a class that is not there, or weights that cannot be run
@@ -26,17 +28,19 @@ def forward(candidate: Candidate, original: Original, options: ForwardOptions | 
     world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
     if 1 < world <= options.processes:
         try:
-            result = forward_by_processes(candidate, original, options)
+            result = compare_by_processes(candidate, original, options)
         except RankError as error:
-            found = Finding("error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message)
+            found = CheckFinding(
+                "error", "processes", f"{error.message}; {error.hint}" if error.hint else error.message
+            )
             engine = f"{world} processes"
             result = ForwardResult("failed", "", engine, options.dtype, options.device, findings=(found,))
         except NotStartedError as error:
-            result = compared(candidate, original, options)
+            result = compare_in_process(candidate, original, options)
             note = f"no process for each rank, all of them in this one: {error.message}"
             result = replace(result, notes=(note, *result.notes))
     else:
-        result = compared(candidate, original, options)
+        result = compare_in_process(candidate, original, options)
     if options.second_opinion and result.status != "skipped":
-        result = with_opinion(result, ask(candidate, original, options))
+        result = add_opinion(result, ask_second_opinion(candidate, original, options))
     return result

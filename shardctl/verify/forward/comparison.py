@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import CoverageError, ShardctlError, UnsupportedError, some
+from shardctl.errors import CoverageError, ShardctlError, UnsupportedError, format_first_few
 from shardctl.mesh import Mesh
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.adapter import Conversion, bare_model, class_of, versions
-from shardctl.verify.forward.executor import Executor, PartError
-from shardctl.verify.forward.generate import continued
-from shardctl.verify.forward.inputs import inputs_for, towers
-from shardctl.verify.forward.leaves import Precision
-from shardctl.verify.forward.result import BlockError, ForwardResult, Generated
-from shardctl.verify.forward.sides import Candidate, Original, Sides
-from shardctl.verify.forward.skeleton import Skeleton
-from shardctl.verify.forward.stacks import chosen, idle
-from shardctl.verify.forward.team import Processes, Team
-from shardctl.verify.forward.tolerance import distance, tolerance
-from shardctl.verify.forward.verdict import flips_of, judged, output_of
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.adapter import WeightConversion, build_bare_model, get_model_class, list_versions
+from shardctl.verify.forward.executor import ModelExecutor, PartError
+from shardctl.verify.forward.generate import continue_prompt
+from shardctl.verify.forward.inputs import build_inputs, list_vision_towers
+from shardctl.verify.forward.leaves import ComputePrecision
+from shardctl.verify.forward.result import BlockError, ForwardResult, GeneratedTexts
+from shardctl.verify.forward.sides import CandidateCheckpoint, ComparedSides, OriginalCheckpoint
+from shardctl.verify.forward.skeleton import ModelSkeleton
+from shardctl.verify.forward.stacks import count_idle_experts, record_chosen_experts
+from shardctl.verify.forward.team import ProcessTeam, RankTeam
+from shardctl.verify.forward.tolerance import choose_tolerance, measure_distance
+from shardctl.verify.forward.verdict import count_flips, judge_result, select_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.models import Model
-    from shardctl.verify.forward.weights import Weights
+    from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
 _LIMIT: Final = 128 << 20
@@ -54,32 +54,36 @@ class ForwardOptions:
     """Bytes of one weight that are held at once."""
 
 
-def compared(
-    candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
+def compare_in_process(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions, team: RankTeam | None = None
 ) -> ForwardResult:
     """Compare the two in this process, which may be one of a team; a model that cannot be run is `skipped`."""
     try:
-        return Comparison(candidate, original, options, team).run()
+        return ForwardComparison(candidate, original, options, team).run()
     except UnsupportedError as error:
         reason = f"{error.message}; {error.hint}" if error.hint else error.message
         return ForwardResult("skipped", reason, dtype=options.dtype, device=options.device)
 
 
-class Comparison:
+class ForwardComparison:
     """Two checkpoints, and how they are run."""
 
     def __init__(
-        self, candidate: Candidate, original: Original, options: ForwardOptions, team: Team | None = None
+        self,
+        candidate: CandidateCheckpoint,
+        original: OriginalCheckpoint,
+        options: ForwardOptions,
+        team: RankTeam | None = None,
     ) -> None:
-        self.team = team or Team()
-        self.sides, self.options = Sides(original, candidate, self.team), options
-        self.config = _runnable(original)
+        self.team = team or RankTeam()
+        self.sides, self.options = ComparedSides(original, candidate, self.team), options
+        self.config = _get_runnable_config(original)
 
     def run(self) -> ForwardResult:
         """Everything, and the verdict."""
-        architecture = _architecture(self.config, self.sides.original.model)
-        kind = class_of(architecture)
-        give_back_memory()
+        architecture = _find_architecture(self.config, self.sides.original.model)
+        kind = get_model_class(architecture)
+        release_freed_memory()
         executor = self.executor(kind, self.options.dtype)
         if self.options.dtype == "bf16" and _has_experts(executor.skeleton):
             raise UnsupportedError(
@@ -88,32 +92,32 @@ class Comparison:
             )
         source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
-        inputs = inputs_for(model, self.options.device)
+        inputs = build_inputs(model, self.options.device)
         executor.source = source
-        with chosen(model) as seen:
+        with record_chosen_experts(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
-        self._say(executor, shards, *idle(model, seen))
-        name, expected = output_of(reference)
+        self._say(executor, shards, *count_idle_experts(model, seen))
+        name, expected = select_output(reference)
         self._look(executor, source, shards)
         found = self._free(executor, inputs, shards)
-        apart = distance(expected, found) if found is not None else inf
+        apart = measure_distance(expected, found) if found is not None else inf
         generated = self._generated(executor, source, shards) if self.options.prompt else None
         rounding = self._rounding(kind, inputs, expected) if self.options.dtype == "bf16" else 0.0
-        flips, positions = flips_of(expected, found) if name == "logits" else (0, 0)
+        flips, positions = count_flips(expected, found) if name == "logits" else (0, 0)
         mesh = self.sides.candidate.mesh or Mesh.of()
         result = ForwardResult(
             status="passed",
-            engine=_engine(mesh, shards, self.team),
+            engine=_describe_engine(mesh, shards, self.team),
             dtype=self.options.dtype,
             device=self.options.device,
             architecture=architecture,
-            versions=versions(),
+            versions=list_versions(),
             blocks=tuple(BlockError(unit, error) for unit, error in executor.errors.items()),
             output=name,
             output_error=apart,
             flips=flips,
             positions=positions,
-            tolerance=tolerance(
+            tolerance=choose_tolerance(
                 self.options.dtype,
                 tp=mesh.degree("tp") if shards.shards is not None else 1,
                 rounding=rounding,
@@ -123,40 +127,40 @@ class Comparison:
         )
         self._unreached(executor)
         extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
-        return judged(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
+        return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
-    def executor(self, kind: Torch, dtype: str) -> Executor:
+    def executor(self, kind: Torch, dtype: str) -> ModelExecutor:
         """A model of class `kind` without weights that computes in `dtype`."""
         import torch
 
         wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
         if wanted is None:
             raise UnsupportedError(f"the forward pass computes in fp32 or bf16, not in {dtype}")
-        model = bare_model(kind, self.config, wanted)
-        skeleton = Skeleton.of(model, self.options.device)
-        precision = Precision(self.options.device, wanted, self.options.limit)
-        return Executor(skeleton, Conversion(model), precision, self.team)
+        model = build_bare_model(kind, self.config, wanted)
+        skeleton = ModelSkeleton.of(model, self.options.device)
+        precision = ComputePrecision(self.options.device, wanted, self.options.limit)
+        return ModelExecutor(skeleton, WeightConversion(model), precision, self.team)
 
-    def _free(self, executor: Executor, inputs: Mapping[str, Torch], shards: Weights) -> Torch | None:
+    def _free(self, executor: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights) -> Torch | None:
         """The output of the shards by themselves, each part fed what the one before it gave."""
         try:
-            return output_of(executor.run(inputs, shards))[1]
+            return select_output(executor.run(inputs, shards))[1]
         except CoverageError as error:
-            self.sides.findings.append(Finding("error", "forward", error.message))
+            self.sides.findings.append(CheckFinding("error", "forward", error.message))
         except PartError as error:
-            self.sides.findings.append(Finding("error", "forward", str(error)))
+            self.sides.findings.append(CheckFinding("error", "forward", str(error)))
         return None
 
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
         """How far the source in bf16 is from the source in fp32."""
         executor = self.executor(kind, "fp32")
-        source, _ = Sides(self.sides.original, self.sides.candidate, self.team).fill(executor)
+        source, _ = ComparedSides(self.sides.original, self.sides.candidate, self.team).fill(executor)
         executor.source = source
-        return distance(output_of(executor.run(inputs, source))[1], expected.float())
+        return measure_distance(select_output(executor.run(inputs, source))[1], expected.float())
 
-    def _generated(self, executor: Executor, source: Weights, shards: Weights) -> Generated | None:
+    def _generated(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> GeneratedTexts | None:
         try:
-            return continued(
+            return continue_prompt(
                 executor, (source, shards), self.sides.original.folder, self.options.prompt, self.options.tokens
             )
         except (UnsupportedError, CoverageError, PartError) as error:
@@ -164,15 +168,17 @@ class Comparison:
             self.sides.notes.append(f"the prompt was not continued: {reason}")
             return None
 
-    def _look(self, executor: Executor, source: Weights, shards: Weights) -> None:
+    def _look(self, executor: ModelExecutor, source: ModelWeights, shards: ModelWeights) -> None:
         """Run what sees images by itself, where the model was given text alone."""
-        for name, tower, inputs in towers(executor.skeleton.model, self._idle(executor), self.options.device):
+        for name, tower, inputs in list_vision_towers(
+            executor.skeleton.model, self._idle(executor), self.options.device
+        ):
             try:
                 executor.run(inputs, source, shards, model=tower)
             except (PartError, UnsupportedError) as error:
                 self.sides.notes.append(f"{name} was not run: {error}")
 
-    def _say(self, executor: Executor, shards: Weights, unused: int, experts: int) -> None:
+    def _say(self, executor: ModelExecutor, shards: ModelWeights, unused: int, experts: int) -> None:
         """What was read and not computed with as it would be on ranks."""
         if unused:
             text = "experts were chosen by no token of these inputs, and were not computed with"
@@ -181,7 +187,7 @@ class Comparison:
         if cut and not executor.parted:
             self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
 
-    def _idle(self, executor: Executor) -> list[str]:
+    def _idle(self, executor: ModelExecutor) -> list[str]:
         """The parts that no input reached, and whose weights no other part has."""
         skeleton = executor.skeleton
         used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
@@ -192,13 +198,15 @@ class Comparison:
             and any(used.isdisjoint(map(id, skeleton.slots[slot.names[0]])) for slot in unit.slots)
         ]
 
-    def _unreached(self, executor: Executor) -> None:
+    def _unreached(self, executor: ModelExecutor) -> None:
         idle = self._idle(executor)
         if idle:
-            self.sides.notes.append(f"{len(idle)} parts of the model were not reached by these inputs: {some(idle)}")
+            self.sides.notes.append(
+                f"{len(idle)} parts of the model were not reached by these inputs: {format_first_few(idle)}"
+            )
 
 
-def _runnable(original: Original) -> Mapping[str, Any]:
+def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
     """The config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
     if original.config is None:
         raise UnsupportedError("the source has no config.json, so that there is no model to run")
@@ -209,27 +217,27 @@ def _runnable(original: Original) -> Mapping[str, Any]:
     return original.config
 
 
-def _architecture(config: Mapping[str, Any], model: Model | None) -> str:
+def _find_architecture(config: Mapping[str, Any], model: Model | None) -> str:
     named = config.get("architectures")
     first = str(named[0]) if isinstance(named, list) and named else ""
     return first or (model.architecture if model is not None else "")
 
 
-def _engine(mesh: Mesh, shards: Weights, team: Team) -> str:
+def _describe_engine(mesh: Mesh, shards: ModelWeights, team: RankTeam) -> str:
     if shards.shards is None:
         return "one process, whole tensors"
-    if isinstance(team, Processes):
+    if isinstance(team, ProcessTeam):
         return f"{mesh.world} processes over {'NCCL' if team.device.startswith('cuda') else 'gloo'} ({mesh})"
     return f"{mesh.world} virtual ranks in one process ({mesh})"
 
 
-def _has_experts(skeleton: Skeleton) -> bool:
+def _has_experts(skeleton: ModelSkeleton) -> bool:
     return any(
         "Experts" in type(module).__name__ or "MoE" in type(module).__name__ for module in skeleton.model.modules()
     )
 
 
-def give_back_memory() -> None:
+def release_freed_memory() -> None:
     """Have glibc give freed weights back to the system: by default it keeps more after each large one."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -10,18 +10,18 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.leaves import Leaf, Precision, leaf_of
-from shardctl.verify.forward.stacks import Stack, is_stack
-from shardctl.verify.forward.team import Team
-from shardctl.verify.forward.tolerance import distance, has_nan
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.leaves import ComputePrecision, LeafModule, find_leaf
+from shardctl.verify.forward.stacks import ExpertStack, is_stack
+from shardctl.verify.forward.team import RankTeam
+from shardctl.verify.forward.tolerance import has_nan, measure_distance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from shardctl.verify.forward.adapter import Conversion
-    from shardctl.verify.forward.skeleton import Skeleton, Slot, Unit
-    from shardctl.verify.forward.weights import Weights
+    from shardctl.verify.forward.adapter import WeightConversion
+    from shardctl.verify.forward.skeleton import ModelSkeleton, ModelUnit, TensorSlot
+    from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
 _FAILURES = (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, IndexError)
@@ -36,31 +36,36 @@ class PartError(Exception):
 
 
 @dataclass(slots=True)
-class Executor:
+class ModelExecutor:
     """A skeleton and the way in which it is run."""
 
-    skeleton: Skeleton
-    conversion: Conversion
-    precision: Precision
-    team: Team = field(default_factory=Team)
-    source: Weights | None = None
+    skeleton: ModelSkeleton
+    conversion: WeightConversion
+    precision: ComputePrecision
+    team: RankTeam = field(default_factory=RankTeam)
+    source: ModelWeights | None = None
     """The weights that are right: where there are several processes, the first alone computes with them."""
     errors: dict[str, float] = field(default_factory=dict)
     """Of each part that ran with both weights on the same inputs, by name."""
     notes: dict[str, None] = field(default_factory=dict)
     """What was done otherwise than planned, each once."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     """The parts that ran."""
     parted: int = 0
     """How often a module computed with parts that ranks hold."""
-    _assembled: set[Slot] = field(default_factory=set)
+    _assembled: set[TensorSlot] = field(default_factory=set)
     """Weights that must be whole because code reaches for them."""
     _resident: bool = False
     """Whether what is outside of blocks stays filled for a whole pass."""
 
     def run(
-        self, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None = None, *, model: Torch = None
+        self,
+        inputs: Mapping[str, Torch],
+        weights: ModelWeights,
+        beside: ModelWeights | None = None,
+        *,
+        model: Torch = None,
     ) -> Torch:
         """The model's output with `weights`; with others `beside`, each part runs with those too and is compared.
 
@@ -73,7 +78,7 @@ class Executor:
             try:
                 output = self._pass(model or self.skeleton.model, inputs, weights, beside)
             except _FAILURES as error:
-                why = _first(error)
+                why = _format_first_line(error)
             else:
                 if not has_nan(output):
                     return output
@@ -85,22 +90,24 @@ class Executor:
         except _FAILURES as error:
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
-    def _pass(self, model: Torch, inputs: Mapping[str, Torch], weights: Weights, beside: Weights | None) -> Torch:
+    def _pass(
+        self, model: Torch, inputs: Mapping[str, Torch], weights: ModelWeights, beside: ModelWeights | None
+    ) -> Torch:
         import torch
 
         kept = [unit for unit in self.skeleton.units if self._resident and not unit.block]
-        with torch.no_grad(), self._wrapped(weights, beside), _plain_float32():
+        with torch.no_grad(), self._wrapped(weights, beside), _use_plain_float32():
             try:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     if weights.fills(slot):
                         self._put(slot, weights)
-                return model(**_copied(dict(inputs)), **_manner(model))
+                return model(**_copy_arguments(dict(inputs)), **_choose_call_options(model))
             finally:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     slot.clear()
 
     @contextmanager
-    def _wrapped(self, weights: Weights, beside: Weights | None) -> Iterator[None]:
+    def _wrapped(self, weights: ModelWeights, beside: ModelWeights | None) -> Iterator[None]:
         """Make every part fill itself, run, and empty itself."""
         before: list[tuple[Torch, object]] = []
         for unit in self.skeleton.units:
@@ -116,11 +123,11 @@ class Executor:
                     module.forward = forward
 
     def _runner(
-        self, unit: Unit, usual: Callable[..., Torch], weights: Weights, beside: Weights | None
+        self, unit: ModelUnit, usual: Callable[..., Torch], weights: ModelWeights, beside: ModelWeights | None
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             self.reached.add(unit.name)
-            mine = (_copied(args), _copied(kwargs)) if beside is not None else ()
+            mine = (_copy_arguments(args), _copy_arguments(kwargs)) if beside is not None else ()
             if weights is self.source:
                 output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
             else:
@@ -129,19 +136,19 @@ class Executor:
                 return output
             try:
                 other, apart = self._run(unit, usual, beside, *mine)
-                found = max(distance(output, other), apart)
+                found = max(measure_distance(output, other), apart)
             except CoverageError as error:
-                self.findings.append(Finding("error", "forward", error.message))
+                self.findings.append(CheckFinding("error", "forward", error.message))
                 found = inf
             except PartError as error:
-                self.findings.append(Finding("error", "forward", str(error)))
+                self.findings.append(CheckFinding("error", "forward", str(error)))
                 found = inf
             self.errors[unit.name] = max(self.errors.get(unit.name, 0.0), found)
             return output
 
         return run
 
-    def _right(self, unit: Unit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
+    def _right(self, unit: ModelUnit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
         """What the source's part computes; if it cannot, nothing can be compared."""
         assert self.source is not None  # noqa: S101 - asked for it alone
         try:
@@ -150,12 +157,12 @@ class Executor:
             raise UnsupportedError(f"{type(self.skeleton.model).__name__} cannot be run in parts: {error}") from error
 
     def _run(
-        self, unit: Unit, usual: Callable[..., Torch], weights: Weights, args: Torch, kwargs: Torch
+        self, unit: ModelUnit, usual: Callable[..., Torch], weights: ModelWeights, args: Torch, kwargs: Torch
     ) -> tuple[Torch, float]:
         """A part's output, and how far ranks are apart that should agree."""
         resident, part = self._resident and not unit.block, type(unit.module).__name__
         while True:
-            leaves: list[Leaf] = []
+            leaves: list[LeafModule] = []
             output, failure = None, None
             try:
                 leaves, own = self._fill(unit, weights)
@@ -181,7 +188,7 @@ class Executor:
                 raise PartError(unit.name, weights.title, failure) from failure
             return output, max((leaf.disagreement for leaf in leaves), default=0.0)
 
-    def _unstacked(self, unit: Unit) -> bool:
+    def _unstacked(self, unit: ModelUnit) -> bool:
         """Have stacks of experts whole from now on; whether there was one."""
         stacks = [s for s in unit.slots if is_stack(s, self.precision) and s not in self._assembled]
         self._assembled.update(stacks)
@@ -190,9 +197,9 @@ class Executor:
             self._note(f"stacks of experts of {part} are read whole, because code does not take them one by one")
         return bool(stacks)
 
-    def _fill(self, unit: Unit, weights: Weights) -> tuple[list[Leaf], Callable[..., Torch] | None]:
+    def _fill(self, unit: ModelUnit, weights: ModelWeights) -> tuple[list[LeafModule], Callable[..., Torch] | None]:
         """Fill a part; the leaves in it, and what the part itself is to run if it is one."""
-        leaves, own, groups = list[Leaf](), None, dict[str, None]()
+        leaves, own, groups = list[LeafModule](), None, dict[str, None]()
         by_place = {(id(slot.module), slot.attribute): slot for slot in unit.slots}
         done: set[int] = set()
         for slot in unit.slots:
@@ -202,7 +209,7 @@ class Executor:
                 groups[weights.converted[slot]] = None
                 continue
             bias = by_place.get((id(slot.module), "bias"))
-            leaf = None if slot in self._assembled else leaf_of(slot, weights, self.precision, bias)
+            leaf = None if slot in self._assembled else find_leaf(slot, weights, self.precision, bias)
             if leaf is not None:
                 run = leaf.embedding if hasattr(leaf.module, "num_embeddings") else leaf.linear
                 done |= {id(each) for each in (slot, bias) if each is not None}  # they stay empty
@@ -213,20 +220,20 @@ class Executor:
                 else:
                     slot.module.forward = run
             elif is_stack(slot, self.precision) and slot not in self._assembled:
-                slot.stand_in(Stack(weights, slot, self.precision))
+                slot.stand_in(ExpertStack(weights, slot, self.precision))
             else:
                 self._put(slot, weights)
         for group in groups:
             self._convert(group, unit, weights)
         return leaves, own
 
-    def _put(self, slot: Slot, weights: Weights) -> None:
+    def _put(self, slot: TensorSlot, weights: ModelWeights) -> None:
         if slot in weights.converted:
             self._convert(weights.converted[slot], None, weights)
         else:
             slot.put(weights.read(slot, self.precision.dtype).to(self.precision.device))
 
-    def _convert(self, group: str, unit: Unit | None, weights: Weights) -> None:
+    def _convert(self, group: str, unit: ModelUnit | None, weights: ModelWeights) -> None:
         """Have transformers make what it makes of several stored tensors."""
         self.conversion.fill(weights.groups[group], self.precision.device, self.precision.dtype)
         for slot, name in weights.converted.items():
@@ -235,7 +242,7 @@ class Executor:
                 if made is not slot.empty:
                     slot.put(weights.typed(slot, made.data, self.precision.dtype))
 
-    def _empty(self, unit: Unit, leaves: list[Leaf]) -> None:
+    def _empty(self, unit: ModelUnit, leaves: list[LeafModule]) -> None:
         for leaf in leaves:
             if leaf.module is not unit.module:
                 leaf.module.__dict__.pop("forward", None)
@@ -246,32 +253,32 @@ class Executor:
         self.notes[text] = None
 
 
-def _manner(model: Torch) -> dict[str, bool]:
+def _choose_call_options(model: Torch) -> dict[str, bool]:
     """Named outputs, and no cache, which blocks that run twice would fill twice."""
     known = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "return_dict": True}
     return {name: value for name, value in wanted.items() if name in known or name == "return_dict"}
 
 
-def _first(error: BaseException) -> str:
+def _format_first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
-def _copied(value: Torch) -> Torch:
+def _copy_arguments(value: Torch) -> Torch:
     """The same arguments with tensors of their own, because some blocks write into what they are given."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return value.clone()
     if type(value) in {tuple, list}:
-        return type(value)(map(_copied, value))
+        return type(value)(map(_copy_arguments, value))
     if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: _copy_arguments(each) for key, each in value.items()}
     return value
 
 
 @contextmanager
-def _plain_float32() -> Iterator[None]:
+def _use_plain_float32() -> Iterator[None]:
     """Compute fp32 products in fp32 on devices that would round their factors."""
     import torch
 

@@ -18,7 +18,7 @@ _SPARE: Final = 4
 """Positions that are not used: some models begin to count after the padding token."""
 
 
-def inputs_for(model: Torch, device: str) -> dict[str, Torch]:
+def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
     """Arguments of the model's forward; raises UnsupportedError if it wants something else than tokens or pixels."""
     import torch
 
@@ -29,20 +29,22 @@ def inputs_for(model: Torch, device: str) -> dict[str, Torch]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     both = {"input_ids", "pixel_values"} <= names and hasattr(config, "vision_config")
     if main == "input_ids" or "input_ids" in names:
-        given["input_ids"] = _ids(text, config, generator)
-    if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _image_token(config)):
-        given["pixel_values"] = _pixels(config, generator)
+        given["input_ids"] = _draw_token_ids(text, config, generator)
+    if main == "pixel_values" or (both and not hasattr(config, "image_token_id") and not _has_image_token(config)):
+        given["pixel_values"] = _draw_pixels(config, generator)
     if main == "input_features":
         size = (BATCH, int(config.num_mel_bins), 2 * int(config.max_source_positions))
         given["input_features"] = torch.randn(size, generator=generator)
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        given["decoder_input_ids"] = _ids(text, config, generator)
+        given["decoder_input_ids"] = _draw_token_ids(text, config, generator)
     if not given:
         raise UnsupportedError(f"{type(model).__name__} wants {main}, which shardctl cannot make up")
     return {name: tensor.to(device) for name, tensor in given.items()}
 
 
-def towers(model: Torch, idle: Collection[str], device: str) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
+def list_vision_towers(
+    model: Torch, idle: Collection[str], device: str
+) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
     """Models within the model that see images and contain `idle` parts, each with its name and inputs."""
     import torch
 
@@ -53,18 +55,18 @@ def towers(model: Torch, idle: Collection[str], device: str) -> Iterator[tuple[s
             continue
         names = set(inspect.signature(module.forward).parameters)
         if "pixel_values" in names and "input_ids" not in names and hasattr(module.config, "image_size"):
-            given = {"pixel_values": _pixels(module.config, generator)}
+            given = {"pixel_values": _draw_pixels(module.config, generator)}
             if "image_sizes" in names:
                 given["image_sizes"] = torch.tensor([given["pixel_values"].shape[-2:]] * BATCH)
         elif {"hidden_states", "grid_thw"} <= names:
-            given = _patches(module.config, generator)
+            given = _draw_patches(module.config, generator)
         else:
             continue
         taken.append(f"{name}.")
         yield name, module, {key: tensor.to(device) for key, tensor in given.items()}
 
 
-def _patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
+def _draw_patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
     """Pictures of two by two merged patches, as the vision part of Qwen2-VL takes them."""
     import torch
 
@@ -74,17 +76,19 @@ def _patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
     return {"hidden_states": torch.randn((BATCH * side * side, size), generator=generator), "grid_thw": grid}
 
 
-def _image_token(config: Torch) -> bool:
+def _has_image_token(config: Torch) -> bool:
     return any(hasattr(config, name) for name in ("image_token_index", "image_token_id"))
 
 
-def _ids(text: Torch, config: Torch, generator: Torch) -> Torch:
+def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
     """Token ids that mean nothing special."""
     import torch
 
     vocabulary = int(text.vocab_size)
     special = set(
-        _numbers(getattr(each, name, None) for each in (text, config) for name in dir(each) if _special(name))
+        _list_integers(
+            getattr(each, name, None) for each in (text, config) for name in dir(each) if _is_special_token(name)
+        )
     )
     usual = torch.tensor([token for token in range(vocabulary) if token not in special] or range(vocabulary))
     found = [getattr(text, name) for name in _POSITIONS if isinstance(getattr(text, name, None), int)]
@@ -92,11 +96,11 @@ def _ids(text: Torch, config: Torch, generator: Torch) -> Torch:
     return usual[torch.randint(len(usual), (BATCH, length), generator=generator)]
 
 
-def _special(name: str) -> bool:
+def _is_special_token(name: str) -> bool:
     return name.endswith(("_token_id", "_token_index"))
 
 
-def _numbers(values: Iterable[object]) -> list[int]:
+def _list_integers(values: Iterable[object]) -> list[int]:
     found: list[int] = []
     for value in values:
         found += (
@@ -109,7 +113,7 @@ def _numbers(values: Iterable[object]) -> list[int]:
     return found
 
 
-def _pixels(config: Torch, generator: Torch) -> Torch:
+def _draw_pixels(config: Torch, generator: Torch) -> Torch:
     import torch
 
     vision: Torch = getattr(config, "vision_config", None) or config

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardctl.verify.forward.lens import LazyTensor
-    from shardctl.verify.forward.skeleton import Slot
-    from shardctl.verify.forward.team import Team
-    from shardctl.verify.forward.weights import Weights
+    from shardctl.verify.forward.skeleton import TensorSlot
+    from shardctl.verify.forward.team import RankTeam
+    from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
 
 
 @dataclass(slots=True)
-class Precision:
+class ComputePrecision:
     """Where and in which type is computed, and how much of one weight is held at once."""
 
     device: str
@@ -33,13 +33,13 @@ class Precision:
 
 
 @dataclass(slots=True)
-class Part:
+class WeightPart:
     """A weight, or a rank's part of it, that is read when it is needed."""
 
     lazy: LazyTensor
-    slot: Slot
-    weights: Weights
-    precision: Precision
+    slot: TensorSlot
+    weights: ModelWeights
+    precision: ComputePrecision
     runs: tuple[tuple[tuple[int, int], ...], ...]
     """For each dim the intervals of the whole weight that this is."""
 
@@ -61,19 +61,19 @@ class Part:
 
 
 @dataclass(slots=True)
-class Leaf:
+class LeafModule:
     """A module whose weight stays in the files until its forward is called."""
 
     module: Torch
     usual: Callable[..., Torch]
     """The forward of its class."""
-    weight: list[Part]
+    weight: list[WeightPart]
     """By index on the tp axis; one, if tp does not cut it."""
-    bias: list[Part]
+    bias: list[WeightPart]
     """Of the same number, or one that is added once, or none."""
     cut: int | None
     """The dim of the weight that tp cuts."""
-    team: Team
+    team: RankTeam
     transposed: bool = False
     """Whether inputs are rows, as in Conv1D."""
     calls: int = 0
@@ -92,7 +92,7 @@ class Leaf:
 
             def partial(index: int) -> Torch:
                 part = self.weight[index]
-                return self._local(part, _select(inputs, part.runs[0 if self.transposed else 1]), None)
+                return self._local(part, _select_columns(inputs, part.runs[0 if self.transposed else 1]), None)
 
             for local in self.team.each(len(self.weight), partial):
                 result += local
@@ -122,7 +122,7 @@ class Leaf:
             filled[start:stop] = True
             at += stop - start
 
-    def _local(self, part: Part, inputs: Torch, bias: Part | None) -> Torch:
+    def _local(self, part: WeightPart, inputs: Torch, bias: WeightPart | None) -> Torch:
         """One rank's outputs."""
         import torch
         from torch.nn import functional
@@ -155,9 +155,9 @@ class Leaf:
             part = self.weight[index]
             table = torch.zeros(len(wanted), width, dtype=part.precision.dtype)
             for number, row in enumerate(wanted.tolist()):
-                local = _position(part.runs[0], row)
+                local = _find_row_position(part.runs[0], row)
                 if local is not None:
-                    table[number] = _spread(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
+                    table[number] = _spread_row(part.rows(local, local + 1)[0].cpu(), part.runs[1], width)
             return table
 
         table: Torch = sum(self.team.each(len(self.weight), rows))
@@ -171,14 +171,14 @@ class Leaf:
             self.module.padding_idx, parameters["weight"] = padding, kept
 
 
-def _select(inputs: Torch, runs: Sequence[tuple[int, int]]) -> Torch:
+def _select_columns(inputs: Torch, runs: Sequence[tuple[int, int]]) -> Torch:
     import torch
 
     pieces = [inputs[..., start:stop] for start, stop in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1) if pieces else inputs[..., :0]
 
 
-def _spread(local: Torch, runs: Sequence[tuple[int, int]], width: int) -> Torch:
+def _spread_row(local: Torch, runs: Sequence[tuple[int, int]], width: int) -> Torch:
     import torch
 
     row, at = torch.zeros(width, dtype=local.dtype), 0
@@ -188,7 +188,7 @@ def _spread(local: Torch, runs: Sequence[tuple[int, int]], width: int) -> Torch:
     return row
 
 
-def _position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
+def _find_row_position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
     """Where in a rank's rows a row of the whole is."""
     at = 0
     for start, stop in runs:
@@ -198,9 +198,11 @@ def _position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
     return None
 
 
-def leaf_of(slot: Slot, weights: Weights, precision: Precision, bias: Slot | None) -> Leaf | None:
+def find_leaf(
+    slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision, bias: TensorSlot | None
+) -> LeafModule | None:
     """The leaf for a module whose weight is cut by tp or too large to hold; None if the module is to run as it is."""
-    kind = _kind(slot.module)
+    kind = _find_leaf_kind(slot.module)
     lazy = weights.direct.get(slot)
     if kind is None or lazy is None or slot.attribute != "weight" or slot.is_buffer:
         return None
@@ -210,31 +212,31 @@ def leaf_of(slot: Slot, weights: Weights, precision: Precision, bias: Slot | Non
         size *= extent
     if sharding is None and size <= precision.limit:
         return None
-    biases: list[Part] = []
+    biases: list[WeightPart] = []
     if bias is not None:
         if bias not in weights.direct:
             return None
         cut_bias = weights.sharding(bias) if sharding is not None else None
         output = 1 if kind == "conv1d" else 0
         if cut_bias is not None and sharding is not None and sharding.dim == output:
-            biases = [Part(each, bias, weights, precision, each.runs) for each in cut_bias.parts]
+            biases = [WeightPart(each, bias, weights, precision, each.runs) for each in cut_bias.parts]
         else:
-            biases = [Part(weights.direct[bias], bias, weights, precision, ())]
+            biases = [WeightPart(weights.direct[bias], bias, weights, precision, ())]
     if sharding is None:
         whole = tuple(((0, extent),) for extent in slot.shape)
-        parts = [Part(lazy, slot, weights, precision, whole)]
+        parts = [WeightPart(lazy, slot, weights, precision, whole)]
     else:
-        parts = [Part(each, slot, weights, precision, each.runs) for each in sharding.parts]
+        parts = [WeightPart(each, slot, weights, precision, each.runs) for each in sharding.parts]
     usual = type(slot.module).forward.__get__(slot.module)
     dim = sharding.dim if sharding is not None else None
-    return Leaf(slot.module, usual, parts, biases, dim, weights.team, kind == "conv1d")
+    return LeafModule(slot.module, usual, parts, biases, dim, weights.team, kind == "conv1d")
 
 
 _LINEAR: Final = {"FalconLinear"}
 """Classes with a forward of their own that computes what Linear does."""
 
 
-def _kind(module: Torch) -> str | None:
+def _find_leaf_kind(module: Torch) -> str | None:
     """What the module computes, if it is known to the letter."""
     import inspect
 

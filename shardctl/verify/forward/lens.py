@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.bands import Band, ChunkIndex
 from shardctl.box import Box
-from shardctl.copyplan import cover
+from shardctl.copyplan import cover_tensor
 from shardctl.errors import CoverageError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
-    from shardctl.models.fusion import Fusion
+    from shardctl.models.fusion import TensorFusion
 
 Array = Any
 """A `torch.Tensor`: torch is imported only when something is read, so its types cannot be named here."""
@@ -26,7 +26,7 @@ _SCRATCH: Final = 1 << 20
 """Bytes in which pieces with gaps are gathered; each read has its own, so threads can read one tensor."""
 
 
-def torch_type(dtype: DType) -> Any:  # noqa: ANN401 - a torch.dtype
+def get_torch_type(dtype: DType) -> Any:  # noqa: ANN401 - a torch.dtype
     """The torch type of an element type; raises UnsupportedError if this torch has none."""
     import torch
 
@@ -36,7 +36,7 @@ def torch_type(dtype: DType) -> Any:  # noqa: ANN401 - a torch.dtype
     return found
 
 
-def read_box(reader: Reader, index: ChunkIndex, box: Box) -> Array:
+def read_box(reader: ByteReader, index: ChunkIndex, box: Box) -> Array:
     """The elements of `box` as a dense CPU tensor; two 4-bit elements are one of torch's.
 
     Raises CoverageError if some of them are stored nowhere in `index`.
@@ -44,7 +44,7 @@ def read_box(reader: Reader, index: ChunkIndex, box: Box) -> Array:
     import torch
 
     dtype = index.chunks[0].dtype
-    kind = torch_type(dtype)
+    kind = get_torch_type(dtype)
     buffer = torch.empty(dtype.nbytes(box.shape), dtype=torch.uint8)  # torch aligns what NumPy may not
     if box.size and Band(_SCRATCH).read(reader, index, box, buffer.numpy()) != box.size:
         raise CoverageError(f"{index.chunks[0].name}: not every element of {box} is stored")
@@ -86,7 +86,7 @@ class LazyTensor:
     @property
     def dtype(self) -> Any:  # noqa: ANN401 - a torch.dtype
         """The torch type of the elements."""
-        return torch_type(self.elements)
+        return get_torch_type(self.elements)
 
     def is_floating_point(self) -> bool:
         """Whether the elements are floats."""
@@ -101,7 +101,7 @@ class LazyTensor:
             import torch  # noqa: F401 - what `read` needs
         except ImportError as error:
             raise UnsupportedError(f"reading needs torch: {error}", hint="pip install 'shardctl[verify]'") from error
-        box, picks = _resolve(index, self._shape)
+        box, picks = _resolve_index(index, self._shape)
         return self.read(box)[picks]
 
     def read(self, box: Box) -> Array:
@@ -117,7 +117,7 @@ class StoredTensor(LazyTensor):
 
     __slots__ = ("_index", "_reader", "_tensor")
 
-    def __init__(self, tensor: Tensor, reader: Reader, name: str = "") -> None:
+    def __init__(self, tensor: Tensor, reader: ByteReader, name: str = "") -> None:
         super().__init__(name or tensor.name, tensor.dtype, tensor.shape)
         self._tensor, self._reader = tensor, reader
         self._index: ChunkIndex | None = None
@@ -129,7 +129,7 @@ class StoredTensor(LazyTensor):
 
             return torch.empty(box.shape, dtype=self.dtype)
         if self._index is None:
-            self._index = ChunkIndex(cover(self._tensor))
+            self._index = ChunkIndex(cover_tensor(self._tensor))
         return read_box(self._reader, self._index, box)
 
 
@@ -138,7 +138,7 @@ class FusedTensor(LazyTensor):
 
     __slots__ = ("_fusion", "_parts")
 
-    def __init__(self, fusion: Fusion, parts: Sequence[LazyTensor], dtype: DType) -> None:
+    def __init__(self, fusion: TensorFusion, parts: Sequence[LazyTensor], dtype: DType) -> None:
         super().__init__(fusion.name, dtype, fusion.shape)
         self._fusion, self._parts = fusion, parts
 
@@ -156,13 +156,13 @@ class FusedTensor(LazyTensor):
                     tuple(common.shape[axis] for axis in view.axes),
                 )
                 piece = part.read(within)
-                result[common.slices(box.origin)] = _along(piece, view.axes, len(self._shape))
+                result[common.slices(box.origin)] = _align_dims(piece, view.axes, len(self._shape))
             else:  # interleaved: the whole of it, of which the box may want less
                 image = view.image(part.shape)
                 whole = torch.zeros(image.shape, dtype=self.dtype)
                 steps = dict(zip(view.axes, view.steps, strict=True))
                 where = tuple(slice(None, None, steps.get(dim, 1)) for dim in range(len(self._shape)))
-                whole[where] = _along(part[...], view.axes, len(self._shape))
+                whole[where] = _align_dims(part[...], view.axes, len(self._shape))
                 taken = torch.zeros(image.shape, dtype=torch.bool)
                 taken[where] = True
                 inside, target = common.slices(image.origin), result[common.slices(box.origin)]
@@ -171,7 +171,7 @@ class FusedTensor(LazyTensor):
 
 
 @dataclass(frozen=True)
-class Lens(Mapping[str, LazyTensor]):
+class CheckpointLens(Mapping[str, LazyTensor]):
     """A checkpoint as a state dict, by name; nothing is read before an entry is indexed.
 
     It must not outlive the reader it was made with.
@@ -189,17 +189,21 @@ class Lens(Mapping[str, LazyTensor]):
         return len(self.entries)
 
 
-def lens(manifest: Manifest, reader: Reader, model: Model | None = None) -> Lens:
+def build_lens(manifest: Manifest, reader: ByteReader, model: Model | None = None) -> CheckpointLens:
     """A lazy state dict over the bytes that `reader` reads, for any layout.
 
     Names are those of the manifest, a tie by each of its names; with a `model`, to whose names the manifest is bound,
     those of the state dict of transformers' class, with the arrays that it has in place of several tensors. Tensors
     that the class does not have keep their own names.
     """
-    return Lens(entries(manifest, model, lambda name, called: StoredTensor(manifest.tensors[name], reader, called)))
+    return CheckpointLens(
+        build_entries(manifest, model, lambda name, called: StoredTensor(manifest.tensors[name], reader, called))
+    )
 
 
-def entries(manifest: Manifest, model: Model | None, tensor: Callable[[str, str], LazyTensor]) -> dict[str, LazyTensor]:
+def build_entries(
+    manifest: Manifest, model: Model | None, tensor: Callable[[str, str], LazyTensor]
+) -> dict[str, LazyTensor]:
     """The entries of a state dict: `tensor` makes one, from its name in the manifest and what it is to be called."""
     found: dict[str, LazyTensor] = {}
     fused: set[str] = set()
@@ -214,7 +218,7 @@ def entries(manifest: Manifest, model: Model | None, tensor: Callable[[str, str]
     return found
 
 
-def _resolve(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[object, ...]]:
+def _resolve_index(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[object, ...]]:
     """The box that an index needs, and what then selects from it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     given = sum(part is not Ellipsis for part in parts)
@@ -244,7 +248,7 @@ def _resolve(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[object, 
     return Box(tuple(origin), tuple(extents)), tuple(picks)
 
 
-def _along(piece: Array, axes: tuple[int, ...], ndim: int) -> Array:
+def _align_dims(piece: Array, axes: tuple[int, ...], ndim: int) -> Array:
     """A tensor whose dims run along `axes` of an array of `ndim` dims, as a box of that array."""
     order = sorted(range(len(axes)), key=lambda dim: axes[dim])
     shape = [1] * ndim

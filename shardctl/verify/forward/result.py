@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardctl.verify.finding import Finding
-    from shardctl.verify.forward.tolerance import Tolerance
+    from shardctl.verify.finding import CheckFinding
+    from shardctl.verify.forward.tolerance import DistanceTolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class BlockError:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
+class PromptContinuation:
     """What one of the two makes of a prompt, always taking the likeliest token."""
 
     tokens: tuple[int, ...]
@@ -32,12 +32,12 @@ class Continuation:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GeneratedTexts:
     """The next tokens of a prompt, side by side."""
 
     prompt: str
-    source: Continuation
-    shards: Continuation
+    source: PromptContinuation
+    shards: PromptContinuation
 
     @property
     def same(self) -> bool:
@@ -46,7 +46,7 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
+class SecondOpinion:
     """What transformers' own tensor parallelism makes of the shards."""
 
     status: Literal["agrees", "differs", "skipped"]
@@ -78,12 +78,12 @@ class ForwardResult:
     flips: int = 0
     """Positions whose likeliest token is another; reported, and not judged."""
     positions: int = 0
-    tolerance: Tolerance | None = None
-    findings: tuple[Finding, ...] = ()
+    tolerance: DistanceTolerance | None = None
+    findings: tuple[CheckFinding, ...] = ()
     notes: tuple[str, ...] = ()
     """Every fallback, and what the pass did not reach."""
-    generated: Generated | None = None
-    opinion: Opinion | None = None
+    generated: GeneratedTexts | None = None
+    opinion: SecondOpinion | None = None
     """A second opinion, if one was asked for."""
     read_bytes: int = 0
     """Bytes read from both checkpoints."""

@@ -16,25 +16,25 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.errors import CoverageError, UnsupportedError, some
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.adapter import class_of, described, quiet, versions
-from shardctl.verify.forward.by_processes import elsewhere, here
-from shardctl.verify.forward.comparison import Comparison
-from shardctl.verify.forward.lens import Lens
-from shardctl.verify.forward.result import Opinion
-from shardctl.verify.forward.shards import Shards
-from shardctl.verify.forward.tolerance import distance
-from shardctl.verify.forward.verdict import output_of
-from shardctl.verify.processes import NotStartedError, RankError, run_ranks, usual_environment
+from shardctl.errors import CoverageError, UnsupportedError, format_first_few
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.adapter import build_config, get_model_class, list_versions, silence_transformers
+from shardctl.verify.forward.by_processes import attach_readers, detach_readers
+from shardctl.verify.forward.comparison import ForwardComparison
+from shardctl.verify.forward.lens import CheckpointLens
+from shardctl.verify.forward.result import SecondOpinion
+from shardctl.verify.forward.shards import CheckpointShards
+from shardctl.verify.forward.tolerance import measure_distance
+from shardctl.verify.forward.verdict import select_output
+from shardctl.verify.processes import NotStartedError, RankError, build_environment, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.verify.forward.comparison import ForwardOptions
     from shardctl.verify.forward.result import ForwardResult
-    from shardctl.verify.forward.sides import Candidate, Original
-    from shardctl.verify.processes import Rank
+    from shardctl.verify.forward.sides import CandidateCheckpoint, OriginalCheckpoint
+    from shardctl.verify.processes import RankProcess
 
 Torch = Any
 _SHARE: Final = 2
@@ -45,39 +45,41 @@ _BOUND: Final = 1e-4
 """Of the relative distance of the outputs, as for our own."""
 
 
-def ask(candidate: Candidate, original: Original, options: ForwardOptions) -> Opinion:
+def ask_second_opinion(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
+) -> SecondOpinion:
     """What transformers' tensor parallelism makes of the shards; never raises because of it."""
     degree = candidate.mesh.degree("tp") if candidate.mesh is not None else 1
     if degree == 1 or candidate.model is None:
-        return Opinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
+        return SecondOpinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
     needed = 4 * sum(prod(tensor.shape) for tensor in candidate.manifest.tensors.values())
-    there = _available()
+    there = _measure_available_memory()
     if needed * _SHARE > there:
         reason = f"transformers holds all ranks' weights at once, {needed:,} bytes, and there are {there:,}"
-        return Opinion("skipped", reason)
+        return SecondOpinion("skipped", reason)
     try:
-        work = partial(_work, *elsewhere(candidate, original), replace(options, device="cpu"))
-        environment = usual_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
+        work = partial(_compare_with_native, *detach_readers(candidate, original), replace(options, device="cpu"))
+        environment = build_environment(1) | {"CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": str(degree)}
         (found,) = run_ranks(work, 1, environment=environment, idle=30.0)
     except (UnsupportedError, NotStartedError) as error:
-        return Opinion("skipped", error.message)
+        return SecondOpinion("skipped", error.message)
     except RankError as error:
         told = error.message.replace("rank 0 raised ", "transformers raised ").splitlines()[0]
-        return Opinion("skipped", told[:_TOLD] + ("..." if len(told) > _TOLD else ""))
-    return Opinion(**found)
+        return SecondOpinion("skipped", told[:_TOLD] + ("..." if len(told) > _TOLD else ""))
+    return SecondOpinion(**found)
 
 
-def with_opinion(result: ForwardResult, opinion: Opinion) -> ForwardResult:
+def add_opinion(result: ForwardResult, opinion: SecondOpinion) -> ForwardResult:
     """The result with a second opinion, which fails it only if it is one of these very shards."""
     if opinion.status == "differs":
-        found = Finding("error", "second opinion", opinion.reason)
+        found = CheckFinding("error", "second opinion", opinion.reason)
         return replace(result, status="failed", opinion=opinion, findings=(*result.findings, found))
     if opinion.status == "skipped":
         return replace(result, opinion=opinion, notes=(*result.notes, f"no second opinion: {opinion.reason}"))
     return replace(result, opinion=opinion)
 
 
-def _available() -> int:
+def _measure_available_memory() -> int:
     """Bytes of memory that this machine can still give, as far as it says."""
     with suppress(OSError):
         told = Path("/proc/meminfo").read_text()
@@ -85,25 +87,29 @@ def _available() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _work(candidate: Candidate, original: Original, options: ForwardOptions, rank: Rank) -> dict[str, object]:
+def _compare_with_native(
+    candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions, rank: RankProcess
+) -> dict[str, object]:
     """In a process of its own."""
-    from shardctl.verify.forward.inputs import inputs_for
+    from shardctl.verify.forward.inputs import build_inputs
 
-    candidate, original = here(candidate, original)
+    candidate, original = attach_readers(candidate, original)
     rank.beat()
-    check = Comparison(candidate, original, options)
-    kind = class_of(str(check.config["architectures"][0]))
+    check = ForwardComparison(candidate, original, options)
+    kind = get_model_class(str(check.config["architectures"][0]))
     executor = check.executor(kind, "fp32")
     source, _ = check.sides.fill(executor)
-    inputs = inputs_for(executor.skeleton.model, "cpu")
-    expected = output_of(executor.run(inputs, source))[1]
+    inputs = build_inputs(executor.skeleton.model, "cpu")
+    expected = select_output(executor.run(inputs, source))[1]
     try:
-        outputs, foreign = _native(kind, check.config, candidate, inputs)
+        outputs, foreign = _run_native_ranks(kind, check.config, candidate, inputs)
     except CoverageError as error:
         return {"status": "differs", "reason": f"transformers' tensor parallelism finds: {error.message}"}
-    apart = max(distance(expected, output) for output in outputs)
+    apart = max(measure_distance(expected, output) for output in outputs)
     if foreign:
-        cuts = f"layout differs from that of transformers {versions()['transformers']} at {some(foreign)}"
+        cuts = (
+            f"layout differs from that of transformers {list_versions()['transformers']} at {format_first_few(foreign)}"
+        )
         return {"status": "skipped", "reason": f"{cuts}; it computed from several ranks' files", "error": apart}
     if apart > _BOUND:
         reason = f"transformers' tensor parallelism computes something else: {apart:.2e}, at most {_BOUND:g}"
@@ -111,8 +117,8 @@ def _work(candidate: Candidate, original: Original, options: ForwardOptions, ran
     return {"status": "agrees", "error": apart}
 
 
-def _native(
-    kind: Torch, config: Mapping[str, Any], candidate: Candidate, inputs: Mapping[str, Torch]
+def _run_native_ranks(
+    kind: Torch, config: Mapping[str, Any], candidate: CandidateCheckpoint, inputs: Mapping[str, Torch]
 ) -> tuple[list[Torch], dict[str, int]]:
     """Each rank's output, and what of other ranks' files they needed."""
     import torch
@@ -131,13 +137,13 @@ def _native(
     for index in reversed(range(degree)):  # the first is loaded last, and is the one that runs
         os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(degree)}
         dist.init_process_group("fake", rank=index, world_size=degree, store=FakeStore())
-        shards = Shards.of(*shape)
+        shards = CheckpointShards.of(*shape)
         shards.index = index
-        with quiet():
+        with silence_transformers():
             model = kind.from_pretrained(
                 None,
-                config=described(kind, config, torch.float32),
-                state_dict=Lens(shards.entries()),
+                config=build_config(kind, config, torch.float32),
+                state_dict=CheckpointLens(shards.entries()),
                 dtype=torch.float32,
                 attn_implementation="eager",
                 distributed_config=native.DistributedConfig(tp_size=degree),
@@ -160,7 +166,7 @@ def _native(
                 made[id(parameter)] = torch.nn.Parameter(every, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner)._parameters[attribute] = made[id(parameter)]  # noqa: SLF001
-        output: Torch = output_of(model.eval()(**inputs, return_dict=True))[1]
+        output: Torch = select_output(model.eval()(**inputs, return_dict=True))[1]
         output = output.to_local() if isinstance(output, DTensor) else output
     every_rank = isinstance(output, local_tensor.LocalTensor)
     return list(output._local_tensors.values()) if every_rank else [output], foreign  # noqa: SLF001

@@ -8,20 +8,20 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.bands import ChunkIndex
-from shardctl.box import Box, disjoint, subtract_all
+from shardctl.box import Box, make_disjoint, subtract_all
 from shardctl.errors import CoverageError
-from shardctl.manifest import Region, narrow
-from shardctl.pieces import Placed
-from shardctl.placement import intervals
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.lens import LazyTensor, entries, read_box
-from shardctl.verify.forward.team import Team
-from shardctl.verify.rank_files import rank_of
+from shardctl.manifest import Region, narrow_chunk
+from shardctl.pieces import PlacedCheckpoint
+from shardctl.placement import compute_intervals
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.lens import LazyTensor, build_entries, read_box
+from shardctl.verify.forward.team import RankTeam
+from shardctl.verify.rank_files import find_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
     from shardctl.models import Model
@@ -30,7 +30,7 @@ Array = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TensorHolding:
     """What one rank is to hold of one tensor, and what its own files have of it."""
 
     rank: int
@@ -45,7 +45,7 @@ class HeldTensor(LazyTensor):
 
     __slots__ = ("_compared", "_shards", "holdings")
 
-    def __init__(self, name: str, tensor: Tensor, holdings: Sequence[Holding], shards: Shards) -> None:
+    def __init__(self, name: str, tensor: Tensor, holdings: Sequence[TensorHolding], shards: CheckpointShards) -> None:
         super().__init__(name, tensor.dtype, tensor.shape)
         self.holdings, self._shards = tuple(holdings), shards
         self._compared = False
@@ -71,7 +71,7 @@ class HeldTensor(LazyTensor):
         return self.read_from(self.holdings if rest else mine, box)
 
     def read_from(
-        self, holdings: Iterable[Holding], box: Box, *, compare: bool = False, index: int | None = None
+        self, holdings: Iterable[TensorHolding], box: Box, *, compare: bool = False, index: int | None = None
     ) -> Array:
         """The elements of `box` from some of the ranks, for those with the tp index `index` or for all."""
         import torch
@@ -92,13 +92,13 @@ class HeldTensor(LazyTensor):
                     place.copy_(part)
                     missing = [piece for each in missing for piece in each.subtract(common)]
                     first = holding.rank if first < 0 else first
-                elif not _same_bits(place, part):
+                elif not _has_same_bits(place, part):
                     self._shards.differ(self.name, holding.rank, first, common)
         if missing:
             raise CoverageError(f"{self.name}: no rank is to hold {missing[0]}")
         return result
 
-    def _part(self, holding: Holding, box: Box) -> Array:
+    def _part(self, holding: TensorHolding, box: Box) -> Array:
         if sum(chunk.box.size for chunk in holding.own.within(box)) != box.size:
             rest = subtract_all(box, [chunk.box for chunk in holding.own.chunks])
             at = self._shards.placed.mesh.label(holding.rank)
@@ -106,7 +106,7 @@ class HeldTensor(LazyTensor):
         return read_box(self._shards.reader, holding.own, box)
 
 
-def _same_bits(one: Array, other: Array) -> bool:
+def _has_same_bits(one: Array, other: Array) -> bool:
     import torch
 
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
@@ -119,7 +119,11 @@ class RankPart(LazyTensor):
     __slots__ = ("_holdings", "_index", "_whole", "runs")
 
     def __init__(
-        self, whole: HeldTensor, index: int, holdings: Sequence[Holding], runs: Sequence[Sequence[tuple[int, int]]]
+        self,
+        whole: HeldTensor,
+        index: int,
+        holdings: Sequence[TensorHolding],
+        runs: Sequence[Sequence[tuple[int, int]]],
     ) -> None:
         shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
         super().__init__(whole.name, whole.elements, shape)
@@ -132,14 +136,14 @@ class RankPart(LazyTensor):
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
-        for stretch in product(*(_stretches(*dim) for dim in zip(self.runs, box.origin, box.shape, strict=True))):
+        for stretch in product(*(_split_stretches(*dim) for dim in zip(self.runs, box.origin, box.shape, strict=True))):
             place = tuple(slice(at, at + extent) for at, _, extent in stretch)
             wanted = Box(tuple(start for _, start, _ in stretch), tuple(extent for _, _, extent in stretch))
             result[place] = self._whole.read_from(self._holdings, wanted, index=self._index)
         return result
 
 
-def _stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> list[tuple[int, int, int]]:
+def _split_stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> list[tuple[int, int, int]]:
     """The parts of a range of a rank's dim: where each begins in the range, where in the whole dim, how long it is."""
     found, position = [], 0
     for start, stop in runs:
@@ -151,7 +155,7 @@ def _stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class TensorSharding:
     """How tp cuts a tensor along one dim."""
 
     dim: int
@@ -160,43 +164,43 @@ class Sharding:
 
 
 @dataclass(slots=True)
-class Shards:
+class CheckpointShards:
     """A checkpoint that a mesh holds."""
 
     manifest: Manifest
     """Bound to the names of `model`."""
-    reader: Reader
+    reader: ByteReader
     model: Model
-    placed: Placed
-    team: Team = field(default_factory=Team)
+    placed: PlacedCheckpoint
+    team: RankTeam = field(default_factory=RankTeam)
     index: int | None = None
     """Of a rank along tp that reads for itself: where its files have what it asks for, they alone are read."""
     foreign: dict[str, int] = field(default_factory=dict)
     """Bytes, by name, that this rank asked for and others hold."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckFinding] = field(default_factory=list)
     """Copies that differ, found while reading."""
-    _holdings: dict[str, list[tuple[Holding, tuple[str, ...]]]] = field(default_factory=dict)
+    _holdings: dict[str, list[tuple[TensorHolding, tuple[str, ...]]]] = field(default_factory=dict)
     """By tensor name, each with the names that the rank has it by."""
 
     @classmethod
     def of(
         cls,
         manifest: Manifest,
-        reader: Reader,
+        reader: ByteReader,
         model: Model,
         mesh: Mesh,
         stages: tuple[int, ...],
-        team: Team | None = None,
-    ) -> Shards:
+        team: RankTeam | None = None,
+    ) -> CheckpointShards:
         """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
         specs = {name: model.tensors[name].spec for name in manifest.tensors}
-        placed = Placed(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
-        shards = cls(manifest, reader, model, placed, team or Team())
-        own = {name: _by_rank(tensor) for name, tensor in manifest.tensors.items()}
+        placed = PlacedCheckpoint(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
+        shards = cls(manifest, reader, model, placed, team or RankTeam())
+        own = {name: _group_by_rank(tensor) for name, tensor in manifest.tensors.items()}
         for rank, held in shards.placed.ranks():
             for piece in held:
                 name = piece.tensor.name
-                holding = Holding(rank, piece.boxes, own[name].get(rank, _NOTHING))
+                holding = TensorHolding(rank, piece.boxes, own[name].get(rank, _NOTHING))
                 shards._holdings.setdefault(name, []).append((holding, piece.names))
         return shards
 
@@ -204,11 +208,11 @@ class Shards:
         """Note that a rank's copy is another than that of the first rank."""
         at = self.placed.mesh.label(rank)
         message = f"rank {rank} ({at}) has another copy of {name} {box} than rank {first}"
-        self.findings.append(Finding("error", "replicas", message, name, box=str(box)))
+        self.findings.append(CheckFinding("error", "replicas", message, name, box=str(box)))
 
     def entries(self) -> dict[str, LazyTensor]:
         """The state dict of transformers' class, put together from the ranks, tensors it does not have besides."""
-        return entries(self.manifest, self.model, self._tensor)
+        return build_entries(self.manifest, self.model, self._tensor)
 
     def _tensor(self, name: str, called: str) -> HeldTensor:
         """A tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
@@ -218,9 +222,9 @@ class Shards:
         holdings = [holding for holding, _ in found]
         if tensor.ties and all(any(c.name == called for c in h.own.chunks) for h in holdings):
             holdings = [replace(h, own=ChunkIndex([c for c in h.own.chunks if c.name == called])) for h in holdings]
-        return HeldTensor(called, tensor, [replace(h, own=_once(h.own)) for h in holdings], self)
+        return HeldTensor(called, tensor, [replace(h, own=_drop_duplicates(h.own)) for h in holdings], self)
 
-    def sharding(self, entry: LazyTensor) -> Sharding | None:
+    def sharding(self, entry: LazyTensor) -> TensorSharding | None:
         """How tp cuts a tensor, if it does so along one dim; only then can each rank compute with its part."""
         mesh, degree = self.placed.mesh, self.placed.mesh.degree("tp")
         if not isinstance(entry, HeldTensor) or degree == 1 or entry.name in self.model.fusions:
@@ -233,29 +237,29 @@ class Shards:
         for index in range(degree):
             at = {**mesh.coordinate(0), "tp": index}
             runs = [
-                intervals(extent, [cut for cut in cuts if cut.axis == "tp"], mesh, at)
+                compute_intervals(extent, [cut for cut in cuts if cut.axis == "tp"], mesh, at)
                 for extent, cuts in zip(entry.shape, spec.cuts, strict=True)
             ]
             mine = [h for h in entry.holdings if mesh.coordinate(h.rank)["tp"] == index]
             parts.append(RankPart(entry, index, mine, runs))
-        return Sharding(dims[0], tuple(parts))
+        return TensorSharding(dims[0], tuple(parts))
 
 
 _NOTHING: Final = ChunkIndex([])
 
 
-def _by_rank(tensor: Tensor) -> dict[int, ChunkIndex]:
+def _group_by_rank(tensor: Tensor) -> dict[int, ChunkIndex]:
     found: dict[int, list[Any]] = {}
     for chunk in tensor.chunks:
-        rank = rank_of(chunk.where.file) if isinstance(chunk.where, Region) else None
+        rank = find_rank(chunk.where.file) if isinstance(chunk.where, Region) else None
         if rank is not None:
             found.setdefault(rank, []).append(chunk)
     return {rank: ChunkIndex(chunks) for rank, chunks in found.items()}
 
 
-def _once(own: ChunkIndex) -> ChunkIndex:
+def _drop_duplicates(own: ChunkIndex) -> ChunkIndex:
     """The same chunks without what they hold twice."""
     boxes = [chunk.box for chunk in own.chunks]
     if len(boxes) == 1:
         return own
-    return ChunkIndex([narrow(own.chunks[at], box) for at, box in disjoint(boxes)])
+    return ChunkIndex([narrow_chunk(own.chunks[at], box) for at, box in make_disjoint(boxes)])

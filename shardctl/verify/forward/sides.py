@@ -6,35 +6,35 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardctl.errors import some
-from shardctl.verify.finding import Finding
-from shardctl.verify.forward.adapter import start_values
-from shardctl.verify.forward.lens import lens
-from shardctl.verify.forward.shards import Shards
-from shardctl.verify.forward.team import Team
-from shardctl.verify.forward.weights import Weights, unfilled, weights
+from shardctl.errors import format_first_few
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.adapter import set_start_values
+from shardctl.verify.forward.lens import build_lens
+from shardctl.verify.forward.shards import CheckpointShards
+from shardctl.verify.forward.team import RankTeam
+from shardctl.verify.forward.weights import ModelWeights, list_unfilled_slots, place_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from shardctl.bands import Reader
+    from shardctl.bands import ByteReader
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
     from shardctl.models import Model
-    from shardctl.verify.forward.executor import Executor
+    from shardctl.verify.forward.executor import ModelExecutor
     from shardctl.verify.forward.lens import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class OriginalCheckpoint:
     """The checkpoint that is right."""
 
     stored: Manifest
     """Under the names of its files, which transformers is to understand by itself."""
     manifest: Manifest
     """Under canonical names, where the model is known."""
-    reader: Reader
+    reader: ByteReader
     config: Mapping[str, Any] | None
     model: Model | None = None
     folder: Path | None = None
@@ -42,11 +42,11 @@ class Original:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateCheckpoint:
     """The checkpoint that is to be proved."""
 
     manifest: Manifest
-    reader: Reader
+    reader: ByteReader
     model: Model | None = None
     mesh: Mesh | None = None
     """None, or one device, if its files belong to no ranks."""
@@ -55,10 +55,10 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class _Counting:
+class _CountingReader:
     """A reader that counts."""
 
-    reader: Reader
+    reader: ByteReader
     nbytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -69,58 +69,58 @@ class _Counting:
 
 
 @dataclass(slots=True)
-class Sides:
+class ComparedSides:
     """Both, and what is odd about them."""
 
-    original: Original
-    candidate: Candidate
-    team: Team = field(default_factory=Team)
+    original: OriginalCheckpoint
+    candidate: CandidateCheckpoint
+    team: RankTeam = field(default_factory=RankTeam)
     notes: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    _readers: tuple[_Counting, _Counting] = field(init=False)
+    findings: list[CheckFinding] = field(default_factory=list)
+    _readers: tuple[_CountingReader, _CountingReader] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._readers = _Counting(self.original.reader), _Counting(self.candidate.reader)
+        self._readers = _CountingReader(self.original.reader), _CountingReader(self.candidate.reader)
 
     @property
     def read_bytes(self) -> int:
         """Bytes read from both so far."""
         return sum(reader.nbytes for reader in self._readers)
 
-    def fill(self, executor: Executor) -> tuple[Weights, Weights]:
+    def fill(self, executor: ModelExecutor) -> tuple[ModelWeights, ModelWeights]:
         """The weights of the source and of the shards, with what neither has in place for good."""
         source = self._source(executor)
         shards = self._shards(executor)
         self._round(source, shards)
         if source.unused:
             told = "1 tensor is" if len(source.unused) == 1 else f"{len(source.unused)} tensors are"
-            self.notes.append(f"{told} no part of the class and not computed with: {some(source.unused)}")
+            self.notes.append(f"{told} no part of the class and not computed with: {format_first_few(source.unused)}")
         for have, lack in ((source, shards), (shards, source)):
             for slot in have.direct | have.converted:
                 if not lack.fills(slot):
                     name = slot.names[0]
                     message = f"the {lack.title} has nothing that fills {name}, and the {have.title} has"
-                    self.findings.append(Finding("error", "forward", message, name))
+                    self.findings.append(CheckFinding("error", "forward", message, name))
         self._start(executor, source)
         return source, shards
 
-    def _source(self, executor: Executor) -> Weights:
+    def _source(self, executor: ModelExecutor) -> ModelWeights:
         """The right checkpoint, as transformers itself reads its names; else as shardctl does, and that is noted."""
         skeleton, conversion = executor.skeleton, executor.conversion
-        found = weights("source", skeleton, lens(self.original.stored, self._readers[0]), conversion)
+        found = place_weights("source", skeleton, build_lens(self.original.stored, self._readers[0]), conversion)
         model = self.original.model
         if conversion.problem:
             self.notes.append(conversion.problem)
         if model is None or not model.family or not (found.groups or conversion.problem):
             return found
-        bound = lens(self.original.manifest, self._readers[0], model)
+        bound = build_lens(self.original.manifest, self._readers[0], model)
         if conversion.problem:
             self.notes.append("the names of the source are read by shardctl, not by transformers")
-            return weights("source", skeleton, bound, conversion)
+            return place_weights("source", skeleton, bound, conversion)
         self._join(found, bound, executor)
         return found
 
-    def _join(self, source: Weights, bound: Mapping[str, LazyTensor], executor: Executor) -> None:
+    def _join(self, source: ModelWeights, bound: Mapping[str, LazyTensor], executor: ModelExecutor) -> None:
         """Take arrays that are too large to be made at once as shardctl joins them."""
         taken = set()
         for slot, group in list(source.converted.items()):
@@ -132,21 +132,21 @@ class Sides:
         if taken:
             self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
 
-    def _shards(self, executor: Executor) -> Weights:
+    def _shards(self, executor: ModelExecutor) -> ModelWeights:
         """The checkpoint to be proved, each rank's part from its own files where there are ranks."""
         reader, model, mesh = self._readers[1], self.candidate.model, self.candidate.mesh
-        shards: Shards | None = None
+        shards: CheckpointShards | None = None
         if mesh is not None and mesh.world > 1:
             if model is not None:
                 manifest, stages = self.candidate.manifest, self.candidate.stages
-                shards = Shards.of(manifest, reader, model, mesh, stages, self.team)
+                shards = CheckpointShards.of(manifest, reader, model, mesh, stages, self.team)
             else:
                 self.notes.append("the model is not known: shards were put together by what their headers say")
         named = model if model is not None and model.family else None
-        entries = shards.entries() if shards else lens(self.candidate.manifest, reader, named)
-        return weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
+        entries = shards.entries() if shards else build_lens(self.candidate.manifest, reader, named)
+        return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
 
-    def _round(self, source: Weights, shards: Weights) -> None:
+    def _round(self, source: ModelWeights, shards: ModelWeights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""
         kinds = {slot: lazy for slot, lazy in shards.direct.items() if lazy.is_floating_point()}
         narrower = {
@@ -158,10 +158,12 @@ class Sides:
             source.rounded = lambda slot: kinds[slot].dtype if slot in kinds else None
             self.notes.append(f"the source is rounded to {', '.join(sorted(narrower))}, as the shards are")
 
-    def _start(self, executor: Executor, source: Weights) -> None:
+    def _start(self, executor: ModelExecutor, source: ModelWeights) -> None:
         """Give what the source does not have the values that the class starts with."""
-        new = [slot for slot in unfilled(executor.skeleton, source) if not slot.is_buffer]
+        new = [slot for slot in list_unfilled_slots(executor.skeleton, source) if not slot.is_buffer]
         if new:
-            start_values(executor.skeleton.model, new)
+            set_start_values(executor.skeleton.model, new)
             names = [slot.names[0] for slot in new]
-            self.notes.append(f"{len(new)} parameters are in no file and have the values of a new model: {some(names)}")
+            self.notes.append(
+                f"{len(new)} parameters are in no file and have the values of a new model: {format_first_few(names)}"
+            )

@@ -12,7 +12,7 @@ Torch = Any
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class TensorSlot:
     """A place for one tensor: a parameter or a stored buffer of a module."""
 
     module: Torch
@@ -54,60 +54,60 @@ class Slot:
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class ModelUnit:
     """A part of the model that is filled, run and emptied as one: a block, or what stands before or after them."""
 
     name: str
     module: Torch
-    slots: list[Slot]
+    slots: list[TensorSlot]
     block: bool
     """Whether it is one of a list of alike modules."""
 
 
 @dataclass(slots=True)
-class Skeleton:
+class ModelSkeleton:
     """A model without weights, taken into units."""
 
     model: Torch
-    units: list[Unit] = field(default_factory=list)
-    loose: list[Slot] = field(default_factory=list)
+    units: list[ModelUnit] = field(default_factory=list)
+    loose: list[TensorSlot] = field(default_factory=list)
     """Slots of modules that contain blocks, which are filled all the time; as a rule there are none."""
-    slots: dict[str, list[Slot]] = field(default_factory=dict)
+    slots: dict[str, list[TensorSlot]] = field(default_factory=dict)
     """By every name of the state dict: the slots that hold that tensor, several if it is tied."""
 
     @classmethod
-    def of(cls, model: Torch, device: str) -> Skeleton:
+    def of(cls, model: Torch, device: str) -> ModelSkeleton:
         """Find the units and slots of a model whose parameters have no memory, and move the rest of it to `device`."""
-        skeleton, by_module = cls(model), dict[int, list[Slot]]()
+        skeleton, by_module = cls(model), dict[int, list[TensorSlot]]()
         for slot in skeleton._find_slots(device):
             by_module.setdefault(id(slot.module), []).append(slot)
             slot.clear()
-        for name, module, block in _units(model, ""):
+        for name, module, block in _list_units(model, ""):
             inside = [slot for each in module.modules() for slot in by_module.pop(id(each), ())]
             if inside:
-                skeleton.units.append(Unit(name, module, inside, block))
+                skeleton.units.append(ModelUnit(name, module, inside, block))
         skeleton.loose = [slot for slots in by_module.values() for slot in slots]
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)  # noqa: SLF001
         return skeleton
 
-    def _find_slots(self, device: str) -> list[Slot]:
+    def _find_slots(self, device: str) -> list[TensorSlot]:
         """Every slot once, whatever names it has, and those of one tensor together."""
-        found: dict[tuple[int, str], Slot] = {}
-        shared: dict[int, list[Slot]] = {}
+        found: dict[tuple[int, str], TensorSlot] = {}
+        shared: dict[int, list[TensorSlot]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
-            for attribute, tensor in _stored(module):
+            for attribute, tensor in _list_stored_tensors(module):
                 name, key = f"{path}.{attribute}" if path else attribute, (id(module), attribute)
                 if key not in found:
-                    found[key] = Slot(module, attribute, [], _nothing(tensor, device))
+                    found[key] = TensorSlot(module, attribute, [], _build_stand_in(tensor, device))
                     shared.setdefault(id(tensor), []).append(found[key])
                 found[key].names.append(name)
                 self.slots[name] = shared[id(tensor)]
         return list(found.values())
 
 
-def _nothing(tensor: Torch, device: str) -> Torch:
+def _build_stand_in(tensor: Torch, device: str) -> Torch:
     import torch
     from torch import nn
 
@@ -117,7 +117,7 @@ def _nothing(tensor: Torch, device: str) -> Torch:
     return nn.Parameter(stand_in, requires_grad=False)
 
 
-def _stored(module: Torch) -> Iterator[tuple[str, Torch]]:
+def _list_stored_tensors(module: Torch) -> Iterator[tuple[str, Torch]]:
     for attribute, tensor in module._parameters.items():  # noqa: SLF001
         if tensor is not None:
             yield attribute, tensor
@@ -126,7 +126,7 @@ def _stored(module: Torch) -> Iterator[tuple[str, Torch]]:
             yield attribute, tensor
 
 
-def _units(module: Torch, name: str) -> Iterator[tuple[str, Torch, bool]]:
+def _list_units(module: Torch, name: str) -> Iterator[tuple[str, Torch, bool]]:
     """The outermost lists' elements as blocks, and whole children that contain no such list."""
     from torch import nn
 
@@ -135,6 +135,6 @@ def _units(module: Torch, name: str) -> Iterator[tuple[str, Torch, bool]]:
         if isinstance(child, nn.ModuleList):
             yield from ((f"{path}.{number}", block, True) for number, block in enumerate(child) if block is not None)
         elif any(isinstance(each, nn.ModuleList) for each in child.modules()):
-            yield from _units(child, path)
+            yield from _list_units(child, path)
         else:
             yield path, child, False

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.verify.forward.leaves import Precision
-    from shardctl.verify.forward.skeleton import Slot
-    from shardctl.verify.forward.weights import Weights
+    from shardctl.verify.forward.leaves import ComputePrecision
+    from shardctl.verify.forward.skeleton import TensorSlot
+    from shardctl.verify.forward.weights import ModelWeights
 
 Torch = Any
 _NDIM: Final = 3
 
 
 @dataclass(slots=True)
-class Stack:
+class ExpertStack:
     """Stands where a parameter with one row an expert stands; an index reads that expert."""
 
-    weights: Weights
-    slot: Slot
-    precision: Precision
+    weights: ModelWeights
+    slot: TensorSlot
+    precision: ComputePrecision
 
     def __getitem__(self, expert: Torch) -> Torch:
         """One expert's weight, ready to compute with."""
@@ -33,13 +33,13 @@ class Stack:
 
 
 @contextmanager
-def chosen(model: Torch) -> Iterator[dict[str, set[int]]]:
+def record_chosen_experts(model: Torch) -> Iterator[dict[str, set[int]]]:
     """The experts that tokens were sent to while the `with` block ran, by the name of the module that has them."""
     seen: dict[str, set[int]] = {}
     hooks = []
     for name, module in model.named_modules():
         if "Experts" in type(module).__name__ and isinstance(getattr(module, "num_experts", None), int):
-            hooks.append(module.register_forward_pre_hook(_Note(seen.setdefault(name, set())), with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(_IndexHook(seen.setdefault(name, set())), with_kwargs=True))
     try:
         yield seen
     finally:
@@ -48,7 +48,7 @@ def chosen(model: Torch) -> Iterator[dict[str, set[int]]]:
 
 
 @dataclass(slots=True)
-class _Note:
+class _IndexHook:
     """Notes the indices that a module is called with."""
 
     seen: set[int]
@@ -59,13 +59,13 @@ class _Note:
                 self.seen.update(index for index in given.unique().tolist() if 0 <= index < module.num_experts)
 
 
-def idle(model: Torch, seen: dict[str, set[int]]) -> tuple[int, int]:
+def count_idle_experts(model: Torch, seen: dict[str, set[int]]) -> tuple[int, int]:
     """How many experts no token was sent to, and how many there are, where tokens are sent to some."""
     counts = [(model.get_submodule(name).num_experts, len(indices)) for name, indices in seen.items() if indices]
     return sum(every - some for every, some in counts), sum(every for every, _ in counts)
 
 
-def is_stack(slot: Slot, precision: Precision) -> bool:
+def is_stack(slot: TensorSlot, precision: ComputePrecision) -> bool:
     """Whether the slot holds more experts than may be held at once."""
     large = prod(slot.shape) * precision.dtype.itemsize > precision.limit
     return large and len(slot.shape) == _NDIM and "Experts" in type(slot.module).__name__ and not slot.is_buffer

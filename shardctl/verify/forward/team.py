@@ -17,7 +17,7 @@ _TOLD = (CoverageError, UnsupportedError)
 """What one rank finds wrong and all others are told, so that nobody waits for what never comes."""
 
 
-class Team:
+class RankTeam:
     """Ranks that are all in this process: each does its part in turn."""
 
     def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
@@ -34,7 +34,7 @@ class Team:
 
 
 @dataclass(slots=True)
-class Processes(Team):
+class ProcessTeam(RankTeam):
     """Ranks of which this process is one; every process does the same steps in the same order.
 
     Nobody reads another's files: what a rank holds is sent by that rank. Each computes with its own part, and the ranks
@@ -71,17 +71,17 @@ class Processes(Team):
         if count == 1:
             return [compute(0)]
         mine = self._beside.index(self.rank)
-        found = _attempt(lambda: compute(mine))
+        found = _attempt_compute(lambda: compute(mine))
         return [self._share(owner, self._beside, found) for owner in self._beside]
 
     def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:
         """What `rank` reads from its own files, for those with the tp index `index` or for all."""
         ranks = list(range(self.mesh.world)) if index is None else self._alike[index]
-        return self._share(rank, ranks, _attempt(read) if rank == self.rank else None)
+        return self._share(rank, ranks, _attempt_compute(read) if rank == self.rank else None)
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
         """What only the first process computes, for all."""
-        return self._share(0, list(range(self.mesh.world)), _attempt(compute) if self.rank == 0 else None)
+        return self._share(0, list(range(self.mesh.world)), _attempt_compute(compute) if self.rank == 0 else None)
 
     def _share(self, owner: int, ranks: Sequence[int], mine: object) -> Torch:
         """Give `mine` of the owner to all of `ranks`; raise what the owner raised."""
@@ -90,24 +90,27 @@ class Processes(Team):
 
         self.beat()
         group, tensors = self._groups[tuple(ranks)], list[Torch]()
-        told = [_packed(mine, tensors) if owner == self.rank else None]
+        told = [_pack_tensors(mine, tensors) if owner == self.rank else None]
         dist.broadcast_object_list(told, owner, group, torch.device("cpu"))
         form = told[0]
         if isinstance(form, BaseException):
             raise form
         if owner != self.rank:
-            tensors = [torch.empty(shape, dtype=kind, device=self._on(where)) for shape, kind, where in _listed(form)]
+            tensors = [
+                torch.empty(shape, dtype=kind, device=self._on(where))
+                for shape, kind, where in _list_tensor_forms(form)
+            ]
         for tensor in tensors:
             if tensor.numel():
                 dist.broadcast(tensor.reshape(-1).view(torch.uint8), owner, group)
-        return _unpacked(form, iter(tensors))
+        return _unpack_tensors(form, iter(tensors))
 
     def _on(self, where: str) -> str:
         return self.device if where != "cpu" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorForm:
     """Where in an output a tensor stands."""
 
     shape: tuple[int, ...]
@@ -116,46 +119,46 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _DictForm:
     """A dictionary, or one of the outputs of transformers, which are like them."""
 
     kind: Callable[..., Torch]
     entries: dict[str, object]
 
 
-def _attempt(compute: Callable[[], Torch]) -> object:
+def _attempt_compute(compute: Callable[[], Torch]) -> object:
     try:
         return compute()
     except _TOLD as error:
         return error
 
 
-def _packed(value: Torch, tensors: list[Torch]) -> object:
+def _pack_tensors(value: Torch, tensors: list[Torch]) -> object:
     """The form of a value, its tensors put into a list in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
-        return _Place(tuple(value.shape), value.dtype, value.device.type)
+        return _TensorForm(tuple(value.shape), value.dtype, value.device.type)
     if type(value) in {tuple, list}:
-        return type(value)(_packed(each, tensors) for each in value)
+        return type(value)(_pack_tensors(each, tensors) for each in value)
     if isinstance(value, dict):
-        return _Named(type(value), {key: _packed(each, tensors) for key, each in value.items()})
+        return _DictForm(type(value), {key: _pack_tensors(each, tensors) for key, each in value.items()})
     return value
 
 
-def _listed(form: object) -> list[tuple[tuple[int, ...], Torch, str]]:
-    if isinstance(form, _Place):
+def _list_tensor_forms(form: object) -> list[tuple[tuple[int, ...], Torch, str]]:
+    if isinstance(form, _TensorForm):
         return [(form.shape, form.kind, form.where)]
-    each = form.entries.values() if isinstance(form, _Named) else form if isinstance(form, tuple | list) else ()
-    return [found for part in each for found in _listed(part)]
+    each = form.entries.values() if isinstance(form, _DictForm) else form if isinstance(form, tuple | list) else ()
+    return [found for part in each for found in _list_tensor_forms(part)]
 
 
-def _unpacked(form: object, tensors: Any) -> Torch:  # noqa: ANN401 - an iterator of tensors
-    if isinstance(form, _Place):
+def _unpack_tensors(form: object, tensors: Any) -> Torch:  # noqa: ANN401 - an iterator of tensors
+    if isinstance(form, _TensorForm):
         return next(tensors)
     if isinstance(form, tuple | list):
-        return type(form)(_unpacked(each, tensors) for each in form)
-    if isinstance(form, _Named):
-        return form.kind(**{key: _unpacked(each, tensors) for key, each in form.entries.items()})
+        return type(form)(_unpack_tensors(each, tensors) for each in form)
+    if isinstance(form, _DictForm):
+        return form.kind(**{key: _unpack_tensors(each, tensors) for key, each in form.entries.items()})
     return form

@@ -20,7 +20,7 @@ FLOORS: Final = {"fp32": 6.5e-6, "bf16": 9e-3}
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
+class DistanceTolerance:
     """Bounds on relative L2 distances, `||shards - source|| / ||source||`."""
 
     block: float
@@ -38,32 +38,32 @@ class Tolerance:
         return self.warn == 0
 
 
-def tolerance(dtype: str, *, tp: int, rounding: float = 0.0) -> Tolerance:
+def choose_tolerance(dtype: str, *, tp: int, rounding: float = 0.0) -> DistanceTolerance:
     """The bounds for a mesh with `tp` ranks an axis; without tp, where no sum changes its order, bits must be equal.
 
     In bf16 the bound of the logits follows from `rounding`, the distance of bf16 and fp32 on one device.
     """
     if tp == 1:
-        return Tolerance(0.0, 0.0, 0.0, 0.0)
+        return DistanceTolerance(0.0, 0.0, 0.0, 0.0)
     if dtype == "bf16":
-        return Tolerance(2e-2, 2e-2, 1.5 * rounding, FLOORS["bf16"])
-    return Tolerance(1e-5, 1e-4, 1e-4, FLOORS["fp32"])
+        return DistanceTolerance(2e-2, 2e-2, 1.5 * rounding, FLOORS["bf16"])
+    return DistanceTolerance(1e-5, 1e-4, 1e-4, FLOORS["fp32"])
 
 
-def distance(reference: object, candidate: object) -> float:
+def measure_distance(reference: object, candidate: object) -> float:
     """The largest relative L2 distance among the tensors of two outputs of the same form; infinite if forms differ."""
-    ours, theirs = list(_tensors(candidate)), list(_tensors(reference))
+    ours, theirs = list(_list_float_tensors(candidate)), list(_list_float_tensors(reference))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return inf
-    return max((_apart(a, b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
+    return max((_measure_tensor_distance(a, b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
 
 
 def has_nan(output: object) -> bool:
     """Whether some float of an output is not a number."""
-    return any(bool(tensor.isnan().any()) for tensor in _tensors(output))
+    return any(bool(tensor.isnan().any()) for tensor in _list_float_tensors(output))
 
 
-def _apart(reference: Torch, candidate: Torch) -> float:
+def _measure_tensor_distance(reference: Torch, candidate: Torch) -> float:
     import torch
 
     same = (reference == candidate) | (reference.isnan() & candidate.isnan())
@@ -76,7 +76,7 @@ def _apart(reference: Torch, candidate: Torch) -> float:
     return inf if found != found else found  # noqa: PLR0124 - NaN
 
 
-def _tensors(output: object) -> Iterator[Torch]:
+def _list_float_tensors(output: object) -> Iterator[Torch]:
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -84,7 +84,7 @@ def _tensors(output: object) -> Iterator[Torch]:
             yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from _tensors(value)
+            yield from _list_float_tensors(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from _tensors(value)
+            yield from _list_float_tensors(value)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import UnsupportedError
-from shardctl.verify.finding import Finding
+from shardctl.verify.finding import CheckFinding
 
 if TYPE_CHECKING:
     from shardctl.verify.forward.result import ForwardResult
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Torch = Any
 
 
-def output_of(output: Torch) -> tuple[str, Torch]:
+def select_output(output: Torch) -> tuple[str, Torch]:
     """The output that is compared, and its name."""
     import torch
 
@@ -28,7 +28,7 @@ def output_of(output: Torch) -> tuple[str, Torch]:
     raise UnsupportedError("the model gives nothing that could be compared")
 
 
-def flips_of(expected: Torch, found: Torch | None) -> tuple[int, int]:
+def count_flips(expected: Torch, found: Torch | None) -> tuple[int, int]:
     """At how many positions the likeliest token is another, and of how many."""
     if found is None or found.shape != expected.shape:
         return 0, 0
@@ -36,7 +36,7 @@ def flips_of(expected: Torch, found: Torch | None) -> tuple[int, int]:
     return int((ours != theirs).sum()), ours.numel()
 
 
-def judged(result: ForwardResult, findings: list[Finding], notes: list[str]) -> ForwardResult:
+def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: list[str]) -> ForwardResult:
     """The result with its verdict: every part and the output against the tolerance."""
     bounds = result.tolerance
     assert bounds is not None  # noqa: S101 - set just now
@@ -49,12 +49,12 @@ def judged(result: ForwardResult, findings: list[Finding], notes: list[str]) -> 
                 else (f"at most {bounds.warn if severe else bounds.block:g}")
             )
             message = f"{block.name} computes something else than the source's: {block.error:.2e}, {most}"
-            findings.append(Finding("error" if severe else "warning", "forward", message, block.name))
+            findings.append(CheckFinding("error" if severe else "warning", "forward", message, block.name))
     if result.output_error > bounds.logits:
         message = (
             f"{result.output} of the shards are {result.output_error:.2e} from the source's, at most {bounds.logits:g}"
         )
-        findings.append(Finding("error", "forward", message))
+        findings.append(CheckFinding("error", "forward", message))
     failed = any(finding.severity == "error" for finding in findings)
     return replace(
         result, status="failed" if failed else "passed", findings=tuple(findings), notes=tuple(dict.fromkeys(notes))

@@ -5,54 +5,54 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardctl.verify.forward.team import Team
+from shardctl.verify.forward.team import RankTeam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardctl.verify.forward.adapter import Conversion
+    from shardctl.verify.forward.adapter import WeightConversion
     from shardctl.verify.forward.lens import LazyTensor
-    from shardctl.verify.forward.shards import Sharding, Shards
-    from shardctl.verify.forward.skeleton import Skeleton, Slot
+    from shardctl.verify.forward.shards import CheckpointShards, TensorSharding
+    from shardctl.verify.forward.skeleton import ModelSkeleton, TensorSlot
 
 Torch = Any
 
 
 @dataclass(slots=True)
-class Weights:
+class ModelWeights:
     """A checkpoint as the executor sees it."""
 
     title: str
     """`source` or `shards`."""
-    direct: dict[Slot, LazyTensor] = field(default_factory=dict)
+    direct: dict[TensorSlot, LazyTensor] = field(default_factory=dict)
     """What is put as it is read."""
-    converted: dict[Slot, str] = field(default_factory=dict)
+    converted: dict[TensorSlot, str] = field(default_factory=dict)
     """What transformers makes of several tensors: the name of the group."""
     groups: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     """The tensors of each group."""
     unused: list[str] = field(default_factory=list)
     """Tensors that the model has no place for."""
-    shards: Shards | None = None
+    shards: CheckpointShards | None = None
     """Set where ranks compute with their own parts."""
-    team: Team = field(default_factory=Team)
+    team: RankTeam = field(default_factory=RankTeam)
     """Those who read it together."""
-    rounded: Callable[[Slot], Torch] | None = None
+    rounded: Callable[[TensorSlot], Torch] | None = None
     """A type to which each tensor is rounded first, as a cast did."""
 
-    def sharding(self, slot: Slot) -> Sharding | None:
+    def sharding(self, slot: TensorSlot) -> TensorSharding | None:
         """How tp cuts what fills `slot`, if each rank can compute with its part."""
         entry = self.direct.get(slot)
         return self.shards.sharding(entry) if self.shards is not None and entry is not None else None
 
-    def fills(self, slot: Slot) -> bool:
+    def fills(self, slot: TensorSlot) -> bool:
         """Whether the checkpoint has something for it."""
         return slot in self.direct or slot in self.converted
 
-    def read(self, slot: Slot, dtype: Torch) -> Torch:
+    def read(self, slot: TensorSlot, dtype: Torch) -> Torch:
         """What fills `slot`, of floats in type `dtype`."""
         return self.typed(slot, self.direct[slot][...], dtype)
 
-    def typed(self, slot: Slot, tensor: Torch, dtype: Torch) -> Torch:
+    def typed(self, slot: TensorSlot, tensor: Torch, dtype: Torch) -> Torch:
         """Floats in the type in which is computed, rounded first if the shards are."""
         if not tensor.is_floating_point():
             return tensor
@@ -60,17 +60,17 @@ class Weights:
         return (tensor if to is None else tensor.to(to)).to(dtype)
 
 
-def weights(
+def place_weights(
     title: str,
-    skeleton: Skeleton,
+    skeleton: ModelSkeleton,
     entries: Mapping[str, LazyTensor],
-    conversion: Conversion,
+    conversion: WeightConversion,
     *,
-    shards: Shards | None = None,
-    team: Team | None = None,
-) -> Weights:
+    shards: CheckpointShards | None = None,
+    team: RankTeam | None = None,
+) -> ModelWeights:
     """Find a place for every entry; several that transformers makes one tensor of are taken together."""
-    found = Weights(title, shards=shards, team=team or Team())
+    found = ModelWeights(title, shards=shards, team=team or RankTeam())
     targets = conversion.targets(entries)
     for name, lazy in entries.items():
         target = targets.get(name)
@@ -88,7 +88,7 @@ def weights(
     return found
 
 
-def unfilled(skeleton: Skeleton, weights: Weights) -> list[Slot]:
+def list_unfilled_slots(skeleton: ModelSkeleton, weights: ModelWeights) -> list[TensorSlot]:
     """The places for which a checkpoint has nothing, in the model's order: a seed then gives one model."""
     slots = dict.fromkeys(slot for slots in skeleton.slots.values() for slot in slots)
     return [slot for slot in slots if not weights.fills(slot)]
