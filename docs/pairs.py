@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, SourceOptions, digest, reshard
-from shardctl.layouts import LAYOUTS
+from shardctl.libraries.writers import LAYOUTS
 
 ROOT = Path(__file__).parent
 LLAMA = ROOT.parent / "fixtures/trtllm/llama_pp3/source"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
-    from shardctl.verbs.load import lens, load
+    from shardctl.loading.state_dict import lens, load
 
 __all__ = ["__version__", "lens", "load"]
 
@@ -13,7 +13,7 @@ __all__ = ["__version__", "lens", "load"]
 def __getattr__(name: str) -> object:
     """`load` and `lens`, when they are first asked for: what they need is slow to import, and most uses need none."""
     if name in {"lens", "load"}:
-        from shardctl.verbs import load
+        from shardctl.loading import state_dict as load
 
         return getattr(load, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

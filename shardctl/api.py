@@ -1,15 +1,15 @@
 """The public Python API: every verb as a function that returns a dataclass and raises a `ShardctlError`."""
 
+from shardctl.conversion.worker_part import ContributeResult, contribute
 from shardctl.errors import ShardctlError
 from shardctl.execute.worker import WorkerId
+from shardctl.loading.state_dict import lens, load
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions, VerifyOptions
-from shardctl.verbs.contribute import ContributeResult, contribute
 from shardctl.verbs.diff import DiffResult, diff
 from shardctl.verbs.digest import DigestResult, digest
 from shardctl.verbs.finish import FinishResult, finish
 from shardctl.verbs.inspect import InspectResult, inspect
-from shardctl.verbs.load import lens, load
 from shardctl.verbs.plan import PlanResult, plan
 from shardctl.verbs.reshard import ReshardResult, reshard
 from shardctl.verbs.verify import VerifyResult, verify

@@ -7,12 +7,12 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.storage import read_bytes
+from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.byte_names import name_from_text, name_to_bytes, name_to_text
 from shardctl.workers import raise_if_stopped
 

@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.errors import SourceError
 from shardctl.manifest import ParameterGroup, TrainingState
 from shardctl.settings import Setting, as_setting, as_steps, is_text
+from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 
 if TYPE_CHECKING:
     from shardctl.manifest import Manifest

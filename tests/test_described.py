@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

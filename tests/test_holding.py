@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import CutError
+from shardctl.estimate import holding
+from shardctl.estimate.holding import compute_sizes_at, list_holdings
+from shardctl.estimate.inventory import build_inventory
 from shardctl.manifest import Tensor
-from shardctl.memory import holding
-from shardctl.memory.holding import compute_sizes_at, list_holdings
-from shardctl.memory.inventory import build_inventory
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.pieces import PlacedCheckpoint

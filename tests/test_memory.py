@@ -25,7 +25,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import MemoryBudgetError
 from shardctl.execute.budget import INTERPRETER, MIB, PER_CHUNK, PER_TENSOR, PER_THREAD, divide_host_memory
 from shardctl.execute.journal import BandJournal, JournalEntry
-from shardctl.formats.safetensors_header import encode_header
+from shardctl.libraries.safetensors.header import encode_header
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
 from shardctl.models import describe_model
 

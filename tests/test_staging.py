@@ -9,7 +9,7 @@ import pytest
 
 from shardctl.errors import DestinationError
 from shardctl.execute.journal import BandJournal
-from shardctl.execute.note import PublicationNote
+from shardctl.execute.publication import PublicationNote
 from shardctl.execute.staging import StagingArea
 from shardctl.record import RECORD
 from shardctl.storage import linux

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shardctl.conversion.source_sample import WHOLE
+from shardctl.conversion.worker_part import contribute
 from shardctl.errors import DestinationError, SourceError
 from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.verbs.contribute import contribute
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
-from shardctl.verbs.sampling import WHOLE
 
 sys.path.insert(0, str(Path(__file__).parent / "cli"))
 from cli_checkpoints import llama
@@ -82,7 +82,7 @@ def test_of_a_large_file_both_ends_are_compared(tmp_path):
 
 def test_what_several_workers_read_is_compared_to_the_last_bit(source, tmp_path, monkeypatch):
     """Also where the sample misses it: each worker digests what it reads, and they must add up."""
-    monkeypatch.setattr("shardctl.verbs.contribute.sample_source", lambda *_: {})
+    monkeypatch.setattr("shardctl.conversion.worker_part.sample_source", lambda *_: {})
     other = copied(source, tmp_path / "other", other_norm)
     contribute(source, tmp_path / "out", TP2, worker=WorkerId(0, 2))
     contribute(other, tmp_path / "out", TP2, worker=WorkerId(1, 2))

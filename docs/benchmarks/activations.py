@@ -14,9 +14,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardctl.memory.activations import estimate_activations
-from shardctl.memory.holding import RankHolding
-from shardctl.memory.workload import TrainingWorkload
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

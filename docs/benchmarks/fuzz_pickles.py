@@ -30,9 +30,9 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from shardctl.errors import ShardctlError
-from shardctl.formats.torch_legacy import read_legacy
-from shardctl.formats.torch_state import extract_state_dict
-from shardctl.formats.torch_zip import read_torch_zip
+from shardctl.libraries.torch_save.legacy_file import read_legacy
+from shardctl.libraries.torch_save.state_dict import extract_state_dict
+from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.storage import FileStat
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from shardctl.dtype import BY_NAME
-from shardctl.formats.safetensors_header import encode_header
+from shardctl.libraries.safetensors.header import encode_header
 from shardctl.models import describe_model
 
 SHARD = 5_000_000_000

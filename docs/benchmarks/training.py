@@ -22,8 +22,8 @@ from reshard import print_table, run
 import shardctl
 from shardctl.api import Mesh, ReshardOptions, reshard
 from shardctl.dtype import BY_NAME
-from shardctl.layouts.pickle_writer import PickleCall, PickleName
-from shardctl.layouts.torch_item import build_archive, build_tensor_value
+from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
+from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName
 from shardctl.models import describe_model
 
 RANKS = 2

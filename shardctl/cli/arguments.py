@@ -19,7 +19,7 @@ def parse_place(text: str) -> str:
 
 def parse_output_file(text: str) -> Path:
     """The file that a plan or a report is written to; an address must not become a directory of that name."""
-    from shardctl.storage.places import check_written_file
+    from shardctl.storage.addresses import check_written_file
 
     check_written_file(parse_place(text))
     return Path(text)

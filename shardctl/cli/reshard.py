@@ -17,8 +17,8 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.options.declaration import flat_options
 
 if TYPE_CHECKING:
+    from shardctl.conversion.plan_file import PlanFile
     from shardctl.execute.worker import WorkerId
-    from shardctl.verbs.plan_file import PlanFile
 
 EXAMPLES = """
 Examples:
@@ -131,7 +131,7 @@ def _parse_worker(text: str | None) -> "WorkerId | None":
 
 def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
     """The plan to follow; raises UsageError for any other option that would shape the result."""
-    from shardctl.verbs.plan_file import read_plan_file
+    from shardctl.conversion.plan_file import read_plan_file
 
     declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
     shaping = {each.name: each.flag for each, option in declared if option.shapes_result}
@@ -163,7 +163,7 @@ def _rehearse_conversion(
 ) -> None:
     from shardctl.report import plan_document
     from shardctl.report.planning import render_plan
-    from shardctl.verbs.rehearse import rehearse_reshard
+    from shardctl.verbs.dry_run import rehearse_reshard
 
     planned = rehearse_reshard(src, dst, conversion, reading=reading, overwrite=overwrite, plan=plan)
     streams.print_warnings(planned.warnings)
@@ -184,10 +184,10 @@ def _build_local_way() -> _Way:
 
 def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:
     """The part of one worker of several; `launched` if what started it told it which one it is."""
+    from shardctl.conversion.worker_part import contribute as verb
     from shardctl.execute.worker import find_job_name
     from shardctl.report.conversion import render_contribution
     from shardctl.report.documents import build_contribution_document
-    from shardctl.verbs.contribute import contribute as verb
 
     return (
         partial(verb, worker=worker, run=find_job_name(os.environ) if launched else ""),
@@ -199,6 +199,6 @@ def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:
 def _build_ray_way() -> _Way:
     from shardctl.report import documents
     from shardctl.report.conversion import render_finished
-    from shardctl.verbs.on_ray import reshard_on_ray as verb
+    from shardctl.verbs.reshard_on_ray import reshard_on_ray as verb
 
     return verb, partial(documents.build_finish_document, verb="reshard"), render_finished

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from shardctl.errors import AccessError, DestinationError, format_first_few
 from shardctl.execute.crew_files import CREW_NOTE, remove_crew_files
 from shardctl.execute.lock import DestinationLock
-from shardctl.execute.note import PublicationNote, undo_partial_move
+from shardctl.execute.publication import PublicationNote, undo_partial_move
 from shardctl.record import RECORD
 from shardctl.storage import linux
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.storage.durable import make_directories, sync_directory, translate_os_errors, write_file
-from shardctl.storage.room import find_existing_parent, measure_free_space
+from shardctl.storage.free_space import find_existing_parent, measure_free_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.bounded_text import RULE_TEXT, parse_toml, read_file
 from shardctl.errors import UsageError, format_first_few
 from shardctl.models.binding import find_canonical_name
 from shardctl.models.family import Row
@@ -14,6 +13,7 @@ from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import LayerPattern, PatternList
 from shardctl.models.renaming import NamingTable, parse_names
 from shardctl.placement import AxisCut, CutSection, PartitionSpec
+from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
     config: Annotated[Path | None, CommandOption(HelpPanel.SOURCE, "The model's config.json.", metavar="PATH")] = None
 
-The command line (`cli/signature.py`) and the plan file (`verbs/plan_file.py`) are made from such fields. A field
+The command line (`cli/signature.py`) and the plan file (`conversion/plan_file.py`) are made from such fields. A field
 without a `CommandOption` is no option: the verb sets it itself. A type may be a string where importing it would be
 slow, if the option has a parser. Modules that declare options do without `from __future__ import annotations`, because
 their types are looked at when the program starts.

@@ -9,8 +9,8 @@ from shardctl.options.declaration import CommandOption, HelpPanel
 from shardctl.options.sizes import parse_size
 
 if TYPE_CHECKING:
-    from shardctl.memory.calibrate import FittedCalibration
-    from shardctl.memory.devices import DeviceSpec
+    from shardctl.estimate.calibrate import FittedCalibration
+    from shardctl.estimate.devices import DeviceSpec
 
 _OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion, ..."
 _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
@@ -20,10 +20,10 @@ _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
 def find_device(text: str) -> "DeviceSpec":
     """What `--gpu` names: a device of the table, a size, or what this machine has."""
     if text == "auto":
-        from shardctl.memory.local_device import find_local_device
+        from shardctl.estimate.local_device import find_local_device
 
         return find_local_device()[0]
-    from shardctl.memory.devices import get_device
+    from shardctl.estimate.devices import get_device
 
     return get_device(parse_size(text) if _SIZE.match(text) else text)
 

@@ -14,8 +14,8 @@ from shardctl.report.visible import escape_control_characters
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardctl.verbs.level import VerifyResult
     from shardctl.verify.finding import CheckFinding
+    from shardctl.verify.level import VerifyResult
 
 MOST: Final = 10
 

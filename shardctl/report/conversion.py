@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from shardctl.conversion.worker_part import ContributeResult
     from shardctl.record import CheckpointRecord
-    from shardctl.verbs.contribute import ContributeResult
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.reshard import ReshardResult
 

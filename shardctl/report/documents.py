@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 from shardctl.mesh import EXPERT_AXES
 
 if TYPE_CHECKING:
+    from shardctl.conversion.worker_part import ContributeResult
     from shardctl.mesh import Mesh
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
-    from shardctl.verbs.contribute import ContributeResult
     from shardctl.verbs.diff import DiffResult
     from shardctl.verbs.digest import DigestResult
     from shardctl.verbs.finish import FinishResult
     from shardctl.verbs.inspect import InspectResult
-    from shardctl.verbs.level import LevelResult, VerifyResult
     from shardctl.verbs.reshard import ReshardResult
     from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.level import LevelResult, VerifyResult
 
 Document = dict[str, Any]
 

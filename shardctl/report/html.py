@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
-from shardctl.memory.term import CATEGORIES, Category, MemorySum, sum_terms
+from shardctl.estimate.term import CATEGORIES, Category, MemorySum, sum_terms
 from shardctl.mesh import HOLDING
 from shardctl.report.memory_bars import format_amount, format_number, list_heaviest_ranks
 from shardctl.report.planning import (
@@ -26,8 +26,8 @@ from shardctl.report.visible import escape_control_characters
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
-    from shardctl.memory.estimate import MeshEstimate, RankEstimate
-    from shardctl.memory.term import MemoryTerm
+    from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
+    from shardctl.estimate.term import MemoryTerm
     from shardctl.mesh import Mesh
     from shardctl.verbs.plan import PlanResult
 

@@ -10,8 +10,8 @@ from xml.etree import ElementTree as ET
 from shardctl.report.verification import build_forward_rows, build_loaded_row
 
 if TYPE_CHECKING:
-    from shardctl.verbs.level import LevelResult, VerifyResult
     from shardctl.verify.finding import CheckFinding
+    from shardctl.verify.level import LevelResult, VerifyResult
 
 _NOT_XML: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Everything but the characters of XML 1.0, section 2.2."""

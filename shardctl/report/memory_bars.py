@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from rich.text import Text
 
 from shardctl.amounts import format_memory_size
-from shardctl.memory.term import CATEGORIES, Category, sum_terms
+from shardctl.estimate.term import CATEGORIES, Category, sum_terms
 from shardctl.mesh import HOLDING
 from shardctl.report.grid import render_line, render_table
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.memory.estimate import MeshEstimate, RankEstimate
-    from shardctl.memory.holding import HeldPart
-    from shardctl.memory.term import MemorySum
+    from shardctl.estimate.holding import HeldPart
+    from shardctl.estimate.rank_estimate import MeshEstimate, RankEstimate
+    from shardctl.estimate.term import MemorySum
     from shardctl.mesh import Mesh
 
 FILLS: Final[dict[Category, tuple[str, str]]] = {

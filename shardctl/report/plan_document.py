@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shardctl.memory.term import sum_terms
-from shardctl.memory.workload import ServingWorkload
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import ServingWorkload
+from shardctl.planning.forecast import BUSY
 from shardctl.report.documents import Document, build_document_head, build_mesh_fields
-from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
-    from shardctl.memory.calibrate import FittedCalibration
-    from shardctl.memory.comparison import ShardingStrategy
-    from shardctl.memory.cost import MeshCost
-    from shardctl.memory.search import MeshCandidate
-    from shardctl.memory.term import MemoryTerm, Tier
-    from shardctl.verbs.forecasting import WorkloadEstimate
+    from shardctl.estimate.calibrate import FittedCalibration
+    from shardctl.estimate.comparison import ShardingStrategy
+    from shardctl.estimate.cost import MeshCost
+    from shardctl.estimate.search import MeshCandidate
+    from shardctl.estimate.term import MemoryTerm, Tier
+    from shardctl.planning.forecast import WorkloadEstimate
+    from shardctl.planning.mesh_search import MeshExploration
     from shardctl.verbs.plan import PlanResult
-    from shardctl.verbs.searching import MeshExploration
 
 
 def build_plan_document(result: PlanResult) -> Document:

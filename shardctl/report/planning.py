@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.console import Group
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
-from shardctl.memory.devices import GB, TERA
-from shardctl.memory.workload import ServingWorkload
+from shardctl.estimate.devices import GB, TERA
+from shardctl.estimate.workload import ServingWorkload
+from shardctl.planning.forecast import BUSY
 from shardctl.report.grid import render_line, render_table
 from shardctl.report.memory_bars import format_amount, render_bars, render_kinds, render_mesh_picture, render_terms
 from shardctl.report.search_table import render_ranking
 from shardctl.report.strategies import render_advice, render_calibration, render_comparison
-from shardctl.verbs.forecasting import BUSY
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardctl.verbs.forecasting import WorkloadEstimate
+    from shardctl.planning.forecast import WorkloadEstimate
     from shardctl.verbs.plan import PlanResult, RankPlan, StagePlan
 
 Detail = Literal["summary", "stage", "rank", "tensor"]

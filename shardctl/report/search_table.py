@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.memory.cost import MeshCost
-    from shardctl.memory.search import MeshCandidate, MeshRejection
-    from shardctl.verbs.searching import MeshExploration
+    from shardctl.estimate.cost import MeshCost
+    from shardctl.estimate.search import MeshCandidate, MeshRejection
+    from shardctl.planning.mesh_search import MeshExploration
 
 _RANKED: Final = 8
 _REJECTED: Final = 6

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardctl.memory.advice import FewestDevices
-    from shardctl.memory.calibrate import FittedCalibration
-    from shardctl.memory.comparison import ShardingStrategy
-    from shardctl.verbs.advising import PlanAdvice
+    from shardctl.estimate.advice import FewestDevices
+    from shardctl.estimate.calibrate import FittedCalibration
+    from shardctl.estimate.comparison import ShardingStrategy
+    from shardctl.planning.advice import PlanAdvice
 
 
 def render_comparison(strategies: Sequence[ShardingStrategy]) -> list[RenderableType]:

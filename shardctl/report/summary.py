@@ -12,7 +12,7 @@ from shardctl.report.visible import escape_control_characters
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardctl.verbs.level import VerifyResult
+    from shardctl.verify.level import VerifyResult
 
 _SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|#&])")
 

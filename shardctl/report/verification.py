@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from shardctl.verbs.level import LevelResult, LoadedRank, VerifyResult
     from shardctl.verify.finding import CheckFinding
     from shardctl.verify.forward.result import ForwardResult
+    from shardctl.verify.level import LevelResult, LoadedRank, VerifyResult
 
 RANKS: Final = 16
 """Ranks in full; --json has them all."""

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.bounded_text import CONFIG_TEXT, read_file
 from shardctl.errors import AccessError, DestinationError, HostileError, SourceError
 from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, linux
+from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
 from shardctl.storage.descriptors import DescriptorPool
 from shardctl.storage.durable import sync_descriptor, translate_os_errors
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.bounded_text import RECORD_TEXT, parse_json
 from shardctl.dtype import BY_TORCH, DType
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.storage import FileStat
+from shardctl.storage.bounded_text import RECORD_TEXT, parse_json
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardctl.checkpoint.opening import in_file_order, open_checkpoint
+from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.execute.interrupt import stop_on_signals
-from shardctl.verbs.opening import in_file_order, open_checkpoint
-from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import compare_tensors
 from shardctl.workers import ExecutionOptions
@@ -15,9 +15,9 @@ from shardctl.workers import ExecutionOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import Tensor
     from shardctl.options import SourceOptions
-    from shardctl.verbs.opening import OpenedCheckpoint
 
 Kind = Literal["only_in_a", "only_in_b", "shape", "dtype", "values"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.checkpoint.record_crcs import checked_reader
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.manifest import first_byte
-from shardctl.verbs.opening import open_checkpoint
-from shardctl.verbs.record_crcs import checked_reader
 from shardctl.verify.agreement import require_agreement
 from shardctl.verify.content import measure_content
 from shardctl.workers import ExecutionOptions

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardctl.conversion.assembling import assemble_result
+from shardctl.conversion.pending_record import list_overflow_warnings, parse_record_draft
+from shardctl.conversion.worker_part import PATIENCE
 from shardctl.errors import Mismatch, SourceError, format_first_few
 from shardctl.execute.crew import WorkerCrew
 from shardctl.execute.interrupt import stop_on_signals
@@ -13,11 +16,8 @@ from shardctl.execute.part import require_one_source
 from shardctl.execute.staging import StagingArea
 from shardctl.execute.worker import WorkerId
 from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
-from shardctl.storage.places import check_destination
-from shardctl.verbs.assembling import assemble_result
-from shardctl.verbs.contribute import PATIENCE
-from shardctl.verbs.frame import list_overflow_warnings, parse_record_draft
 from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def finish(destination: str | Path, *, patience: float = PATIENCE) -> FinishResu
 
 
 def _in_bucket(destination: str) -> FinishResult:
-    from shardctl.verbs.crew_in_bucket import publish_shares
+    from shardctl.conversion.bucket_crew import publish_shares
 
     record, frame, parts, warnings = publish_shares(destination)
     if frame is None:

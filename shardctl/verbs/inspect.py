@@ -6,18 +6,18 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.models import build_rule_table
 from shardctl.options import SourceOptions
 from shardctl.training import split_state_name
-from shardctl.verbs.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import TrainingState
     from shardctl.mesh import Mesh
     from shardctl.models import RuleRow
-    from shardctl.verbs.opening import OpenedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,33 +7,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
-from shardctl.errors import MemoryBudgetError, UsageError
-from shardctl.memory.search import WeightTotals
-from shardctl.mesh import Mesh
-from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
-from shardctl.storage.room import find_existing_parent, measure_free_space
-from shardctl.verbs import plan_file
-from shardctl.verbs.advising import PlanAdvice, advise_plan
-from shardctl.verbs.collecting import pause_garbage_collection
-from shardctl.verbs.drafting import (
+from shardctl.checkpoint.garbage_collection import pause_garbage_collection
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion import plan_file
+from shardctl.conversion.conversion_plan import (
     choose_layout,
     choose_stages,
     filter_tensors,
     plan_conversion,
     prepare_source_options,
 )
-from shardctl.verbs.forecasting import WorkloadEstimate, estimate_workload
-from shardctl.verbs.opening import open_checkpoint
-from shardctl.verbs.purpose import decide_use
-from shardctl.verbs.searching import MeshExploration, explore_meshes
-from shardctl.verbs.subject import EstimatedModel, build_estimated_model, has_coded_weights
+from shardctl.errors import MemoryBudgetError, UsageError
+from shardctl.estimate.search import WeightTotals
+from shardctl.mesh import Mesh
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
+from shardctl.planning.advice import PlanAdvice, advise_plan
+from shardctl.planning.estimated_model import EstimatedModel, build_estimated_model, has_coded_weights
+from shardctl.planning.forecast import WorkloadEstimate, estimate_workload
+from shardctl.planning.mesh_search import MeshExploration, explore_meshes
+from shardctl.planning.workload import decide_use
+from shardctl.storage.free_space import find_existing_parent, measure_free_space
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardctl.memory.holding import RankHolding
-    from shardctl.verbs.drafting import PlannedConversion
-    from shardctl.verbs.opening import OpenedCheckpoint
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.estimate.holding import RankHolding
 
 
 _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"

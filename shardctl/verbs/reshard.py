@@ -6,6 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardctl.conversion.assembling import assemble_result, hash_result_name
+from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
+from shardctl.conversion.preparing import open_conversion
+from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.progress import CopyProgress, SilentProgress
@@ -14,19 +18,15 @@ from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
 from shardctl.storage.cloud import is_bucket
-from shardctl.verbs.assembling import assemble_result, hash_result_name
-from shardctl.verbs.frame import draft_record, list_overflow_warnings
-from shardctl.verbs.moving import list_source_versions, move_share
-from shardctl.verbs.preparing import open_conversion
 from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.conversion.plan_file import PlanFile
     from shardctl.execute.part import WorkerPart
     from shardctl.options import ReshardOptions, SourceOptions
-    from shardctl.verbs.drafting import PlannedConversion
-    from shardctl.verbs.plan_file import PlanFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def reshard(
     progress = progress or SilentProgress()
     with open_conversion(path, destination, wish, reading, plan) as work:
         if is_bucket(destination):
-            from shardctl.verbs.into_bucket import convert_into_bucket
+            from shardctl.conversion.bucket_output import convert_into_bucket
 
             record, parts, warnings = convert_into_bucket(
                 work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress

@@ -7,23 +7,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
+from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
 from shardctl.dtype import CASTABLE
 from shardctl.errors import UsageError, format_first_few
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.loading.device_levels import run_forward_level, run_load_level
 from shardctl.manifest import Region, first_byte
 from shardctl.options import SourceOptions, VerifyOptions
 from shardctl.record import RECORD
 from shardctl.storage.crc_tracker import CrcReader
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
-from shardctl.verbs.level import LEVELS, LevelResult, LoadedRank, VerifyResult
-from shardctl.verbs.on_devices import run_forward_level, run_load_level
-from shardctl.verbs.opening import OpenedCheckpoint, in_file_order, open_checkpoint
-from shardctl.verbs.record_crcs import build_crc_tracker, check_crcs
 from shardctl.verify import alignment, content, structure
 from shardctl.verify.checksums import check_downloads, check_sums
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.level import LEVELS, LevelResult, LoadedRank, VerifyResult
 from shardctl.workers import ExecutionOptions
 
 if TYPE_CHECKING:

@@ -341,7 +341,7 @@ class TextFuzzer:
     def _hub_says(self, case: FuzzCase) -> Iterator[None]:
         from huggingface_hub import close_session, constants
 
-        from shardctl.storage import patience
+        from shardctl.storage import retries as patience
 
         with (
             mock.patch.object(constants, "ENDPOINT", self.hub.url),

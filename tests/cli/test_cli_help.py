@@ -6,7 +6,7 @@ from cli_checkpoints import shardctl
 
 from shardctl import __version__
 from shardctl.cli.app import EXIT_CODES, app
-from shardctl.layouts import LAYOUTS
+from shardctl.libraries.writers import LAYOUTS
 
 VERBS = [command.name for command in app.registered_commands]
 

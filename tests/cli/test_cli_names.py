@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardctl.conversion.bucket_output import _require_object_names
 from shardctl.errors import DestinationError, UsageError
+from shardctl.storage.addresses import check_destination, open_source
 from shardctl.storage.byte_names import name_from_text
-from shardctl.storage.places import check_destination, open_source
-from shardctl.verbs.into_bucket import _require_object_names
 
 LATIN = b"caf\xe9.md"
 SIDES = (LATIN, b"\xff\xfe/\xed\xa0\x80.txt", "naïve 100%.md".encode(), b"two\nlines", b"back\\slash")

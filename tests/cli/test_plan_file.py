@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from cli_checkpoints import llama
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion import plan_file
+from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import ChangedError, DestinationError, SourceError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
-from shardctl.verbs import plan_file
-from shardctl.verbs.drafting import plan_conversion
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 WISHES = {

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from shardctl.memory.devices import get_device
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.estimate.devices import get_device
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.report.planning import render_plan
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.plan import plan
 
 ROOT = Path(__file__).parents[2]

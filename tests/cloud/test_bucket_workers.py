@@ -10,6 +10,7 @@ import time
 import pytest
 from cloud_models import llama, on_disk
 
+from shardctl.conversion.worker_part import contribute
 from shardctl.errors import DestinationError, Mismatch, SourceError
 from shardctl.execute.uploads import BucketUploads
 from shardctl.execute.worker import WorkerId
@@ -17,7 +18,6 @@ from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage.cloud import bucket as cloud_bucket
 from shardctl.storage.cloud.bucket import CloudBucket
-from shardctl.verbs.contribute import contribute
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify

@@ -14,12 +14,12 @@ from shardctl.execute.progress import SilentProgress
 from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage import patience
+from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
+from shardctl.verbs.dry_run import rehearse_reshard
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.rehearse import rehearse_reshard
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
@@ -173,12 +173,12 @@ def test_an_earlier_run_may_have_had_another_room_for_groups(s3, bucket, source,
     before, now = [one_file, 1 << 30][::order]
     upload = BucketUploads.upload
     with monkeypatch.context() as patched:
-        patched.setattr("shardctl.verbs.into_bucket.measure_free_space", lambda _: before)
+        patched.setattr("shardctl.conversion.bucket_output.measure_free_space", lambda _: before)
         patched.setattr(BucketUploads, "upload", lambda self, n, *rest: upload(self, n, *rest) if n < 1 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             reshard(source, f"s3://{bucket}/out", TP2)
     assert ".shardctl/group-00000" in held(s3, bucket, "out/")
-    monkeypatch.setattr("shardctl.verbs.into_bucket.measure_free_space", lambda _: now)
+    monkeypatch.setattr("shardctl.conversion.bucket_output.measure_free_space", lambda _: now)
     assert reshard(source, f"s3://{bucket}/out", TP2).record == wanted.record
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 

@@ -7,7 +7,7 @@ from fault_proxy import LOST
 from shardctl.errors import AccessError, DestinationError, SourceError, TransientError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage import patience
+from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import CloudBucket
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard

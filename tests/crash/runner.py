@@ -20,14 +20,14 @@ from pathlib import Path
 from crash_site import checkpoint
 from faults import Faults
 
+from shardctl.conversion import conversion_plan as drafting
+from shardctl.conversion import worker_part as contributing
+from shardctl.conversion.worker_part import contribute
 from shardctl.errors import ShardctlError
 from shardctl.execute import engine
 from shardctl.execute.worker import WorkerId
 from shardctl.mesh import Mesh
 from shardctl.storage import descriptors, direct, local
-from shardctl.verbs import contribute as contributing
-from shardctl.verbs import drafting
-from shardctl.verbs.contribute import contribute
 from shardctl.verbs.finish import finish
 from shardctl.verbs.reshard import reshard
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
-from shardctl import formats
+from shardctl.libraries import registry as formats
 from shardctl.manifest import ConstantFill
 from shardctl.storage.local import LocalSource
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
-from shardctl.formats import detect_format, scan_checkpoint
+from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stored_bytes import bits, gather, scan
 
-from shardctl import formats
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
-from shardctl.formats.deepspeed import geometry
-from shardctl.formats.deepspeed.patterns import NamePatterns
+from shardctl.libraries import registry as formats
+from shardctl.libraries.deepspeed import geometry
+from shardctl.libraries.deepspeed.patterns import NamePatterns
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.inspect import inspect
@@ -565,7 +565,7 @@ def test_patterns_are_matched_as_python_does(pattern, name, fits):
 
 
 def test_a_pattern_made_to_take_years_takes_none(monkeypatch):
-    monkeypatch.setattr("shardctl.formats.deepspeed.patterns._MOST", 100_000)
+    monkeypatch.setattr("shardctl.libraries.deepspeed.patterns._MOST", 100_000)
     assert NamePatterns([".*" * 20 + "x"]).find("a" * 100) is None
     with pytest.raises(HostileError, match="take too long"):
         NamePatterns([".*" * 499 + "x"]).find("a" * 100_000)

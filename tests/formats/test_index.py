@@ -8,7 +8,7 @@ import os
 import pytest
 
 from shardctl.errors import HostileError, SourceError
-from shardctl.formats.index import read_index
+from shardctl.libraries.files.index import read_index
 from shardctl.storage.local import LocalSource
 
 NAME = "model.safetensors.index.json"

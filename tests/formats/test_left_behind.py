@@ -13,7 +13,7 @@ from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
 from shardctl.errors import SourceError
-from shardctl.formats import scan_checkpoint
+from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.reshard import reshard
 

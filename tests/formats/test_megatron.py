@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect_format, scan_checkpoint
-from shardctl.layouts.megatron import MegatronOptions, _find_end_stages
+from shardctl.libraries.megatron.legacy_writing import MegatronOptions, _find_end_stages
+from shardctl.libraries.megatron.names import find_engine_name, find_local_name
+from shardctl.libraries.megatron.ranks import build_least_mesh, list_mesh_folders
+from shardctl.libraries.registry import detect_format, scan_checkpoint
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.schemas.megatron.names import find_engine_name, find_local_name
-from shardctl.schemas.megatron.ranks import build_least_mesh, list_mesh_folders
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

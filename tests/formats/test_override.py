@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.formats import FORMATS, scan_checkpoint
-from shardctl.storage.places import open_source
+from shardctl.libraries.registry import FORMATS, scan_checkpoint
+from shardctl.storage.addresses import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 OTHERS = {

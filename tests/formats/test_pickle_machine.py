@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardctl.errors import HostileError, ShardctlError, SourceError, UnsupportedError
-from shardctl.formats.pickle_machine import parse_pickle
-from shardctl.formats.pickle_state import PickleLimits, TruncatedError
-from shardctl.formats.pickle_tree import CallNode, GlobalNode, as_mapping
+from shardctl.libraries.torch_save.pickle_machine import parse_pickle
+from shardctl.libraries.torch_save.pickle_state import PickleLimits, TruncatedError
+from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -63,7 +63,7 @@ def test_shared_and_cyclic_objects_stay_shared_and_cyclic(protocol):
 
 
 def test_every_opcode_of_python_is_known():
-    from shardctl.formats.pickle_machine import _HANDLERS, _STOP
+    from shardctl.libraries.torch_save.pickle_machine import _HANDLERS, _STOP
 
     assert {ord(op.code) for op in pickletools.opcodes} == {*_HANDLERS, _STOP}
 

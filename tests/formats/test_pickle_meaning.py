@@ -14,9 +14,9 @@ from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
 from shardctl.errors import HostileError, SourceError
-from shardctl.formats import torch_save
-from shardctl.formats.pickle_budget import PickleBudget, budget_of
-from shardctl.formats.pickle_machine import parse_pickle
+from shardctl.libraries.torch_save import reading as torch_save
+from shardctl.libraries.torch_save.pickle_budget import PickleBudget, budget_of
+from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.storage.local import LocalSource
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def test_names_that_are_not_known_to_be_harmless_are_left_behind_and_said(tmp_pa
 
 def test_a_shared_dict_is_walked_a_bounded_number_of_times(tmp_path):
     """Thirty levels of a dict with ten names for the next one are 10 ** 30 values in 3 kB."""
-    from shardctl.formats import pickled_ranks
+    from shardctl.libraries.rank_pickles import reading as pickled_ranks
 
     levels = b"}(U\x01w" + tensor() + b"u"
     for level in range(30):
@@ -231,9 +231,9 @@ def ties(path: Path, count: int) -> Path:
 
 
 def test_names_that_share_a_storage_are_not_written_out_beyond_a_factor(tmp_path):
+    from shardctl.checkpoint.opening import open_checkpoint
+    from shardctl.conversion.conversion_plan import plan_conversion
     from shardctl.options import ReshardOptions
-    from shardctl.verbs.drafting import plan_conversion
-    from shardctl.verbs.opening import open_checkpoint
 
     path = ties(tmp_path / "m.pt", 80)
     with open_checkpoint(path) as checkpoint:
@@ -260,10 +260,10 @@ def test_the_command_line_refuses_it_and_says_how_to_allow_it(tmp_path, capsys):
 
 
 def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
+    from shardctl.checkpoint.opening import open_checkpoint
+    from shardctl.conversion import expansion
+    from shardctl.conversion.conversion_plan import plan_conversion
     from shardctl.options import ReshardOptions
-    from shardctl.verbs import expansion
-    from shardctl.verbs.drafting import plan_conversion
-    from shardctl.verbs.opening import open_checkpoint
 
     monkeypatch.setattr(expansion, "_FREE", 0)
     torch.save({"w": torch.zeros(1000, 100, dtype=torch.bfloat16)}, tmp_path / "m.pt")
@@ -272,10 +272,10 @@ def test_casts_and_ranks_are_no_expansion(tmp_path, monkeypatch):
 
 
 def test_memory_for_too_many_tensors_is_refused_before_a_plan_is_made(tmp_path, monkeypatch):
+    from shardctl.checkpoint.opening import open_checkpoint
+    from shardctl.conversion import conversion_plan as drafting
     from shardctl.errors import MemoryBudgetError
     from shardctl.options import ReshardOptions
-    from shardctl.verbs import drafting
-    from shardctl.verbs.opening import open_checkpoint
 
     torch.save({f"t{n}": torch.zeros(1) for n in range(3000)}, tmp_path / "m.pt")
     monkeypatch.setattr(drafting, "join_manifests", lambda *_: pytest.fail("a plan is made"))

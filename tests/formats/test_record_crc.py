@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardctl.errors import SourceError
-from shardctl.formats import scan_checkpoint
-from shardctl.formats.torch_save import read_saved
-from shardctl.formats.zip_records import read_archive
+from shardctl.libraries.registry import scan_checkpoint
+from shardctl.libraries.torch_save.reading import read_saved
+from shardctl.libraries.torch_save.zip_records import read_archive
 from shardctl.storage.local import LocalSource
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b.weight": torch.arange(5.0)}

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from safetensors_corpus import build
 
-from shardctl import formats
 from shardctl.errors import HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import safetensors
+from shardctl.libraries import registry as formats
+from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
 

@@ -17,7 +17,7 @@ from safetensors_corpus import BAD, ODD, Bad, Odd, build
 
 from shardctl.dtype import BY_NAME, DTYPES
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.formats.safetensors_header import SafetensorsHeader, encode_header, looks_like_header, read_header
+from shardctl.libraries.safetensors.header import SafetensorsHeader, encode_header, looks_like_header, read_header
 from shardctl.storage import read_bytes
 from shardctl.storage.local import LocalSource
 

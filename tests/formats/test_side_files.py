@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardctl.errors import HostileError
-from shardctl.formats.side_files import list_side_files
+from shardctl.libraries.files.side_files import list_side_files
 from shardctl.storage.local import LocalSource
 
 CARRIED = """

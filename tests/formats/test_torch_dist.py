@@ -20,18 +20,18 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect_format
-from shardctl.formats.dcp.metadata import read_metadata
+from shardctl.libraries.dcp.metadata import read_metadata
+from shardctl.libraries.registry import detect_format
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.local import LocalSource
 from shardctl.training import split_state_name
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import plan_conversion
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

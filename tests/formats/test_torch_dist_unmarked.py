@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import SourceError
-from shardctl.formats import detect_format
+from shardctl.libraries.registry import detect_format
 from shardctl.options import SourceOptions
 from shardctl.storage.local import LocalSource
-from shardctl.verbs.opening import open_checkpoint
 
 HERE = Path(__file__).parents[2] / "fixtures" / "torch_dist"
 

@@ -19,9 +19,9 @@ from numpy.lib.stride_tricks import as_strided
 from torch_corpus import BAD, GOOD, file, one, tensor
 from zip_builder import Entry
 
-from shardctl import formats
 from shardctl.errors import ShardctlError, SourceError, UnsupportedError
-from shardctl.formats import torch_save
+from shardctl.libraries import registry as formats
+from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.manifest import Region
 from shardctl.storage.local import LocalSource
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardctl.errors import CutError, ShardctlError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect_format, scan_checkpoint
-from shardctl.formats.trtllm.config import interpret_config
+from shardctl.libraries.registry import detect_format, scan_checkpoint
+from shardctl.libraries.trtllm.config import interpret_config
 from shardctl.mesh import Mesh
 from shardctl.models.config import ModelConfig
 from shardctl.options import ReshardOptions, SourceOptions

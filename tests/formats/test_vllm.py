@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion.conversion_plan import plan_conversion
+from shardctl.conversion.plan_file import read_plan_file, write_plan_file
 from shardctl.errors import CutError, SourceError, UnsupportedError, UsageError
-from shardctl.formats import detect_format, scan_checkpoint
+from shardctl.libraries.registry import detect_format, scan_checkpoint
+from shardctl.libraries.vllm.arrays import FAMILIES
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.schemas.vllm import FAMILIES
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
-from shardctl.verbs.drafting import plan_conversion
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
-from shardctl.verbs.plan_file import read_plan_file, write_plan_file
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zip_builder import Entry, build, padding
 
 from shardctl.errors import HostileError, ShardctlError, SourceError, UnsupportedError
-from shardctl.formats.zip_records import read_archive
+from shardctl.libraries.torch_save.zip_records import read_archive
 from shardctl.storage.local import LocalSource
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from gpu_models import LLAMA, MIXTRAL, cut, random_checkpoint
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.loading.device_levels import run_forward_level
 from shardctl.options import SourceOptions, VerifyOptions
-from shardctl.verbs.on_devices import run_forward_level
-from shardctl.verbs.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

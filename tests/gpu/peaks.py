@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from gpu_models import LLAMA, MIXTRAL, QWEN
 
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.inventory import build_inventory
+from shardctl.estimate.serving import list_serving_terms
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.manifest import Tensor
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.inventory import build_inventory
-from shardctl.memory.serving import list_serving_terms
-from shardctl.memory.term import sum_terms
-from shardctl.memory.training import list_training_terms
-from shardctl.memory.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.models.anatomy import build_anatomy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from gpu_models import Scale
 
-    from shardctl.memory.term import MemoryTerm
+    from shardctl.estimate.term import MemoryTerm
 
 
 @dataclass(frozen=True)

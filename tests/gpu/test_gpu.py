@@ -119,7 +119,7 @@ def test_a_bit_that_is_wrong_on_the_device_is_found(tmp_path):
 
 @needs_gpu
 def test_loading_many_small_blocks_overlaps_copies_and_loses_none(tmp_path):
-    from shardctl.verbs.load import load
+    from shardctl.loading.state_dict import load
     from shardctl.workers import ExecutionOptions
 
     source = random_checkpoint(tmp_path / "source", ON.config(LLAMA, 2))

@@ -4,7 +4,7 @@ import pytest
 from hub_server import HubServer
 from huggingface_hub import constants
 
-from shardctl.storage import patience
+from shardctl.storage import retries as patience
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from shardctl.errors import ChangedError, SourceError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage.places import open_source
+from shardctl.storage.addresses import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard

@@ -7,7 +7,7 @@ from hub_models import SHARDS, large, model
 
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage.places import open_source
+from shardctl.storage.addresses import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

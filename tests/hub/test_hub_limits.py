@@ -9,8 +9,8 @@ from hub_server import HubServer, status
 from huggingface_hub import constants
 
 from shardctl.errors import HostileError, ShardctlError, SourceError, TransientError
+from shardctl.storage.addresses import open_source
 from shardctl.storage.hub import limits, questions, sockets
-from shardctl.storage.places import open_source
 from shardctl.verbs.inspect import inspect
 
 NAME = "someone/llama"

@@ -4,9 +4,9 @@ import pytest
 from hub_models import model, write
 
 from shardctl.errors import SourceError, UsageError
+from shardctl.storage.addresses import open_source
 from shardctl.storage.hub.address import HubAddress
 from shardctl.storage.local import LocalSource
-from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 

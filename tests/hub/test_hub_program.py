@@ -14,7 +14,7 @@ from hub_server import dropped, sha256, status
 
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage.windows import KEPT
+from shardctl.storage.read_ahead import KEPT
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"

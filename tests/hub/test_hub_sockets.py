@@ -12,10 +12,10 @@ from hub_models import model
 from huggingface_hub import set_client_factory
 from huggingface_hub.utils import get_session
 
+from shardctl.storage.addresses import open_source
 from shardctl.storage.hub import sockets
 from shardctl.storage.hub.sockets import SocketPool
-from shardctl.storage.patience import TroubleError
-from shardctl.storage.places import open_source
+from shardctl.storage.retries import TroubleError
 
 NAME = "someone/llama"
 SHARD = "model-00001-of-00003.safetensors"

@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from shardctl.errors import AccessError, ChangedError, HostileError, Interrupted, SourceError, TransientError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
-from shardctl.storage import patience
+from shardctl.storage import retries as patience
+from shardctl.storage.addresses import open_source
 from shardctl.storage.hub import ranges
-from shardctl.storage.places import open_source
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan

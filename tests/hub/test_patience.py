@@ -6,9 +6,9 @@ from email.utils import formatdate
 import pytest
 
 from shardctl.errors import Interrupted, SourceError, TransientError
-from shardctl.storage import patience
+from shardctl.storage import retries as patience
 from shardctl.storage.hub.statuses import parse_retry_after
-from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.storage.retries import RetryBackoff, TroubleError
 from shardctl.workers import StopRequest
 
 

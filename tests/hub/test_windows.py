@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.storage import windows
-from shardctl.storage.windows import GLANCE, KEPT, STRIDE, ReadAheadCache
+from shardctl.storage import read_ahead as windows
+from shardctl.storage.read_ahead import GLANCE, KEPT, STRIDE, ReadAheadCache
 
 FILE = bytes(range(256)) * (40 << 10)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from shardctl.estimate.inventory import build_inventory
 from shardctl.manifest import Tensor
-from shardctl.memory.inventory import build_inventory
 from shardctl.models import describe_model
 
 

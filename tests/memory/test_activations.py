@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardctl.memory.activations import estimate_activations
-from shardctl.memory.holding import RankHolding
-from shardctl.memory.workload import PROFILES, TrainingWorkload
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelAnatomy, ModelLayer, build_anatomy
 from shardctl.models.layer_traits import LayerStyle

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UnsupportedError
-from shardctl.memory.activations import estimate_activations
-from shardctl.memory.holding import RankHolding
-from shardctl.memory.term import sum_terms
-from shardctl.memory.workload import TrainingWorkload
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import LayerState, build_anatomy
 

@@ -8,17 +8,17 @@ import pytest
 from known_models import LLAMA_3_8B, LLAMA_3_70B, QWEN2_7B, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.advice import EstimateRequest, advise_changes, find_fewest_by_type
-from shardctl.memory.devices import GIB, get_device
-from shardctl.memory.estimate import build_estimate
-from shardctl.memory.forecast import estimate_ranks
-from shardctl.memory.heaviest import HeaviestRanks
-from shardctl.memory.holding import RankHolding
-from shardctl.memory.legal import AllowedDegrees
-from shardctl.memory.narrower import narrow_inventory
-from shardctl.memory.search import SERVING, SearchSpace, WeightTotals
-from shardctl.memory.term import MemoryTerm
-from shardctl.memory.workload import ServingWorkload, TrainingWorkload
+from shardctl.estimate.advice import EstimateRequest, advise_changes, find_fewest_by_type
+from shardctl.estimate.allowed_degrees import AllowedDegrees
+from shardctl.estimate.devices import GIB, get_device
+from shardctl.estimate.forecast import estimate_ranks
+from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.narrower_types import narrow_inventory
+from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.search import SERVING, SearchSpace, WeightTotals
+from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

@@ -233,7 +233,7 @@ def test_it_takes_milliseconds_and_nothing_heavy():
     assert len(build_anatomy(config).layers) == 61
     assert time.process_time() - start < 0.1
     script = (
-        "import sys, shardctl.models.anatomy, shardctl.memory.serving;"
+        "import sys, shardctl.models.anatomy, shardctl.estimate.serving;"
         "assert not {'numpy', 'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

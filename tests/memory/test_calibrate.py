@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardctl.errors import SourceError, UsageError
-from shardctl.memory.calibrate import PeakMeasurement, _solve_least_squares, fit_calibration, parse_measurements
-from shardctl.memory.term import MemoryTerm, sum_terms
-from shardctl.memory.workload import TrainingWorkload
+from shardctl.estimate.calibrate import PeakMeasurement, _solve_least_squares, fit_calibration, parse_measurements
+from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.workload import TrainingWorkload
 from shardctl.mesh import Mesh
 
 GB = 10**9

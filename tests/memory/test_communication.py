@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from known_models import even, stock
 
-from shardctl.memory.communication import compute_sent_bytes, list_traffic
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.workload import ServingWorkload, TrainingWorkload
+from shardctl.estimate.communication import compute_sent_bytes, list_traffic
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

@@ -6,7 +6,7 @@ import pytest
 from known_models import LLAMA_3_8B, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.comparison import compare_strategies, list_strategies
+from shardctl.estimate.comparison import compare_strategies, list_strategies
 
 
 # Rajbhandari et al. 2020, figure 1: 7.5B parameters, 64 devices, mixed-precision Adam.

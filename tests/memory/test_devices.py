@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import DEVICES, GIB, PCIE3, get_device
+from shardctl.estimate.devices import DEVICES, GIB, PCIE3, get_device
 
 
 @pytest.mark.parametrize(

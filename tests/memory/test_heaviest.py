@@ -9,8 +9,8 @@ import pytest
 from known_models import stock
 
 from shardctl.errors import CutError
-from shardctl.memory.heaviest import HeaviestRanks
-from shardctl.memory.holding import list_holdings
+from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.estimate.holding import list_holdings
 from shardctl.mesh import Mesh
 
 CONFIGS = sorted((Path(__file__).parents[2] / "fixtures" / "configs").glob("*.json"))

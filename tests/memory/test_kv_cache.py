@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from transformers import EncoderDecoderCache
 
 from shardctl.errors import UsageError
-from shardctl.memory.holding import RankHolding
-from shardctl.memory.kv_cache import (
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.kv_cache import (
     compute_bytes_per_token,
     compute_cross_bytes_per_token,
     compute_state_bytes,
     list_cache_terms,
 )
-from shardctl.memory.term import sum_terms
-from shardctl.memory.workload import ServingWorkload
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import ServingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

@@ -6,9 +6,9 @@ import pytest
 from known_models import GPT_3, LLAMA_3_8B, QWEN2_7B, deepseek_v3, llama_405b, stock
 
 from shardctl.errors import CutError
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.legal import AllowedDegrees
-from shardctl.memory.search import WeightTotals
+from shardctl.estimate.allowed_degrees import AllowedDegrees
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.search import WeightTotals
 from shardctl.mesh import Mesh
 
 

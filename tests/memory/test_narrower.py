@@ -10,8 +10,8 @@ import pytest
 from known_models import DEEPSEEK_V3, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, stock
 
 from shardctl.errors import CutError, UsageError
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.narrower import TYPES, is_linear, narrow_inventory
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.narrower_types import TYPES, is_linear, narrow_inventory
 from shardctl.mesh import Mesh
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"

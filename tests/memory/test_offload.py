@@ -10,22 +10,22 @@ from known_models import MIXTRAL_8X7B, stock
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
-from shardctl.manifest import Tensor
-from shardctl.memory.activations import estimate_activations
-from shardctl.memory.estimate import build_estimate
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.inventory import build_inventory
-from shardctl.memory.offload import (
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.inventory import build_inventory
+from shardctl.estimate.offload import (
     compute_bandwidth,
     compute_efficiency,
     compute_intensity,
     list_link_needs,
     sum_heaviest_node,
 )
-from shardctl.memory.operations import compute_used_share
-from shardctl.memory.states import list_state_terms
-from shardctl.memory.term import sum_terms
-from shardctl.memory.workload import TrainingWorkload
+from shardctl.estimate.operations import compute_used_share
+from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.states import list_state_terms
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import TrainingWorkload
+from shardctl.manifest import Tensor
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 from shardctl.placement import AxisCut, PartitionSpec

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
-from shardctl.memory.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
+from shardctl.estimate.optimizers import OPTIMIZERS, OptimizedTensor, get_optimizer
 
 SHAPES = ((70, 64), (64, 70), (4096,), (4095,), (257, 16), (16, 8), (1, 5), (3,), (2, 64, 64), ())
 """Around the sizes from which states have 8 bits, whose blocks are 256 elements."""

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from shardctl.errors import UsageError
-from shardctl.memory.schedule import compute_bubble, count_in_flight, count_losses
+from shardctl.estimate.schedule import compute_bubble, count_in_flight, count_losses
 
 FORWARD, BACKWARD = 1, 2
 """Time of one microbatch through one stage."""

@@ -21,12 +21,12 @@ from known_models import (
 )
 
 from shardctl.errors import UsageError
-from shardctl.memory.cost import price_mesh
-from shardctl.memory.devices import GIB, get_device
-from shardctl.memory.estimate import build_estimate
-from shardctl.memory.heaviest import HeaviestRanks
-from shardctl.memory.legal import AllowedDegrees
-from shardctl.memory.search import (
+from shardctl.estimate.allowed_degrees import AllowedDegrees
+from shardctl.estimate.cost import price_mesh
+from shardctl.estimate.devices import GIB, get_device
+from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.search import (
     SERVING,
     TRAINING,
     SearchSpace,
@@ -37,8 +37,8 @@ from shardctl.memory.search import (
     search_meshes,
     set_equal_tokens,
 )
-from shardctl.memory.term import MemoryTerm
-from shardctl.memory.workload import ServingWorkload, TrainingWorkload
+from shardctl.estimate.term import MemoryTerm
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

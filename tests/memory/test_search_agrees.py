@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import UsageError
-from shardctl.memory.devices import get_device
+from shardctl.estimate.devices import get_device
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.verbs.plan import plan

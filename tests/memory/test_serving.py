@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from known_models import even, stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.estimate import build_estimate
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.kv_cache import compute_bytes_per_token
-from shardctl.memory.runtime import list_communicators, list_runtime_terms
-from shardctl.memory.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
-from shardctl.memory.term import sum_terms
-from shardctl.memory.workload import ServingWorkload
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.kv_cache import compute_bytes_per_token
+from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.runtime import list_communicators, list_runtime_terms
+from shardctl.estimate.serving import MOST, find_largest_batch, find_longest_context, list_serving_terms
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import ServingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

@@ -16,12 +16,12 @@ from known_models import even, stock
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UsageError
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.inventory import build_inventory
+from shardctl.estimate.states import list_state_terms
+from shardctl.estimate.transients import STEP
+from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.manifest import Tensor
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.inventory import build_inventory
-from shardctl.memory.states import list_state_terms
-from shardctl.memory.transients import STEP
-from shardctl.memory.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.placement import AxisCut, PartitionSpec
 

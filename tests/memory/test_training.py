@@ -9,13 +9,13 @@ import pytest
 from known_models import stock
 
 from shardctl.errors import UsageError
-from shardctl.memory.activations import estimate_activations
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.states import list_state_terms
-from shardctl.memory.term import CATEGORIES, sum_terms
-from shardctl.memory.training import list_training_terms
-from shardctl.memory.transients import STEP
-from shardctl.memory.workload import PROFILES, TrainingWorkload
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.states import list_state_terms
+from shardctl.estimate.term import CATEGORIES, sum_terms
+from shardctl.estimate.training import list_training_terms
+from shardctl.estimate.transients import STEP
+from shardctl.estimate.workload import PROFILES, TrainingWorkload
 from shardctl.mesh import Mesh
 from shardctl.models.anatomy import build_anatomy
 

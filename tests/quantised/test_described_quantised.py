@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from codes import CODECS, LLAMA
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.options import SourceOptions
-from shardctl.verbs.opening import open_checkpoint
 
 LEFT_OPEN = ("g_idx", "input_scale", "input_scale_ub")
 """Arrays that some writers leave out, and a config does not tell of."""

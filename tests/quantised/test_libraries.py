@@ -11,6 +11,7 @@ from codes import LLAMA, plain_state, write
 from reading import assert_same, of, read
 from safetensors.torch import load_file
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import CutError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
@@ -18,7 +19,6 @@ from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.placement import compute_rank_boxes
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

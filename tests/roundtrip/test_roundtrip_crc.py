@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from shardctl.cli.program import run
 from shardctl.errors import ChangedError, SourceError
 from shardctl.execute import engine
-from shardctl.formats.zip_records import read_archive
+from shardctl.libraries.torch_save.zip_records import read_archive
 from shardctl.options import ReshardOptions
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.reshard import reshard

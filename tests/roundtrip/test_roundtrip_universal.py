@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from test_roundtrip_dcp import CONFIG, TRAINED, bits, compare_with_torch, experts, same, whole  # noqa: F401 - a fixture
 from tiny_models import CONFIGS, build, config_of
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 from tiny_models import FIXTURES, config_of
 
-from shardctl.memory.holding import list_holdings
-from shardctl.memory.inventory import build_inventory
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.inventory import build_inventory
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 MODELS = {name: describe_model(config_of(name)) for name in FIXTURES}

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import Tiny, assert_same, config_of, loaded, save, stored
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.errors import CutError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
@@ -20,7 +21,6 @@ from shardctl.models.transformers_plan import read_plan
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 
 BORROWED = SourceOptions(rules_from="transformers")

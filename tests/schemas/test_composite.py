@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError
+from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays, stack_arrays
 from shardctl.manifest import Chunk, Region, compute_dense_strides
-from shardctl.schemas.composite import CompositeArray, interleave_arrays, join_arrays, stack_arrays
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

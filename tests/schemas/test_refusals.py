@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import CutError, SourceError, UnsupportedError
-from shardctl.layouts import COMPOSED, meta
+from shardctl.libraries.meta import writing as meta
+from shardctl.libraries.writers import COMPOSED
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.drafting import plan_conversion
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import transformers
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.manifest import Region
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verbs.reshard import reshard
 from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
 from shardctl.verify.rank_files import find_rank

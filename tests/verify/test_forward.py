@@ -13,8 +13,8 @@ import transformers
 from forward_models import FIXTURES, REPLICATE, config_of, cut, run, save
 from safetensors.torch import load_file, save_file
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint
 from shardctl.verify.forward.comparison import ForwardComparison
 

@@ -15,8 +15,8 @@ import torch
 import transformers
 from forward_models import REPLICATE, config_of, cut, run, save, saved_and_cut, values
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verify.forward import CandidateCheckpoint, OriginalCheckpoint, compare_forward_passes
 
 

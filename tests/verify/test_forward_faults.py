@@ -10,8 +10,8 @@ from forward_models import REPLICATE, config_of, cut, place, run, save, values
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.mesh import Mesh
-from shardctl.verbs.opening import open_checkpoint
 
 LAYER = "model.layers.1"
 NAMES = {

@@ -17,12 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shardctl.box import Box
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CoverageError
 from shardctl.manifest import Chunk, ConstantFill, Manifest, Region, Tensor
 from shardctl.mesh import Mesh
 from shardctl.models.fusion import FusionPlaces, TensorFusion
-from shardctl.verbs.opening import open_checkpoint
 from shardctl.verify.forward import build_lens
 from shardctl.verify.forward.lens import FusedTensor, StoredTensor
 from shardctl.views import ArrayView

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-import shardctl.verbs.on_devices
+import shardctl.loading.device_levels
 import shardctl.verify.forward
 from shardctl.cli.program import run
 from shardctl.mesh import Mesh
@@ -22,7 +22,6 @@ from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions, VerifyOptions
 from shardctl.report.annotations import MOST, format_github_annotations
 from shardctl.verbs.digest import digest
-from shardctl.verbs.level import LevelResult, VerifyResult
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 from shardctl.verify.finding import CheckFinding
@@ -35,6 +34,7 @@ from shardctl.verify.forward import (
     SecondOpinion,
 )
 from shardctl.verify.forward.by_processes import choose_process_count
+from shardctl.verify.level import LevelResult, VerifyResult
 
 CONFIGS = Path(__file__).parents[2] / "fixtures" / "configs"
 GPU = torch.cuda.is_available()
@@ -166,7 +166,7 @@ class TestLoad:
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
         whole = level(verify(ranks, level="load", trial=VerifyOptions(device="cpu")), "load")
-        monkeypatch.setattr(shardctl.verbs.on_devices, "_BATCH", 5000)
+        monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
         parts = level(verify(ranks, level="load"), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
         assert [r.peak_bytes for r in parts.ranks] == [r.peak_bytes for r in whole.ranks]

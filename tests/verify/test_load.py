@@ -22,11 +22,11 @@ from shardctl.box import Box
 from shardctl.cli.program import run
 from shardctl.dtype import BY_NAME
 from shardctl.errors import Interrupted, SourceError, UnsupportedError, UsageError
+from shardctl.loading.state_dict import load
 from shardctl.manifest import Chunk, Region, compute_dense_strides
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions, SourceOptions
-from shardctl.verbs.load import load
 from shardctl.verbs.reshard import reshard
 from shardctl.verify.load import BoxGrid, WantedTensor, list_devices, load_tensors
 from shardctl.workers import ExecutionOptions, StopRequest

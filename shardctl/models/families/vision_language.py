@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Final
 from shardctl.errors import UnsupportedError
 from shardctl.models.decoder import DECODER, assume_sizes
 from shardctl.models.families.clip import CLIP_EYES, SIGLIP_EYES, build_clip_vision_facts, build_siglip_vision_facts
-from shardctl.models.families.eyes import (
+from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.families.llama import LLAMA
+from shardctl.models.families.mistral import MINISTRAL3, MISTRAL
+from shardctl.models.families.qwen import QWEN2, QWEN3
+from shardctl.models.families.vision_towers import (
     PIXTRAL_EYES,
     QWEN_EYES,
     build_pixtral_vision_facts,
     build_qwen2_vision_facts,
     build_qwen25_vision_facts,
 )
-from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from shardctl.models.families.llama import LLAMA
-from shardctl.models.families.mistral import MINISTRAL3, MISTRAL
-from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
 from shardctl.models.nesting import join_facts, nest_facts, nest_rows

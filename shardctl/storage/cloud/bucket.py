@@ -15,12 +15,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from shardctl.bounded_text import RECORD_TEXT, check_size
 from shardctl.errors import AccessError, UsageError
+from shardctl.storage.bounded_text import RECORD_TEXT, check_size
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
 from shardctl.storage.durable import translate_os_errors
-from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.storage.retries import RetryBackoff, TroubleError
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:

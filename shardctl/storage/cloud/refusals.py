@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import AccessError, ChangedError, DestinationError, SourceError
 from shardctl.storage.cloud.settings import HOW_ALLOWED, find_endpoint
-from shardctl.storage.patience import TroubleError
+from shardctl.storage.retries import TroubleError
 
 if TYPE_CHECKING:
     from shardctl.errors import ShardctlError

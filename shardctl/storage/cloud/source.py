@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.storage import HIDDEN, FileStat, UnpromisedSource, require_span
-from shardctl.storage.windows import KEPT, ReadAheadCache
+from shardctl.storage.read_ahead import KEPT, ReadAheadCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ _LIBRARY: Final = 100 << 20
 class CloudSource(UnpromisedSource):
     """The objects below a prefix, or one object.
 
-    Small reads fetch what follows as well (`shardctl.storage.windows`); of what is read on purpose nothing is fetched
+    Small reads fetch what follows as well (`storage.read_ahead`); of what is read on purpose nothing is fetched
     twice.
     """
 

@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.storage.patience import TroubleError
+from shardctl.storage.retries import TroubleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

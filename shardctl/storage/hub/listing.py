@@ -15,7 +15,7 @@ from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
 from shardctl.storage.hub.statuses import PASSING, parse_retry_after
-from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.storage.retries import RetryBackoff, TroubleError
 from shardctl.version import __version__
 
 if TYPE_CHECKING:

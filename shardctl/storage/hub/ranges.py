@@ -30,7 +30,7 @@ from shardctl.storage.hub.refusals import build_refusal_error
 from shardctl.storage.hub.sockets import BROKEN, ResponseBody, SocketPool
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, parse_retry_after
 from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
-from shardctl.storage.patience import RetryBackoff, TroubleError
+from shardctl.storage.retries import RetryBackoff, TroubleError
 from shardctl.version import __version__
 from shardctl.workers import raise_if_stopped
 

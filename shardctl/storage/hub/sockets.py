@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit
 
 from shardctl.storage.hub.limits import ANSWER_TIMEOUTS, ended_after
-from shardctl.storage.patience import TroubleError
+from shardctl.storage.retries import TroubleError
 
 if TYPE_CHECKING:
     import ssl

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from shardctl.bounded_text import CONFIG_TEXT, check_size
 from shardctl.errors import SourceError, format_first_few
 from shardctl.storage import FileProofs, FileStat, require_span
+from shardctl.storage.bounded_text import CONFIG_TEXT, check_size
 from shardctl.storage.file_hashes import REREAD_BYTES, FileHashes, PromisedHash
 from shardctl.storage.hub.listing import list_repository
 from shardctl.storage.hub.ranges import RangeReader
 from shardctl.storage.hub.xet import has_xet, needs_xet
 from shardctl.storage.local import LocalSource
-from shardctl.storage.windows import KEPT, ReadAheadCache
+from shardctl.storage.read_ahead import KEPT, ReadAheadCache
 from shardctl.workers import StopRequest
 
 if TYPE_CHECKING:

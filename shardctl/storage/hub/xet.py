@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from shardctl.errors import HostileError
-from shardctl.storage.patience import TroubleError
+from shardctl.storage.retries import TroubleError
 from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
+from shardctl.storage.addresses import open_source
 from shardctl.storage.local import LocalSource
-from shardctl.storage.places import open_source
 from shardctl.verify.forward.comparison import compare_in_process
 from shardctl.verify.forward.team import ProcessTeam
 from shardctl.verify.processes import NotStartedError, RankError, build_environment, run_ranks

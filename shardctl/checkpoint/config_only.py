@@ -1,0 +1,121 @@
+"""A model whose weights are not here: its tensors as its `config.json` alone describes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl import models
+from shardctl.errors import UnsupportedError
+from shardctl.libraries.files.impostors import FOREIGN, list_unfinished_downloads
+from shardctl.libraries.reader import find_given_file
+from shardctl.libraries.registry import FORMATS
+from shardctl.manifest import Manifest, Tensor
+from shardctl.record import RECORD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.models import KvHeads, Model, RuleFile
+    from shardctl.storage import Source
+
+CONFIG: Final = "config.json"
+FORMAT: Final = "config"
+"""What a manifest without weights has as its format."""
+_INDEX: Final = ".index.json"
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", *FOREIGN)
+"""Suffixes of files that hold weights, in formats that are read and in others."""
+_STACK: Final = 3
+"""Dims of the array in which some families have one matrix of all experts."""
+_LARGEST: Final = 10_000_000
+"""Bytes of a config; real ones have a few thousand, and a vocabulary has millions."""
+
+
+def find_config_file(source: Source) -> str | None:
+    """The file that could be the config of a model without weights: the source itself, or that of a bare directory.
+
+    Whether it *is* a config is for the reader to say. None where weights are, were, or are being fetched: a directory
+    that shardctl wrote and that lost its files is damaged, and no description of a model.
+    """
+    given = find_given_file(source)
+    files = source.files()
+    if given is not None:
+        fits = given.endswith(".json") and not given.endswith(_INDEX) and given != RECORD
+        return given if fits and files[given].size <= _LARGEST else None
+    if CONFIG not in files or RECORD in files:
+        return None
+    weights = [path for path in files if path.endswith(_WEIGHTS)]
+    own = any("/" not in path for path in weights)
+    if own or (weights and any(format_.detect(source) for format_ in FORMATS)):  # trainers keep them in folders
+        return None
+    return None if any(list_unfinished_downloads(source, suffix) for suffix in _WEIGHTS) else CONFIG
+
+
+def is_model_config(config: Mapping[str, object]) -> bool:
+    """Whether a JSON object is a model's config, as far as its keys tell."""
+    return bool(config.get("architectures") or config.get("model_type"))
+
+
+def build_model_from_config(
+    source: Source, config: Mapping[str, object], rules: RuleFile | None = None, *, kv_heads: KvHeads = "error"
+) -> tuple[Model, Manifest]:
+    """The model of a config, and a manifest of its tensors that are stored nowhere.
+
+    `rules` say instead how tensors are cut. Tensors have the types that the config declares, and the arrays of
+    quantised weights those that their method usually has. What only some checkpoints hold (buffers, layers that predict
+    further tokens) is not counted; of such layers a warning says so, because they are large.
+    Raises UnsupportedError for an architecture that is not known.
+    """
+    try:
+        model = models.describe_model(config, kv_heads=kv_heads)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error.message}, and {source.name} has no weights to learn its tensors from",
+            hint="without weights, only a model that shardctl knows can be planned; docs/models.md lists them",
+        ) from error
+    manifest = Manifest(FORMAT, {t.name: Tensor(t.name, t.dtype, t.shape, (), t.ties) for t in model.own()}, {})
+    if rules is not None:
+        model = rules.over(model, manifest)
+    return model, replace(
+        manifest,
+        warnings=(
+            *model.warnings,
+            *_note_absent_files(source),
+            *_note_untyped(config),
+            *_note_stacks(model),
+            *_note_uncounted(model),
+        ),
+    )
+
+
+def _note_absent_files(source: Source) -> list[str]:
+    indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(_INDEX))
+    return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
+
+
+def _note_untyped(config: Mapping[str, object]) -> list[str]:
+    """A warning where nothing says how many bytes an element has."""
+    read = models.ModelConfig(config)
+    if read.declared() is not None:
+        return []
+    return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
+
+
+def _note_stacks(model: Model) -> list[str]:
+    """A warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
+    if not model.unquantised:
+        return []
+    size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
+    return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantised"] if size else []
+
+
+def _note_uncounted(model: Model) -> list[str]:
+    """A warning about layers that predict further tokens, which no state dict of transformers has."""
+    extra = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.tensors.values() if t.row.optional]
+    if not extra:
+        return []
+    size = sum(t.size for t in extra)
+    return [
+        f"{len(extra):,} tensors that predict further tokens, {size:,} elements, are not counted: not all have them"
+    ]

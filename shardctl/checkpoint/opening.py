@@ -1,0 +1,338 @@
+"""Opens a checkpoint: where it is, what its container holds, what model that is, and what each tensor is called."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl import models
+from shardctl.checkpoint.config_only import CONFIG, build_model_from_config, find_config_file, is_model_config
+from shardctl.checkpoint.garbage_collection import pause_garbage_collection
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.libraries import registry as formats
+from shardctl.libraries import schemas
+from shardctl.libraries.reader import find_given_file
+from shardctl.manifest import first_byte
+from shardctl.options import SourceOptions
+from shardctl.record import RECORD, CheckpointRecord, parse_record
+from shardctl.storage import read_bytes
+from shardctl.storage.addresses import open_source
+from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
+from shardctl.training import SETTINGS, add_states, separate_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models import Model
+    from shardctl.storage import Source
+
+_SHOWN: Final = 12
+"""Kinds of tensors in one message; a real model has about that many."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """An opened source: headers read, nothing else."""
+
+    source: Source
+    stored: Manifest
+    """Under the names of the files."""
+    manifest: Manifest
+    """Under canonical names, where the family is known; else the stored ones."""
+    model: Model | None
+    """None if the source has no config and no rules were given."""
+    model_error: UnsupportedError | None
+    """Why there is no model although there is a config."""
+    config: Mapping[str, Any] | None
+    record: CheckpointRecord | None
+    """What `shardctl.json` says, if shardctl wrote this."""
+    hypothetical: bool = False
+    """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
+    allow_unverified: bool = False
+    """Whether bytes are taken that cannot be compared with the hash that their place promises."""
+
+    def prove(self) -> None:
+        """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""
+        self.source.prove(allow_unverified=self.allow_unverified)
+
+    def unverified(self) -> Iterator[str]:
+        """The files that were read and not compared with the hash that their place promises, as warnings."""
+        for path, reason in self.source.proofs().unverified.items():
+            yield f"{path} was not compared with the hash that is promised of it: {reason}"
+
+    @property
+    def whole(self) -> Manifest:
+        """The manifest with optimizer states among its tensors."""
+        return add_states(self.manifest)
+
+    def require_model(self, purpose: str) -> Model:
+        """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
+        if self.model is not None:
+            return self.model
+        if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
+            raise self.model_error  # the model is known, and names the tensors that do not fit
+        example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
+        if self.model_error is not None:
+            raise UnsupportedError(
+                f"{self.model_error.message}, and {purpose} needs to know how to cut {self._kinds()}",
+                hint=f"write a rule file and give it with --rules FILE: {example}",
+            )
+        raise SourceError(
+            f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._kinds()}",
+            hint=f"name a config with --config PATH, or write a rule file for --rules FILE: {example}",
+        )
+
+    def _kinds(self) -> str:
+        """The tensors, layers taken together."""
+        return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)
+
+    def _widest(self) -> str:
+        """The pattern of the largest matrix, as an example of what is worth cutting."""
+        matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
+        largest = max(matrices, key=lambda t: t.nbytes, default=None)
+        return models.list_name_patterns([largest.name])[0] if largest else "**.weight"
+
+
+@contextmanager
+def open_checkpoint(
+    path: str | Path,
+    reading: SourceOptions | None = None,
+    *,
+    before: Callable[[Source, CheckpointRecord], None] | None = None,
+) -> Iterator[OpenedCheckpoint]:
+    """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
+
+    `before` is called with the record, if there is one, before any header is read: what it raises is raised here.
+    """
+    source = open_source(path)
+    try:
+        yield _read_checkpoint(source, reading or SourceOptions(), before)
+    finally:
+        source.close()
+
+
+def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, second: OpenedCheckpoint) -> None:
+    """Sort tensors of two checkpoints as the files have them of the one that is hashed while it is read, if one is."""
+    side = 1 if second.source.promised and not first.source.promised else 0
+    pairs.sort(key=lambda pair: first_byte(pair[side]))
+
+
+def _scan_container(source: Source, reading: SourceOptions) -> Manifest:
+    """What the container holds, with warnings of what may go wrong with reading it."""
+    stored = formats.scan_checkpoint(
+        source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
+    )
+    cautions = source.cautions()
+    return replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
+
+
+@pause_garbage_collection()
+def _read_checkpoint(
+    source: Source, reading: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
+) -> OpenedCheckpoint:
+    record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
+    if before is not None and record is not None:
+        before(source, record)
+    only = _find_only_config(source, reading)
+    if only is not None:
+        return _build_described_checkpoint(source, only, reading)
+    stored = _scan_container(source, reading)
+    if stored.training is None:
+        stored = separate_states(
+            stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None
+        )
+    config = _read_config(source, reading.config)
+    own = stored.own_config
+    if own is not None and (config is None or (own.replaces and reading.config is None)):
+        config = own.values
+        stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
+    config = _set_vocabulary(config, stored, reading)
+    stored, rules = _apply_rule_names(stored, reading, record)
+    manifest, model, problem = stored, None, None
+    if config is not None or rules is not None or reading.rules_from is not None:
+        try:
+            borrow = reading.rules_from is not None
+            model = models.choose_model(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
+            if model is not None:
+                filtered = record is not None and record.filtered
+                manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
+        except UnsupportedError as error:  # on one device no model is needed
+            model, problem = None, error
+    if model is None:
+        models.refuse_flat_parameters(manifest)
+        _refuse_unbound(manifest, problem, reading)
+    if record:
+        manifest = _apply_record(manifest, record, model)
+    _refuse_warnings(manifest, reading)
+    return OpenedCheckpoint(
+        source,
+        stored,
+        manifest,
+        model,
+        problem,
+        config,
+        record,
+        allow_unverified=reading.allow_unverified,
+    )
+
+
+def _apply_rule_names(
+    stored: Manifest, reading: SourceOptions, record: CheckpointRecord | None
+) -> tuple[Manifest, models.RuleFile | None]:
+    """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
+
+    What shardctl made with that file has those names already: the other side of a comparison.
+    """
+    rules = models.load_rules(reading.rules) if reading.rules else None
+    if rules is None or rules.names is None:
+        return stored, rules
+    expressions = [line.expression() for line in rules.names.lines]
+    made = record is not None and not any(each.fullmatch(name) for name in stored.tensors for each in expressions)
+    return stored if made else rules.names.applied(stored), rules if rules.cuts else None
+
+
+def _set_vocabulary(
+    config: Mapping[str, Any] | None, stored: Manifest, reading: SourceOptions
+) -> Mapping[str, Any] | None:
+    """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
+    if reading.true_vocab is not None:
+        if stored.dialect is None and config is not None and config.get("vocab_size") == reading.true_vocab:
+            return config  # the other side of a comparison
+        if stored.dialect is None or config is None:
+            raise UsageError(
+                "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",
+                hint="leave it out",
+            )
+        return {**config, "vocab_size": reading.true_vocab}
+    if stored.dialect is not None and config is not None and config.get("vocab_size", 0) is None:
+        if reading.unbound:
+            return None
+        raise SourceError(
+            "the files do not say how many tokens the vocabulary has, only to how many rows it was padded",
+            hint="give the number with --true-vocab N, or the model's config with --config PATH",
+        )
+    return config
+
+
+def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, reading: SourceOptions) -> None:
+    """Raise if arrays of another library's making would be taken for tensors of a model."""
+    if manifest.dialect is None or reading.unbound:
+        return
+    if problem is not None:
+        raise problem
+    title = schemas.get_schema(manifest.dialect.schema).title
+    raise SourceError(
+        f"only a config says which model's tensors are in these arrays of {title}",
+        hint="give the model's config.json of transformers with --config PATH",
+    )
+
+
+def _refuse_warnings(manifest: Manifest, reading: SourceOptions) -> None:
+    if reading.strict and manifest.warnings:
+        raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
+
+
+def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | None:
+    """The config of a source that has no weights; None if it has some, or is no model at all.
+
+    Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
+    """
+    path = find_config_file(source) if reading.container is None else None
+    if path is None:
+        return None
+    try:
+        config = _parse_config(read_text(source, path, CONFIG_TEXT), path)
+    except SourceError:
+        if path == CONFIG or not _has_known_format(source):
+            raise
+        return None
+    if not is_model_config(config):
+        if find_given_file(source) is None or _has_known_format(source):
+            return None
+        raise SourceError(
+            f"{source.name} is no model's config: it names neither architectures nor model_type",
+            hint="give the config.json of a transformers model, or a checkpoint",
+        )
+    if not reading.described:
+        raise SourceError(
+            f"{source.name} has no weights, only a config",
+            hint=f"shardctl plan {source.name} says what such a model would need",
+        )
+    if reading.config is not None and find_given_file(source) is not None:
+        raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
+    if reading.rules_from is not None:
+        raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
+    return _read_config(source, reading.config) if reading.config is not None else config
+
+
+def _has_known_format(source: Source) -> bool:
+    """Whether some format knows what it is."""
+    return any(known.detect(source) for known in formats.FORMATS)
+
+
+def _build_described_checkpoint(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> OpenedCheckpoint:
+    """A checkpoint without bytes."""
+    rules = models.load_rules(reading.rules) if reading.rules else None
+    model, manifest = build_model_from_config(source, config, rules, kv_heads=reading.kv_heads)
+    _refuse_warnings(manifest, reading)
+    stored = replace(manifest, tensors={})
+    return OpenedCheckpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
+
+
+def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:
+    """The manifest with what only the record remembers: which arrays are one tensor, and their original names.
+
+    Raises SourceError for a record that calls a tensor of the model by a name that the model does not have.
+    """
+    names = _map_single_tensors(record)
+    groups: dict[str, list[Tensor]] = {}
+    for name, tensor in manifest.tensors.items():
+        known = name in record.tensors
+        if not known and model is not None and name in model.tensors and names.get(name, name) not in model.tensors:
+            raise SourceError(
+                f"{RECORD} calls {name} {names[name]!r:.200}, and the model has no tensor of that name",
+                hint=f"remove {RECORD} to read the files without it; its digests are lost then",
+            )
+        groups.setdefault(name if known else names.get(name, name), []).append(tensor)
+    tensors = {}
+    for name, group in groups.items():
+        merged = replace(group[0], name=name, chunks=tuple(chunk for tensor in group for chunk in tensor.chunks))
+        if name in record.tensors:
+            recorded = record.tensors[name]
+            merged = replace(merged, ties=recorded.ties, spelling=recorded.spelling)
+        tensors[name] = merged
+    return replace(manifest, tensors=tensors)
+
+
+def _map_single_tensors(record: CheckpointRecord) -> dict[str, str]:
+    """By name of stored array: the one tensor that it holds, if it holds one."""
+    held: dict[str, set[str]] = {}
+    for name, tensor in record.tensors.items():
+        for stored in tensor.stored:
+            held.setdefault(stored.name, set()).add(name)
+    return {array: next(iter(tensors)) for array, tensors in held.items() if len(tensors) == 1}
+
+
+def _read_config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
+    if override is not None:
+        path = override
+        try:
+            path = override / CONFIG if override.is_dir() else override
+            return _parse_config(read_file(path, CONFIG_TEXT), str(path))
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    if CONFIG in source.files():
+        return _parse_config(read_text(source, CONFIG, CONFIG_TEXT), CONFIG)
+    beside = source.beside(CONFIG)  # the source may be one file of a directory
+    return _parse_config(beside, CONFIG) if beside is not None else None
+
+
+def _parse_config(data: bytes, path: str) -> Mapping[str, Any]:
+    config = parse_json(data, path, CONFIG_TEXT)
+    if not isinstance(config, dict):
+        raise SourceError(f"{path} is not a JSON object")
+    return config

@@ -1,0 +1,37 @@
+"""Makes a result of parts that are all there: its record, written last, and then its name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+from shardctl.conversion.pending_record import PendingRecord, add_sums_file, build_sums_file, complete_record
+from shardctl.record import RECORD, SUMS, CheckpointRecord, encode_record
+from shardctl.workers import StopRequest, raise_if_stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.execute.part import WorkerPart
+    from shardctl.execute.staging import StagingArea
+
+
+def hash_result_name(*result: object) -> str:
+    """A name that two results share only if their bytes are the same."""
+    return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
+
+
+def assemble_result(
+    frame: PendingRecord, parts: Sequence[WorkerPart], staging: StagingArea, stop: StopRequest, *, sha256: bool
+) -> tuple[CheckpointRecord, tuple[str, ...]]:
+    """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings."""
+    record = complete_record(frame, parts)
+    if sha256:
+        content = build_sums_file(parts)
+        staging.write(SUMS, content)
+        record = add_sums_file(record, content)
+    content = encode_record(record)
+    staging.write(RECORD, content)
+    raise_if_stopped(stop)
+    return record, staging.publish({**record.files, RECORD: len(content)})

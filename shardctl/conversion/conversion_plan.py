@@ -1,0 +1,413 @@
+"""From an opened checkpoint and a wish to a copy plan: the part that `plan`, `--dry-run` and `reshard` share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.checkpoint.config_only import CONFIG
+from shardctl.checkpoint.garbage_collection import pause_garbage_collection
+from shardctl.conversion.expansion import check_expansion
+from shardctl.conversion.optimizer_states import (
+    add_optimizer_states,
+    build_settings_file,
+    build_specs,
+    build_state_fusions,
+    filter_states,
+    find_step_state,
+    get_states,
+    name_state_arrays,
+)
+from shardctl.copyplan import CopyPlan, join_manifests
+from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
+from shardctl.errors import UsageError
+from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
+from shardctl.libraries.arrays.composing import PackRequest
+from shardctl.libraries.arrays.form import EXPERTS, choose_form
+from shardctl.libraries.dcp import file_writer as dcp_files
+from shardctl.libraries.dcp import writing as dcp
+from shardctl.libraries.deepspeed import writing as universal
+from shardctl.libraries.meta import writing as meta
+from shardctl.libraries.safetensors import hf_writing as hf
+from shardctl.libraries.safetensors import ranks_writing as ranks
+from shardctl.libraries.writers import COMPOSED, LAYOUTS
+from shardctl.manifest import OpaqueObject
+from shardctl.mesh import Mesh
+from shardctl.models import find_quantisation_config
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+from shardctl.storage.byte_names import name_to_bytes
+from shardctl.training import SETTINGS
+from shardctl.workers import choose_thread_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models import Model
+    from shardctl.models.fusion import TensorFusion
+
+
+_COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
+_PREFIXES: Final = {
+    ranks.NAME: ranks.format_file_prefix,
+    dcp.NAME: dcp_files.format_file_prefix,
+    meta.NAME: meta.format_file_prefix,
+}
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
+
+
+def prepare_source_options(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOptions:
+    """How a source is to be understood to say what `wish` means for devices.
+
+    Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
+    """
+    reading = reading or SourceOptions()
+    return replace(reading, kv_heads="replicate") if wish.to in _COMPOSED else reading
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedConversion:
+    """A conversion, worked out and not yet begun."""
+
+    checkpoint: OpenedCheckpoint
+    wish: ReshardOptions
+    layout: str
+    mesh: Mesh
+    have: Manifest
+    """What is converted: the checkpoint, filtered; optimizer states are among its tensors if they travel along."""
+    plan: CopyPlan
+    placed: PlacedCheckpoint | None
+    """Who holds what, for a mesh layout."""
+    budget: HostMemoryBudget
+    carried: tuple[OpaqueObject, ...]
+    """Side files that travel along, in their new form."""
+    options: Mapping[str, str]
+    """The options that shape the bytes, for the record."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers per pipeline stage; empty where nothing was cut for a mesh."""
+        if self.placed is not None:
+            return self.placed.stages
+        return self.plan.want.dialect.stages if self.plan.want.dialect is not None else ()
+
+    def prefix(self, rank: int) -> str:
+        """What the paths of a rank's files begin with; empty where the layout has no files of ranks."""
+        dialect = self.plan.want.dialect
+        if dialect is not None:
+            return _COMPOSED[self.layout].prefix(dialect, rank)
+        return _PREFIXES[self.layout](rank) if self.layout in _PREFIXES else ""
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of all files of the result but its record."""
+        return self.plan.write_bytes + sum(side.nbytes for side in self.carried)
+
+    def identity(self) -> str:
+        """A hash of everything that decides the output's bytes, except the values of the source's elements."""
+        state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
+        for path, file in self.plan.want.files.items():
+            state.update(name_to_bytes(path) + f"\0{file.size}\0".encode())
+            for offset, data in file.literals:
+                state.update(offset.to_bytes(8, "little") + data)
+        for copy in self.plan.copies:
+            for chunk in (*copy.reads, *copy.target.chunks):
+                state.update(f"{copy.source.name}\0{chunk.box}{chunk.dtype}{chunk.where}".encode())
+        for side in self.carried:
+            state.update(name_to_bytes(side.name) + f"\0{side.size}\0".encode() + (side.content or b""))
+        return state.hexdigest()[:32]
+
+
+@pause_garbage_collection()
+def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
+    """Work out what `wish` means for a checkpoint.
+
+    Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
+    CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
+    """
+    mesh, layout = wish.mesh or Mesh.of(), choose_layout(wish)
+    tensors = checkpoint.manifest.tensors.values() if wish.include is None and wish.exclude is None else ()
+    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), wish.host_memory)
+    _check_castable(checkpoint, wish)
+    have = add_optimizer_states(filter_tensors(checkpoint.manifest, wish), wish.optimizer_states, layout)
+    dtypes = choose_dtypes(have, wish)
+    fusions = _select_fusions(checkpoint, wish)
+    arrays = choose_form(
+        have,
+        {**fusions, **build_state_fusions(have, fusions)},
+        dtypes,
+        experts=wish.experts,
+        spelled=layout == "hf" or wish.names == "keep",
+    )
+    have, arrays = name_state_arrays(have, arrays, fusions)
+    dtypes = choose_dtypes(have, wish)
+    placed = None
+    if layout == ranks.NAME or (mesh.world > 1 and layout not in _COMPOSED):
+        placed = place_checkpoint(checkpoint, have, mesh, wish.stages, arrays.names)
+    want = _pack_layout(checkpoint, wish, layout, have, placed, arrays, dtypes)
+    have = replace(have, warnings=(*have.warnings, *want.warnings))
+    plan = join_manifests(have, want)
+    if not wish.allow_expansion:
+        check_expansion(plan)
+    return PlannedConversion(
+        checkpoint=checkpoint,
+        wish=wish,
+        layout=layout,
+        mesh=mesh,
+        have=have,
+        plan=plan,
+        placed=placed,
+        budget=divide_host_memory(
+            plan,
+            wish.host_memory,
+            wish.threads or choose_thread_count(far=checkpoint.source.folder is None),
+            beside=checkpoint.source.held_bytes,
+        ),
+        carried=tuple(
+            side for side in _list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
+        ),
+        options=_inherit_options(checkpoint) | _record_options(wish) | _record_layout_changes(have, want, dtypes),
+    )
+
+
+def choose_layout(wish: ReshardOptions) -> str:
+    """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
+    mesh = wish.mesh or Mesh.of()
+    layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
+    if layout not in LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
+    if layout in {hf.NAME, universal.NAME} and mesh.world > 1:
+        raise UsageError(
+            f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
+        )
+    if layout in {universal.NAME, meta.NAME} and wish.max_shard_size is not None:
+        what = "every tensor" if layout == universal.NAME else "every rank"
+        raise UsageError(f"layout {layout} has a file for {what}", hint="leave --max-shard-size out")
+    if wish.names not in {"keep", "transformers"}:
+        raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
+    if wish.experts not in EXPERTS:
+        raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
+    _check_meaningful(wish, layout, mesh)
+    return layout
+
+
+def _pack_layout(
+    checkpoint: OpenedCheckpoint,
+    wish: ReshardOptions,
+    layout: str,
+    have: Manifest,
+    placed: PlacedCheckpoint | None,
+    arrays: ArrayForm,
+    dtypes: dict[str, DType],
+) -> Manifest:
+    """The files of a layout, yet to be written."""
+    usual = wish.max_shard_size or hf.USUAL_SHARD
+    if layout in _COMPOSED:
+        return _COMPOSED[layout].pack(_build_pack_request(checkpoint, wish, layout, have, dtypes))
+    if layout == hf.NAME:
+        return hf.pack_hf(have, arrays, dtypes, max_shard_size=usual)
+    if layout == universal.NAME:
+        return universal.pack_universal(have, arrays, dtypes, step=find_step_state(have, checkpoint.source))
+    if layout == meta.NAME:
+        return meta.pack_meta(have, placed, dtypes, checkpoint.require_model("--to meta"), checkpoint.config or {})
+    if layout == dcp.NAME:
+        return dcp.pack_dcp(have, placed, arrays, dtypes, max_shard_size=usual)
+    assert placed is not None  # noqa: S101 - ranks are always placed
+    return ranks.pack_ranks(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
+
+
+def _build_pack_request(
+    checkpoint: OpenedCheckpoint, wish: ReshardOptions, layout: str, have: Manifest, dtypes: Mapping[str, DType]
+) -> PackRequest:
+    """What is asked of a layout whose arrays another library defines."""
+    model, mesh = checkpoint.require_model(f"--to {layout}"), wish.mesh or Mesh.of()
+    stages = parse_stages(wish.stages, model.layers, mesh.degree("pp")) if wish.stages is not None else None
+    options = {name: value for name, value in _collect_layout_options(wish).items() if value is not None}
+    return PackRequest(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
+
+
+def _collect_layout_options(wish: ReshardOptions) -> dict[str, str | None]:
+    """The options that only some layouts have."""
+    return {
+        "vllm_profile": wish.vllm_profile,
+        "trtllm_embedding": wish.trtllm_embedding,
+        "megatron": wish.megatron,
+    }
+
+
+def _check_meaningful(wish: ReshardOptions, layout: str, mesh: Mesh) -> None:
+    """Refuse options that would be ignored: whoever gave them expects something of them."""
+    if wish.stages is not None and mesh.degree("pp") == 1:
+        raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
+    if wish.keep_fp32 is not None and wish.dtype == "keep":
+        raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
+    composed = _COMPOSED.get(layout)
+    for name, value in _collect_layout_options(wish).items():
+        if value is not None and (composed is None or name not in composed.options):
+            raise UsageError(f"--{name.replace('_', '-')} means nothing to --to {layout}", hint="leave it out")
+    if composed is not None and wish.max_shard_size is not None and not composed.max_shard_size:
+        raise UsageError(f"layout {layout} has one file for every rank", hint="leave --max-shard-size out")
+    if composed is not None and wish.names == "keep":
+        raise UsageError(f"layout {layout} has names of its own", hint="leave --names out")
+    if composed is not None and wish.experts != "keep":
+        raise UsageError(f"layout {layout} has a form of its own for experts", hint="leave --experts out")
+
+
+def _check_castable(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> None:
+    """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
+    if (
+        wish.dtype != "keep"
+        and checkpoint.config is not None
+        and find_quantisation_config(checkpoint.config) is not None
+    ):
+        raise UsageError(
+            f"--dtype {wish.dtype} would change the scales of quantised weights, but not the weights",
+            hint="leave --dtype out; what is quantised travels as it is",
+        )
+
+
+def _select_fusions(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Mapping[str, TensorFusion]:
+    """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
+    if wish.experts == "keep":
+        return checkpoint.model.fusions if checkpoint.model else {}
+    model = checkpoint.require_model(f"--experts {wish.experts}")
+    if all(len(fusion.tensors) == 1 for fusion in model.fusions.values()):
+        raise UsageError(
+            f"--experts {wish.experts} needs experts in two forms, and {model.architecture or 'this model'} has one",
+            hint="leave --experts out",
+        )
+    return model.fusions
+
+
+def place_checkpoint(
+    checkpoint: OpenedCheckpoint, have: Manifest, mesh: Mesh, stages: str | None, names: Mapping[str, tuple[str, ...]]
+) -> PlacedCheckpoint:
+    """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
+    model = checkpoint.require_model(f"a mesh of {mesh}")
+    return PlacedCheckpoint(
+        tuple(have.tensors.values()), build_specs(model, have), mesh, choose_stages(model, have, mesh, stages), names
+    )
+
+
+def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
+    """The layers of each pipeline stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
+    pp = mesh.degree("pp")
+    if stages is not None:
+        return parse_stages(stages, model.layers, pp)
+    if pp == 1:
+        return (model.layers,)
+    states = get_states(have)
+    weights = [tensor for name, tensor in have.tensors.items() if name not in states]
+    return balance_stages(*compute_layer_costs(weights, build_specs(model, have), model.layers), pp)
+
+
+def filter_tensors(manifest: Manifest, wish: ReshardOptions) -> Manifest:
+    """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
+    if wish.include is None and wish.exclude is None:
+        return manifest
+    include, exclude = (
+        _compile_pattern("--include", wish.include or ""),
+        _compile_pattern("--exclude", wish.exclude or r"(?!)"),
+    )
+    kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
+    if not kept:
+        raise UsageError("--include and --exclude leave no tensor", hint="shardctl inspect SRC lists the names")
+    return filter_states(replace(manifest, tensors=kept), kept)
+
+
+def choose_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
+    """By name the type that each tensor will have."""
+    if wish.dtype == "keep":
+        return {name: tensor.dtype for name, tensor in have.tensors.items()}
+    if wish.dtype not in FLOATS:
+        raise UsageError(f"unknown --dtype {wish.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
+    want, keep = FLOATS[wish.dtype], _compile_pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
+    states = get_states(have)
+
+    def chosen(tensor: Tensor) -> DType:
+        kept = tensor.name in states or (tensor.dtype == BY_NAME["F32"] and keep.search(tensor.name))
+        return tensor.dtype if kept or tensor.dtype.name not in CASTABLE else want
+
+    return {name: chosen(tensor) for name, tensor in have.tensors.items()}
+
+
+def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from error
+
+
+def _list_carried_files(
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: str
+) -> list[OpaqueObject]:
+    """The side files that travel along; after a cast, `config.json` says the new dtype."""
+    cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
+    carried = []
+    for side in have.objects:
+        if side.policy == "drop":
+            continue
+        if side.name == CONFIG and cast:
+            content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new
+            carried.append(side)
+    carried += build_settings_file(have, layout)
+    if checkpoint.config is not None and CONFIG not in {side.name for side in carried}:  # it was given by --config
+        dtype = "" if find_quantisation_config(checkpoint.config) is not None else _find_common_dtype(have, dtypes)
+        content = _set_config_dtype(json.dumps(dict(checkpoint.config)).encode(), dtype)
+        carried.append(OpaqueObject(CONFIG, "synthesise", size=len(content), content=content))
+    return carried
+
+
+def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
+    """The type of most elements of weights that are floats, as transformers would write it into a config."""
+    sizes: dict[str, int] = {}
+    states = get_states(have)
+    for name, tensor in have.tensors.items():
+        if dtypes[name].name in CASTABLE and name not in states:
+            sizes[dtypes[name].torch] = sizes.get(dtypes[name].torch, 0) + tensor.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default="")
+
+
+def _set_config_dtype(config: bytes, dtype: str) -> bytes:
+    """A config that says `dtype`, unless that is empty."""
+    parsed = parse_json(config, CONFIG, CONFIG_TEXT)
+    keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
+    return (
+        json.dumps(parsed | (dict.fromkeys(keys, dtype) if dtype else {}), indent=2, ensure_ascii=False) + "\n"
+    ).encode()
+
+
+def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
+    """What an earlier conversion left out or cast is so in this one's result, too."""
+    earlier = checkpoint.record.options if checkpoint.record else {}
+    return {key: earlier[key] for key in _INHERITED if key in earlier}
+
+
+def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
+    """What the layout itself changes: tensors that it does without, which its warnings name, and types of its own."""
+    left_out = len(want.tensors) < len(have.tensors)
+    retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
+    return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
+
+
+def _record_options(wish: ReshardOptions) -> dict[str, str]:
+    shaping = {
+        "dtype": wish.dtype if wish.dtype != "keep" else None,
+        "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,
+        "names": "keep" if wish.names == "keep" else None,
+        "experts": wish.experts if wish.experts != "keep" else None,
+        "include": wish.include,
+        "exclude": wish.exclude,
+        "optimizer_states": wish.optimizer_states,
+        **_collect_layout_options(wish),
+    }
+    return {key: value for key, value in shaping.items() if value is not None}

@@ -1,0 +1,159 @@
+"""What becomes of the optimizer in a conversion: whether its states travel along, and how they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.errors import UnsupportedError, UsageError
+from shardctl.libraries.dcp import writing as dcp
+from shardctl.libraries.deepspeed import writing as universal
+from shardctl.libraries.safetensors import ranks_writing as ranks
+from shardctl.manifest import ConstantFill, OpaqueObject
+from shardctl.models.fusion import TensorFusion
+from shardctl.storage import read_bytes
+from shardctl.training import SETTINGS, add_states, encode_settings, format_state_name, split_state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.models import Model
+    from shardctl.placement import PartitionSpec
+    from shardctl.storage import Source
+
+States = Literal["keep", "drop"] | None
+"""What `--optimizer-states` says; None leaves it to the layout."""
+
+_TRAINED: Final = (dcp.NAME, universal.NAME)
+"""Layouts that trainers read: they get optimizer states unless somebody forbids it, `ranks` if somebody asks for them;
+others have no place for them."""
+
+_STEP: Final = "step"
+
+
+def add_optimizer_states(have: Manifest, wished: States, layout: str) -> Manifest:
+    """The manifest with its optimizer states among its tensors if they travel along, else without any training.
+
+    Raises UsageError if they are asked for and there are none, or the layout has no place for them.
+    """
+    there = have.training is not None and bool(have.training.states)
+    if wished == "keep" and not there:
+        raise UsageError("--optimizer-states keep, but the source has no optimizer states", hint="leave it out")
+    if wished == "keep" and layout not in (*_TRAINED, ranks.NAME):
+        raise UsageError(
+            f"layout {layout} has no place for optimizer states",
+            hint="use --to dcp, universal or ranks, or leave --optimizer-states out",
+        )
+    known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
+    if wished == "keep" or (wished is None and layout in _TRAINED and known):
+        return add_states(have)
+    return replace(have, training=None)
+
+
+def filter_states(have: Manifest, parameters: Collection[str]) -> Manifest:
+    """The manifest with the states of these parameters only."""
+    if have.training is None:
+        return have
+    kept = {n: t for n, t in have.training.states.items() if _split_name(n)[1] in parameters}
+    return replace(have, training=replace(have.training, states=kept))
+
+
+def get_states(have: Manifest) -> Mapping[str, Tensor]:
+    """The optimizer states of a manifest, by name."""
+    return have.training.states if have.training is not None else {}
+
+
+def find_step_state(have: Manifest, source: Source) -> tuple[DType, tuple[int, ...], bytes] | None:
+    """The type, shape and content of the state `step` of the first parameter that has one, which is one number."""
+    for name, tensor in get_states(have).items():
+        if _split_name(name)[0] == _STEP and tensor.size == 1 and tensor.chunks:
+            where = tensor.chunks[0].where
+            content = (
+                where.unit
+                if isinstance(where, ConstantFill)
+                else read_bytes(source, where.file, where.offset, tensor.nbytes)
+            )
+            return tensor.dtype, tensor.shape, content
+    return None
+
+
+def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> dict[str, TensorFusion]:
+    """The arrays that could hold the states of several parameters, which are those that could hold the parameters."""
+    found = {}
+    kinds = dict.fromkeys(state for state, _ in map(_split_name, get_states(have)))
+    for fusion in fusions.values():
+        for state in kinds:
+            names = tuple(format_state_name(state, name) for name in fusion.tensors)
+            first, parameter = have.tensors.get(names[0]), have.tensors.get(fusion.tensors[0])
+            if first is not None and parameter is not None and first.shape == parameter.shape:
+                name = format_state_name(state, fusion.name)
+                found[name] = TensorFusion(name, names, fusion.places)
+    return found
+
+
+def name_state_arrays(
+    have: Manifest, form: ArrayForm, fusions: Mapping[str, TensorFusion]
+) -> tuple[Manifest, ArrayForm]:
+    """The manifest and its arrays, each optimizer state named after the array of its parameter.
+
+    A state that is not cut as its parameter, such as a step, is there once for an array of several experts, and is the
+    first one's; where experts have arrays of their own, each gets it.
+
+    Raises UnsupportedError if states that are cut would not be in one array as their parameters are.
+    """
+    experts = {fusion.tensors[0]: fusion.tensors[1:] for fusion in fusions.values()}
+    states: dict[str, Tensor] = {}
+    names = dict(form.names)
+    for name, tensor in get_states(have).items():
+        state, parameter = _split_name(name)
+        place = form.places.get(parameter)
+        whole = tensor.shape != have.tensors[parameter].shape
+        if name in form.places or (place is not None and place.position and whole):
+            states |= {name: tensor} if name in form.places else {}
+            continue
+        if place is not None and not whole:
+            raise UnsupportedError(
+                f"{place.array} is one array of several experts, but not all of them have a state {state}",
+                hint="add --experts split, or --optimizer-states drop",
+            )
+        states[name] = tensor
+        names[name] = (format_state_name(state, place.array if place is not None else form.names[parameter][0]),)
+        for other in experts.get(parameter, ()) if place is None and whole else ():
+            copy = format_state_name(state, other)
+            if other in have.tensors and copy not in get_states(have):
+                states[copy] = replace(tensor, name=copy, spelling=())
+                names[copy] = (format_state_name(state, form.names[other][0]),)
+    if have.training is None:
+        return have, form
+    weights = {name: tensor for name, tensor in have.tensors.items() if name not in have.training.states}
+    training = replace(have.training, states=states)
+    return add_states(replace(have, tensors=weights, training=training)), replace(form, names=names)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    return split_state_name(name) or ("", name)
+
+
+def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
+    """How each tensor is cut: an optimizer state as its parameter, if it has as many dims, else not at all."""
+    found = {}
+    for name, tensor in have.tensors.items():
+        known = model.tensors.get(name)
+        if known is not None:
+            found[name] = known.spec
+            continue
+        _, parameter = _split_name(name)
+        spec = model.tensors[parameter].spec
+        same = len(spec.cuts) == len(tensor.shape)
+        found[name] = spec if same else replace(spec, cuts=((),) * len(tensor.shape))
+    return found
+
+
+def build_settings_file(have: Manifest, layout: str) -> Iterator[OpaqueObject]:
+    """The file that says step and hyper-parameters, where the layout has no other place for them."""
+    if have.training is not None and layout not in _TRAINED:
+        content = encode_settings(have.training)
+        yield OpaqueObject(SETTINGS, "synthesise", size=len(content), content=content)

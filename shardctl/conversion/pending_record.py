@@ -1,0 +1,207 @@
+"""The frame of a record: all that `shardctl.json` will say and that is known before a byte is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from shardctl.conversion.optimizer_states import get_states
+from shardctl.digest import DigestSums, compute_checkpoint_digest, compute_tensor_digest
+from shardctl.dtype import BY_NAME
+from shardctl.errors import SourceError
+from shardctl.libraries.torch_save.zip_records import describe_record_damage
+from shardctl.manifest import Region
+from shardctl.record import (
+    RECORD,
+    SUMS,
+    CheckpointRecord,
+    HashedSpans,
+    RecordedTensor,
+    StoredBox,
+    encode_record,
+    format_sums_line,
+    parse_record,
+)
+from shardctl.storage.crc_tracker import find_damages
+from shardctl.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.dtype import DType
+    from shardctl.execute.part import WorkerPart
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRecord:
+    """A record without digests, and what it takes to complete it when the parts are there, without the source."""
+
+    record: CheckpointRecord
+    dtypes: Mapping[str, DType]
+    """The types that the source has, of the tensors that are cast."""
+    states: frozenset[str]
+    """The tensors that are an optimizer's, and not in the model's digest."""
+    expected: Mapping[str, str]
+    """The digests that the source's own record has."""
+    source: str
+    """What the source is called."""
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
+    """What is known of the result of a conversion."""
+    tensors, dtypes = {}, {}
+    for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
+        have, want = copy.source, copy.target
+        stored = sorted((c.where.file, c.box.origin, c.name, c.box) for c in want.chunks if isinstance(c.where, Region))
+        tensors[have.name] = RecordedTensor(
+            dtype=want.dtype,
+            shape=want.shape,
+            digest="",
+            source_digest="",
+            ties=have.ties,
+            spelling=have.spelling,
+            stored=tuple(StoredBox(file, name, box) for file, _, name, box in stored),
+        )
+        if have.dtype != want.dtype:
+            dtypes[have.name] = have.dtype
+    sizes = {path: file.size for path, file in work.plan.want.files.items()}
+    sizes |= {side.name: side.nbytes for side in work.carried}
+    record = CheckpointRecord(
+        version=__version__,
+        plan=identity,
+        layout=work.layout,
+        digest="",
+        source_digest="",
+        source={
+            "format": work.have.format,
+            "files": {path: file.size for path, file in sorted(work.have.files.items())},
+        }
+        | _find_address(work),
+        mesh=work.mesh if work.placed is not None or work.plan.want.dialect is not None else None,
+        stages=work.stages,
+        architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
+        options=work.options,
+        files=dict(sorted(sizes.items())),
+        tensors=tensors,
+    )
+    training = work.checkpoint.stored.training
+    return PendingRecord(
+        record=record,
+        dtypes=dtypes,
+        states=frozenset(name for name in tensors if name in get_states(work.have)),
+        expected=_list_expected_digests(work),
+        source=work.checkpoint.source.name,
+        warnings=tuple(work.have.warnings),
+        notes=training.notes if training is not None else (),
+    )
+
+
+def _find_address(work: PlannedConversion) -> dict[str, str]:
+    """Where the source is, if that says the same to everybody: paths are the business of one machine."""
+    location = work.checkpoint.source.location
+    return {"address": location} if "://" in location else {}
+
+
+def _list_expected_digests(work: PlannedConversion) -> dict[str, str]:
+    """The digests of tensors as shardctl once wrote them, if it wrote the source."""
+    recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
+    return {
+        name: recorded[name].digest
+        for name, tensor in work.have.tensors.items()
+        if name in recorded and (recorded[name].dtype, recorded[name].shape) == (tensor.dtype, tensor.shape)
+    }
+
+
+def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> CheckpointRecord:
+    """The record of a result whose parts are all there.
+
+    Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote, and for one
+    that is damaged where parts read a record together.
+    """
+    for damage in find_damages(share for part in parts for share in part.crcs):
+        raise SourceError(
+            f"{damage.file}: {describe_record_damage(damage.stated.name, damage.found, damage.stated.crc)}",
+            hint="the file is damaged; fetch or copy it again",
+        )
+    tensors, source_rows = {}, []
+    for name, tensor in frame.record.tensors.items():
+        have = frame.dtypes.get(name, tensor.dtype)
+        read, written = DigestSums.zero(have), DigestSums.zero(tensor.dtype)
+        for part in parts:
+            if name in part.source_sums:
+                read += part.source_sums[name]
+                written += part.output_sums[name]
+        source_digest = compute_tensor_digest(read, have, tensor.shape)
+        if frame.expected.get(name, source_digest) != source_digest:
+            raise SourceError(
+                f"{name} has changed since {frame.source} was written: digest {source_digest}, but {RECORD} has "
+                f"{frame.expected[name]}",
+                hint=f"shardctl verify SRC --level full says where; remove {RECORD} if it was changed on purpose",
+            )
+        digest = compute_tensor_digest(written, tensor.dtype, tensor.shape)
+        tensors[name] = replace(tensor, digest=digest, source_digest=source_digest)
+        if name not in frame.states:
+            source_rows.append((name, have, tensor.shape, source_digest))
+    weights = ((n, t.dtype, t.shape, t.digest) for n, t in tensors.items() if n not in frame.states)
+    hashes = {path: found for part in parts for path, found in part.hashes.items()}
+    return replace(
+        frame.record,
+        digest=compute_checkpoint_digest(weights),
+        source_digest=compute_checkpoint_digest(source_rows),
+        tensors=tensors,
+        hashes={path: hashes[path] for path in frame.record.files},
+    )
+
+
+def add_sums_file(record: CheckpointRecord, sums: bytes) -> CheckpointRecord:
+    """The record of a result that has `SHA256SUMS` as well."""
+    hashes = {**record.hashes, SUMS: HashedSpans(((0, len(sums)),), sha256(sums).hexdigest())}
+    files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
+    return replace(record, files=files, hashes={path: hashes[path] for path in files})
+
+
+def build_sums_file(parts: Sequence[WorkerPart]) -> bytes:
+    """The content of `SHA256SUMS`: every data and side file."""
+    found = {path: digest for part in parts for path, digest in part.sha256.items()}
+    return b"".join(format_sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
+
+
+def list_overflow_warnings(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Iterator[str]:
+    """What a cast could not hold, tensor by tensor."""
+    counts: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.overflowed.items():
+            counts[name] = counts.get(name, 0) + count
+    for name, count in sorted(counts.items()):
+        yield f"{name}: {count} finite values became infinite in {frame.record.tensors[name].dtype}"
+
+
+def encode_record_draft(frame: PendingRecord) -> dict[str, Any]:
+    """The frame, for the worker that keeps it."""
+    return {
+        "record": encode_record(frame.record).decode(),
+        "dtypes": {name: dtype.name for name, dtype in frame.dtypes.items()},
+        "states": sorted(frame.states),
+        "expected": dict(frame.expected),
+        "source": frame.source,
+        "warnings": list(frame.warnings),
+        "notes": list(frame.notes),
+    }
+
+
+def parse_record_draft(raw: Mapping[str, Any]) -> PendingRecord:
+    """The frame that `encode_record_draft` wrote."""
+    return PendingRecord(
+        record=parse_record(raw["record"].encode()),
+        dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},
+        states=frozenset(raw["states"]),
+        expected=raw["expected"],
+        source=raw["source"],
+        warnings=tuple(raw["warnings"]),
+        notes=tuple(raw["notes"]),
+    )

@@ -1,0 +1,365 @@
+"""A plan on disk: what `shardctl plan --out FILE` decided, so that `shardctl reshard --plan FILE` does just that.
+
+The file is JSON with `"schema": "shardctl.plan-file/1"`: the source with its files, every option that shapes the result
+(the mesh, the layout and the layers of each stage as they came out), and a hash of the plan itself. Of the files that
+hold tensors it has the size and a hash of what their headers say; of `config.json`, of the record of an earlier
+conversion and of files named by options a hash of all bytes; of other files that travel along the size. The values of
+elements are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
+
+from shardctl.checkpoint.config_only import CONFIG
+from shardctl.conversion.conversion_plan import plan_conversion
+from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
+from shardctl.libraries.reader import find_given_file
+from shardctl.manifest import Region
+from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.options.declaration import Chosen, declared_options, effort_options, make_options
+from shardctl.record import RECORD
+from shardctl.storage.bounded_text import PLAN_TEXT, RECORD_TEXT, check_json, parse_json, read_file, read_text
+from shardctl.storage.byte_names import is_name, name_from_text, name_to_text
+from shardctl.storage.durable import translate_os_errors, write_file
+from shardctl.training import add_states
+from shardctl.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.conversion.conversion_plan import PlannedConversion
+
+SCHEMA: Final = "shardctl.plan-file/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFileState:
+    """A file of the source, as it was when the plan was made."""
+
+    size: int
+    """Bytes."""
+    sha256: str = ""
+    """Of what its header says or of all its bytes; empty where only the size counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """What a plan says."""
+
+    path: str
+    """Of the plan file itself, for messages."""
+    version: str
+    """Of the shardctl that made it."""
+    source: str
+    """An absolute path, or an address bound to a commit."""
+    files: Mapping[str, SourceFileState]
+    """By path: relative to the source, or absolute for those that options name."""
+    wish: ReshardOptions
+    """What to make of the source; nothing in it is left to be decided."""
+    reading: SourceOptions
+    """How the source is understood."""
+    identity: str
+    """Of the conversion: see `Draft.identity`."""
+
+    def drafted(self, checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
+        """The conversion of a checkpoint that this plan speaks of; `wish` may differ from the plan's in effort only.
+
+        Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
+        done or would be done otherwise by this version of shardctl.
+        """
+        if _with_effort(wish, self.wish, effort_options(ReshardOptions)) != self.wish:
+            raise UsageError(f"another conversion than that of {self.path} is asked for")
+        self._check_source(checkpoint)
+        try:
+            work = plan_conversion(checkpoint, wish)
+        except MemoryBudgetError:
+            raise
+        except UsageError as error:
+            raise SourceError(f"{self.path} cannot be done: {error.message}", hint=error.hint) from error
+        if work.identity() != self.identity:
+            raise SourceError(
+                f"{self.path} says otherwise than what would be done: shardctl {self.version} made it, and this is "
+                f"{__version__}",
+                hint="make the plan again",
+            )
+        return work
+
+    def with_effort(self, other: ReshardOptions, given: Collection[str]) -> ReshardOptions:
+        """The plan's conversion, with those options of `other` that were given and shape no byte."""
+        return _with_effort(self.wish, other, [name for name in effort_options(ReshardOptions) if name in given])
+
+    def _check_source(self, checkpoint: OpenedCheckpoint) -> None:
+        changes = list(_list_changes(self.files, _record_source_files(checkpoint, self.reading)))
+        if changes:
+            more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
+            raise ChangedError(
+                f"{checkpoint.source.name} has changed since {self.path} was made: {changes[0]}{more}",
+                hint="make the plan again with shardctl plan --out",
+            )
+
+
+def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOptions | None = None) -> None:
+    """Write the plan of a conversion, which a later `reshard` can follow.
+
+    Raises DestinationError if something else than a plan is at `path`, or the source's directory would hold it.
+    """
+    path, reading = Path(path), reading or SourceOptions()
+    source = work.checkpoint.source
+    folder = None if find_given_file(source) is not None else source.folder
+    if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
+        raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
+    with translate_os_errors(path, "looking at"):
+        if path.is_dir() or (path.exists() and not _is_plan(path)):
+            raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
+    stages = ",".join(map(str, work.stages)) if work.stages and work.mesh.degree("pp") > 1 else None
+    mesh = work.mesh if work.mesh.world > 1 else None
+    wish = replace(work.wish, to=work.layout, mesh=mesh, stages=stages)
+    document = {
+        "schema": SCHEMA,
+        "version": __version__,
+        "source": {
+            "path": name_to_text(source.location),
+            "format": work.have.format,
+            "files": {
+                name_to_text(name): asdict(seen)
+                for name, seen in _record_source_files(work.checkpoint, reading).items()
+            },
+        },
+        "wish": _encode_options(wish),
+        "reading": _encode_options(reading),
+        "plan": work.identity(),
+    }
+    with translate_os_errors(path, "writing"):
+        write_file(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def read_plan_file(path: str | Path) -> PlanFile:
+    """Read a plan; raises SourceError, naming the key, if it is malformed or of a later version."""
+    path = Path(path)
+    try:
+        data = read_file(path, PLAN_TEXT, UsageError)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    check_json(data, str(path), PLAN_TEXT, UsageError)
+    document = parse_json(data, str(path), PLAN_TEXT, hint="shardctl plan SRC --out FILE writes plans")
+    return _PlanFileReader(str(path)).plan(document)
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        read_plan_file(path)
+    except (SourceError, UsageError):
+        return False
+    return True
+
+
+def _record_source_files(checkpoint: OpenedCheckpoint, reading: SourceOptions) -> dict[str, SourceFileState]:
+    """Every file that decides what a conversion of the checkpoint does."""
+    source, hashes = checkpoint.source, _hash_headers(checkpoint)
+    files = source.files()
+    names = [
+        *hashes,
+        *(side.name for side in checkpoint.stored.objects if side.policy == "carry" and side.name in files),
+    ]
+    seen = {name: SourceFileState(files[name].size, hashes.get(name, "")) for name in sorted(names)}
+    for name in (CONFIG, RECORD):
+        if name in files:
+            seen[name] = SourceFileState(
+                files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest()
+            )
+    beside = source.beside(CONFIG) if reading.config is None else None
+    if beside is not None:
+        place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG
+        seen[place] = SourceFileState(len(beside), hashlib.sha256(beside).hexdigest())
+    for given in (reading.config, reading.rules):
+        if given is not None and given.exists():
+            file = (given / CONFIG if given.is_dir() else given).absolute()
+            content = file.read_bytes()
+            seen[str(file)] = SourceFileState(len(content), hashlib.sha256(content).hexdigest())
+    return seen
+
+
+def _hash_headers(checkpoint: OpenedCheckpoint) -> dict[str, str]:
+    """By file, a hash of what its header says: every array's name, type, shape, and where its bytes are."""
+    stored = add_states(checkpoint.stored)
+    states = defaultdict(hashlib.sha256, {path: hashlib.sha256() for path in stored.files})
+    for tensor in stored.tensors.values():
+        for chunk in tensor.chunks:
+            if isinstance(chunk.where, Region):
+                where = chunk.where
+                place = f"{where.offset}\0{where.strides}\0{chunk.box}\0{chunk.dtype}\0{tensor.shape}\0{tensor.name}\n"
+                states[where.file].update(place.encode())
+    return {path: state.hexdigest() for path, state in states.items()}
+
+
+def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, SourceFileState]) -> Iterator[str]:
+    """What is different about each file that is not as it was."""
+    for name, old in before.items():
+        new = now.get(name)
+        if new is None:
+            yield f"{name} is gone"
+        elif new.size != old.size:
+            yield f"{name} has {new.size:,} bytes, and had {old.size:,}"
+        elif new.sha256 != old.sha256:
+            yield f"{name} has other content" if name.endswith(".json") else f"the header of {name} says otherwise"
+    for name in now:
+        if name not in before:
+            yield f"{name} is new"
+
+
+def _with_effort(wish: ReshardOptions, other: ReshardOptions, names: Iterable[str]) -> ReshardOptions:
+    """A conversion with some fields of another."""
+    return replace(wish, **{name: getattr(other, name) for name in names})
+
+
+def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
+    """Every option as JSON, whatever options there are."""
+    found: dict[str, Any] = {}
+    for declared in declared_options(type(of)):
+        value = getattr(of, declared.name)
+        if isinstance(value, Mesh):
+            value = {"axes": dict(value.axes), "ep": value.ep, "etp": value.etp}
+        found[declared.key] = name_to_text(str(value.absolute())) if isinstance(value, Path) else value
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanFileReader:
+    """Takes a plan's document apart; every complaint names the key."""
+
+    path: str
+
+    def plan(self, document: object) -> PlanFile:
+        """The plan that the document is."""
+        top = self.members(document, "", ("schema", "version", "source", "wish", "reading", "plan"))
+        source = self.members(top["source"], "source", ("path", "format", "files"))
+        files = self.members(source["files"], "source.files", None)
+        return PlanFile(
+            path=self.path,
+            version=self.text(top["version"], "version"),
+            source=self.path_text(source["path"], "source.path"),
+            files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
+            wish=self.options(top["wish"], "wish", ReshardOptions),
+            reading=self.options(top["reading"], "reading", SourceOptions),
+            identity=self.text(top["plan"], "plan"),
+        )
+
+    def members(self, value: object, key: str, names: tuple[str, ...] | None) -> dict[str, Any]:
+        """The members of an object: just `names`, if they are known."""
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        if not key:
+            self.schema(value)
+        for name in names or ():
+            if name not in value:
+                raise SourceError(f"{self.path} has no {_join_key(key, name)}", hint="make the plan again")
+        for name in value:
+            if names is not None and name not in names:
+                raise SourceError(
+                    f"{self.path} has {_join_key(key, name)}, which this shardctl does not know",
+                    hint="use the version of shardctl that made the plan, or make it again",
+                )
+        return value
+
+    def schema(self, document: Mapping[str, object]) -> None:
+        """Refuse a document of another kind."""
+        schema = document.get("schema")
+        if schema != SCHEMA:
+            raise SourceError(
+                f"{self.path} has schema {schema!r}, but a plan has {SCHEMA!r}",
+                hint="shardctl plan SRC --out FILE writes plans",
+            )
+
+    def seen(self, value: object, key: str) -> SourceFileState:
+        """One file of the source."""
+        file = self.members(value, key, ("size", "sha256"))
+        return SourceFileState(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
+
+    def options(self, value: object, key: str, kind: type[Chosen]) -> Chosen:
+        """A dataclass of options."""
+        options = declared_options(kind)
+        found = self.members(value, key, tuple(each.key for each in options))
+        return make_options(
+            kind, {each.name: self.option(found[each.key], f"{key}.{each.key}", each.annotation) for each in options}
+        )
+
+    def option(self, value: object, key: str, annotation: object) -> object:
+        """The value of one option, of the type that it is declared to have."""
+        types = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
+        if value is None and NoneType in types:
+            return None
+        kind = next((each for each in types if each is not NoneType), annotation)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise self.wrong(key, f"one of {', '.join(map(str, get_args(kind)))}")
+            return value
+        return _READERS[kind](self, value, key)
+
+    def mesh(self, value: object, key: str) -> Mesh:
+        """A mesh."""
+        found = self.members(value, key, ("axes", "ep", "etp"))
+        axes = self.members(found["axes"], f"{key}.axes", None)
+        try:
+            return Mesh(
+                tuple((axis, self.count(degree, f"{key}.axes.{axis}")) for axis, degree in axes.items()),
+                self.count(found["ep"], f"{key}.ep"),
+                self.count(found["etp"], f"{key}.etp"),
+            )
+        except UsageError as error:
+            raise SourceError(f"{self.path} has {key} that is no mesh: {error.message}", hint=error.hint) from error
+
+    def text(self, value: object, key: str) -> str:
+        """A string."""
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def path_text(self, value: object, key: str) -> str:
+        """A path or an address."""
+        path = name_from_text(self.text(value, key))
+        if not is_name(path):
+            raise self.wrong(key, "a path")
+        return path
+
+    def count(self, value: object, key: str) -> int:
+        """A whole number that is not negative and can be that of bytes."""
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+            raise self.wrong(key, "a whole number")
+        return value
+
+    def path_of(self, value: object, key: str) -> Path:
+        """A path."""
+        return Path(self.path_text(value, key))
+
+    def switch(self, value: object, key: str) -> bool:
+        """A truth value."""
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def wrong(self, key: str, expected: str) -> SourceError:
+        """What to say of a value that is not what its key should have."""
+        return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
+
+
+_READERS: Final[dict[object, Callable[[_PlanFileReader, object, str], object]]] = {
+    bool: _PlanFileReader.switch,
+    int: _PlanFileReader.count,
+    str: _PlanFileReader.text,
+    Path: _PlanFileReader.path_of,
+    Mesh: _PlanFileReader.mesh,
+}
+"""By the type of an option, what reads it."""
+
+
+def _join_key(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name

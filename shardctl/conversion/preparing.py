@@ -1,0 +1,69 @@
+"""Opens a source and works out its conversion, refusing a destination that is the source, or that cannot be written."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING
+
+from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
+from shardctl.errors import DestinationError
+from shardctl.options import ReshardOptions, SourceOptions
+from shardctl.storage.addresses import check_destination
+from shardctl.storage.cloud import is_bucket
+from shardctl.storage.durable import translate_os_errors
+from shardctl.storage.local import LocalSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.conversion.plan_file import PlanFile
+
+
+@contextmanager
+def open_conversion(
+    path: str | Path,
+    destination: str | Path,
+    wish: ReshardOptions | None,
+    reading: SourceOptions | None,
+    plan: PlanFile | None,
+) -> Iterator[PlannedConversion]:
+    """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
+
+    Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
+    writing it would touch the source.
+    """
+    check_destination(destination)
+    with open_checkpoint(path, reading or (plan.reading if plan else None)) as checkpoint:
+        _check_apart(checkpoint, destination)
+        work = (
+            plan.drafted(checkpoint, wish or plan.wish)
+            if plan
+            else plan_conversion(checkpoint, wish or ReshardOptions())
+        )
+        if is_bucket(destination):
+            from shardctl.conversion.bucket_output import reserve_sending_memory
+
+            work = reserve_sending_memory(work)
+        yield work
+
+
+def _check_apart(checkpoint: OpenedCheckpoint, destination: str | Path) -> None:
+    """Raise DestinationError if writing `destination` would touch the source, or a later scan of the source see it."""
+    source: PurePath
+    wanted: PurePath
+    if is_bucket(destination):
+        source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
+        same = source == wanted
+    elif isinstance(checkpoint.source, LocalSource):
+        source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
+        with translate_os_errors(destination, "looking at"):
+            same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
+    else:
+        return
+    if same or wanted.is_relative_to(source):
+        raise DestinationError(f"{destination} is the source itself or inside it", hint="write to another directory")
+    if source.is_relative_to(wanted):
+        raise DestinationError(f"{destination} contains the source", hint="write to another directory")

@@ -1,0 +1,192 @@
+"""One worker's part of a conversion that several share; `finish` makes the result of all parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.conversion.assembling import hash_result_name
+from shardctl.conversion.pending_record import draft_record, encode_record_draft, list_overflow_warnings
+from shardctl.conversion.preparing import open_conversion
+from shardctl.conversion.share_transfer import list_source_versions, move_share
+from shardctl.conversion.source_sample import sample_source
+from shardctl.execute.crew import WorkerCrew
+from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.journal import BandJournal
+from shardctl.execute.part import WorkerPart, encode_part
+from shardctl.execute.progress import CopyProgress, SilentProgress
+from shardctl.execute.staging import StagingArea
+from shardctl.execute.worker import WorkerId
+from shardctl.shares import build_share, divide_files
+from shardctl.storage import FileProofs
+from shardctl.storage.cloud import is_bucket
+from shardctl.version import __version__
+from shardctl.workers import ExecutionOptions, StopRequest, raise_if_stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardctl.conversion.conversion_plan import PlannedConversion
+    from shardctl.conversion.plan_file import PlanFile
+    from shardctl.conversion.share_transfer import Versions
+    from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.shares import WorkerShare
+
+PATIENCE: Final = 60
+"""Seconds to wait while other workers join, one after another, or while a result is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContributeResult:
+    """What one worker did."""
+
+    destination: Path | str
+    """A directory, or the address of a place in a bucket."""
+    worker: WorkerId
+    part: WorkerPart
+    done_before: bool
+    """Whether an earlier run of this worker had done all of it."""
+    missing: tuple[WorkerId, ...]
+    """The workers that had not finished yet."""
+    warnings: tuple[str, ...]
+    proofs: FileProofs = field(default_factory=FileProofs)
+    """Which files of the source have the hashes that their place promises: a part of a file cannot be hashed."""
+    notes: tuple[str, ...] = ()
+    """The same in words."""
+
+
+def contribute(
+    path: str | Path,
+    destination: str | Path,
+    wish: ReshardOptions | None = None,
+    *,
+    worker: WorkerId,
+    reading: SourceOptions | None = None,
+    overwrite: bool = False,
+    resume: bool = True,
+    sha256: bool = False,
+    progress: CopyProgress | None = None,
+    plan: PlanFile | None = None,
+    run: str = "",
+) -> ContributeResult:
+    """Write the files of one worker of a conversion into the staging area of `destination`, which all workers see.
+
+    Into a bucket they go under their own names, but what makes a checkpoint of them.
+
+    All workers are given the same arguments but for `worker`, memory and threads. Each output file has one writer. On
+    return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
+    what starts workers anew after it has seen them die.
+    """
+    with open_conversion(path, destination, wish, reading, plan) as work:
+        identity, versions = work.identity(), list_source_versions(work)
+        header = {
+            "plan": identity,
+            "source": {name: [size, _normalise_version(str(version))] for name, (size, version) in versions.items()},
+            "sample": sample_source(work.checkpoint.source, versions, ExecutionOptions(work.budget.threads)),
+            "sha256": sha256,
+            "workers": worker.count,
+            "overwrite": overwrite,
+            "version": __version__,
+        }
+        if is_bucket(destination):
+            from shardctl.conversion.bucket_crew import send_share
+
+            progress = progress or SilentProgress()
+            part, before, done = send_share(
+                work, destination, worker, header, versions, resume=resume, progress=progress
+            )
+            return _build_contribution(work, destination, worker, part, done, before=before)
+        tree = hash_result_name(identity, header["source"], header["sample"], sha256)
+        with StagingArea(Path(destination), overwrite=overwrite, patience=PATIENCE) as staging:
+            crew = WorkerCrew(staging)
+            crew.join(tree, header)
+            lock = crew.lock(worker, run)
+            lock.acquire(PATIENCE if run else 0)
+        try:
+            desk = _WorkerRun(work, staging, crew, worker, {**header, "tree": tree, "worker": worker.number})
+            return desk.run(versions, resume=resume, progress=progress or SilentProgress())
+        finally:
+            lock.release()
+
+
+def _build_contribution(
+    work: PlannedConversion,
+    destination: Path | str,
+    worker: WorkerId,
+    part: WorkerPart,
+    done: Collection[WorkerId],
+    *,
+    before: bool,
+) -> ContributeResult:
+    """What a worker did, `done` being those who say that they have finished."""
+    workers = (WorkerId(number, worker.count) for number in range(worker.count))
+    overflow = tuple(list_overflow_warnings(draft_record(work, ""), [part])) if part.overflowed else ()
+    return ContributeResult(
+        destination=destination,
+        worker=worker,
+        part=part,
+        done_before=before,
+        missing=tuple(each for each in workers if each not in done),
+        warnings=(*work.have.warnings, *overflow),
+        proofs=work.checkpoint.source.proofs(),
+        notes=work.checkpoint.source.notes(),
+    )
+
+
+def _normalise_version(version: str) -> str:
+    """A file's version as other machines see it: they may number its inode differently, but not its last change."""
+    inode, colon, modified = version.partition(":")
+    return modified if colon and inode.isdigit() and modified.isdigit() else version
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerRun:
+    """Where one worker works."""
+
+    work: PlannedConversion
+    staging: StagingArea
+    crew: WorkerCrew
+    worker: WorkerId
+    header: dict[str, Any]
+
+    def run(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> ContributeResult:
+        found = self.crew.part(self.worker, self.header) if resume else None
+        part = found[0] if found else self._made(versions, resume=resume, progress=progress)
+        workers = (WorkerId(number, self.worker.count) for number in range(self.worker.count))
+        done = {worker for worker in workers if self.crew.part_exists(worker)}
+        return _build_contribution(
+            self.work, self.staging.destination, self.worker, part, done, before=found is not None
+        )
+
+    def _made(self, versions: Versions, *, resume: bool, progress: CopyProgress) -> WorkerPart:
+        work, mine = self.work, self._share()
+        path = self.crew.journal(self.worker)
+        header: dict[str, Any] = {**self.header, "source": versions}
+        block = BandJournal.block(path, header) if resume else None
+        if block is not None:
+            work = replace(work, budget=work.budget.with_block(block))
+        else:
+            self.crew.forget_part(self.worker)
+        self.staging.require_space(work.write_bytes)
+        stop = StopRequest(kept=True)
+        with stop_on_signals(stop):
+            part = move_share(
+                work,
+                mine,
+                work.carried if self.worker.number == 0 else (),
+                self.staging.data,
+                (path, {**header, "block": work.budget.block}),
+                versions=versions,
+                discard=lambda: self.crew.forget_part(self.worker),
+                sha256=bool(self.header["sha256"]),
+                progress=progress,
+                stop=stop,
+            )
+            frame = encode_record_draft(draft_record(work, self.header["plan"])) if self.worker.number == 0 else None
+            raise_if_stopped(stop)
+            self.crew.note_part(self.worker, encode_part(part, self.header, frame))
+        return part
+
+    def _share(self) -> WorkerShare:
+        return build_share(self.work.plan, divide_files(self.work.plan, self.worker.count), self.worker.number)

@@ -1,0 +1,258 @@
+"""Fits what of an estimate is a guess to peaks that were measured: a factor on activations, and a constant overhead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, cast, get_args
+
+from shardctl.errors import ShardctlError, SourceError, UsageError
+from shardctl.estimate.term import MemoryTerm, sum_terms
+from shardctl.estimate.workload import PROFILES, Offload, Recompute, Schedule, TrainingWorkload
+from shardctl.mesh import Mesh
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+UNKNOWNS: Final = 2
+"""Coefficients that are fitted, and so the least measurements that can be fitted to."""
+_MODELLED: Final = frozenset({"activations", "workspace"})
+_WHOLE: Final = frozenset({"sequence", "micro_batch", "microbatches", "virtual_stages"})
+_SWITCHES: Final = frozenset({"sequence_parallel", "flash", "offload_parameters"})
+_CHOICES: Final[Mapping[str, tuple[object, ...]]] = {
+    "profile": PROFILES,
+    "recompute": get_args(Recompute),
+    "schedule": get_args(Schedule),
+    "offload": get_args(Offload),
+    "zero": (0, 1, 2, 3),
+}
+_TEXTS: Final = frozenset({"optimizer", "dtype", "gradient_dtype"})
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMeasurement:
+    """The peak of one run."""
+
+    mesh: Mesh
+    work: TrainingWorkload
+    peak: int
+    """Bytes of the heaviest rank, such as `torch.cuda.max_memory_allocated()`."""
+    line: int
+    """Of the log, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationLine:
+    """What became of one measurement."""
+
+    measurement: PeakMeasurement
+    before: int
+    """Bytes that were estimated."""
+    after: int
+    """Bytes that the fitted coefficients make of it."""
+
+    @property
+    def error_before(self) -> float:
+        """Relative to the measured peak; positive where too much was estimated."""
+        return self.before / self.measurement.peak - 1
+
+    @property
+    def error_after(self) -> float:
+        """The same, fitted."""
+        return self.after / self.measurement.peak - 1
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCalibration:
+    """The fitted coefficients, and how well they do."""
+
+    scale: float
+    """What activations and what is alive beside them are multiplied by."""
+    overhead: int
+    """Bytes that take the place of what runtimes were estimated to need."""
+    lines: tuple[CalibrationLine, ...]
+
+    @property
+    def worst_before(self) -> float:
+        """The greatest relative error before, as a positive number."""
+        return max(abs(line.error_before) for line in self.lines)
+
+    @property
+    def worst_after(self) -> float:
+        """The greatest relative error after."""
+        return max(abs(line.error_after) for line in self.lines)
+
+    def apply(self, terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
+        """The same terms with the fitted coefficients; the interval is what the worst of the measurements leaves."""
+        source = f"fitted to {len(self.lines)} measured peaks"
+        off = self.worst_after * max((line.measurement.peak for line in self.lines), default=0)
+        found = []
+        for term in terms:
+            if term.tier == "device" and term.category in _MODELLED:
+                size = term.nbytes * self.scale
+                spread = min(1, off / size) if size else 0
+                interval = (round(size * (1 - spread)), round(size * (1 + spread)))
+                formula = f"{self.scale:.4g} * ({term.formula})"
+                found.append(
+                    replace(
+                        term, nbytes=round(size), formula=formula, source=f"{term.source}; {source}", interval=interval
+                    )
+                )
+            elif term.tier != "device" or term.category != "runtime":
+                found.append(term)
+        if self.overhead:
+            found.append(
+                MemoryTerm("overhead", "runtime", self.overhead, source=source, interval=(self.overhead, self.overhead))
+            )
+        return tuple(found)
+
+
+def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = None) -> tuple[PeakMeasurement, ...]:
+    """The measurements of a log: JSON objects, one a line; empty lines and those that begin with # do not count.
+
+    Each has ``peak``, in bytes, and may have ``mesh``, such as ``"pp=2,tp=4"``, and any field of `TrainingWorkload`,
+    such as ``sequence``, ``micro_batch`` and ``recompute``; what a line leaves out is that of `work` and `mesh`.
+
+    Raises SourceError, naming the line, for what is none of these.
+
+    >>> log = '{"sequence": 4096, "recompute": "full", "mesh": "tp=2", "peak": 20000000000}'
+    >>> run = read(log, Training(2048))[0]
+    >>> run.work.sequence, str(run.mesh), run.peak
+    (4096, 'tp2', 20000000000)
+    """
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            found.append(_parse_measurement(line, number, work, mesh or Mesh.of()))
+    return tuple(found)
+
+
+def _parse_measurement(text: str, number: int, work: TrainingWorkload, mesh: Mesh) -> PeakMeasurement:
+    where = f"line {number} of the measurements"
+    values = parse_json(text.encode(), where, CONFIG_TEXT, hint=_HINT)
+    if not isinstance(values, dict):
+        raise SourceError(f"{where} is not a JSON object", hint=_HINT)
+    peak = values.pop("peak", None)
+    if not _is_positive_integer(peak):
+        raise SourceError(f"{where} has peak = {peak!r} where a number of bytes is expected", hint=_HINT)
+    if "mesh" in values:
+        axes = values.pop("mesh")
+        if not isinstance(axes, str):
+            raise SourceError(f"{where} has mesh = {axes!r} where text such as 'pp=2,tp=4' is expected")
+        try:
+            mesh = Mesh.parse(axes) if axes.strip() else Mesh.of()
+        except ShardctlError as error:
+            raise SourceError(f"{where}: {error.message}", hint=error.hint) from None
+    for key, value in values.items():
+        _check_field(key, value, where)
+    if values.get("virtual_stages", 1) > 1:  # as --vp does
+        values.setdefault("schedule", "interleaved")
+    return PeakMeasurement(mesh, replace(work, **values), cast("int", peak), number)
+
+
+_HINT: Final = 'a line is such as {"sequence": 4096, "micro_batch": 1, "mesh": "tp=2", "peak": 20000000000}'
+
+
+_LARGEST: Final = 2**63 - 1
+"""No number of bytes, tokens or steps is beyond."""
+
+
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _LARGEST
+
+
+def _check_field(key: str, value: object, where: str) -> None:
+    """Raises SourceError unless `value` is one that the field `key` of `TrainingWorkload` may have."""
+    if key in _WHOLE:
+        good, expected = _is_positive_integer(value), "a positive whole number"
+    elif key in _SWITCHES:
+        good, expected = isinstance(value, bool), "true or false"
+    elif key in _CHOICES:
+        good = value in _CHOICES[key] and not isinstance(value, bool)
+        expected = f"one of {', '.join(map(str, _CHOICES[key]))}"
+    elif key in _TEXTS:
+        good, expected = isinstance(value, str), "a string"
+    else:
+        known = sorted({"mesh", "peak", *_WHOLE, *_SWITCHES, *_CHOICES, *_TEXTS})
+        raise SourceError(f"{where} has an unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
+    if not good:
+        raise SourceError(f"{where} has {key} = {value!r} where {expected} is expected")
+
+
+def fit_calibration(
+    measurements: Sequence[PeakMeasurement], estimate: Callable[[PeakMeasurement], Iterable[MemoryTerm]]
+) -> FittedCalibration:
+    """The factor on activations and the overhead that come closest to `measurements`, neither of them negative.
+
+    `estimate` gives the terms of the heaviest rank of a run. What is exact stays as it is: fitted is
+    ``peak = others + scale * activations + overhead``, by least squares of the relative errors, so that small runs
+    count as much as large ones.
+
+    Raises UsageError for fewer measurements than coefficients, for runs whose activations are all alike, which cannot
+    tell a factor from an overhead, and for peaks by which activations would take nothing.
+    """
+    if len(measurements) < UNKNOWNS:
+        peaks = "1 measured peak" if len(measurements) == 1 else f"{len(measurements)} measured peaks"
+        raise UsageError(
+            f"{peaks} cannot fix {UNKNOWNS} coefficients",
+            hint="measure at least two runs that differ in sequence or micro batch",
+        )
+    guesses = [tuple(estimate(measurement)) for measurement in measurements]
+    modelled = [_sum_modelled(terms) for terms in guesses]
+    if max(modelled) - min(modelled) <= _ALIKE * max(modelled):
+        raise UsageError(
+            "the measured runs have activations of one size, which cannot tell their factor from a constant overhead",
+            hint="measure runs that differ in sequence or micro batch",
+        )
+    exact = [
+        sum_terms(terms).nbytes - size - _sum_runtime(terms) for terms, size in zip(guesses, modelled, strict=True)
+    ]
+    rows = [
+        (size / run.peak, 1 / run.peak, 1 - rest / run.peak)
+        for run, size, rest in zip(measurements, modelled, exact, strict=True)
+    ]
+    scale, overhead = _solve_least_squares(rows)
+    if not scale:
+        raise UsageError(_explain_no_fit(measurements, exact), hint=_DIFFERS)
+    lines = tuple(
+        CalibrationLine(run, sum_terms(terms).nbytes, round(rest + scale * size + overhead))
+        for run, terms, rest, size in zip(measurements, guesses, exact, modelled, strict=True)
+    )
+    return FittedCalibration(scale, round(overhead), lines)
+
+
+def _explain_no_fit(measurements: Sequence[PeakMeasurement], exact: Sequence[int]) -> str:
+    """Why activations would take nothing."""
+    run, rest = min(zip(measurements, exact, strict=True), key=lambda pair: pair[0].peak - pair[1])
+    if run.peak < rest:
+        return f"line {run.line} measured {run.peak:,} bytes, less than the {rest:,} of all but activations"
+    return "the measured peaks do not grow with the activations"
+
+
+_DIFFERS: Final = "peaks are bytes of the heaviest rank; each line says where its run differs from the options"
+_ALIKE: Final = 0.01
+"""Differences of activations below this, relative to the largest, are within what measurements vary by."""
+
+
+def _sum_modelled(terms: Iterable[MemoryTerm]) -> int:
+    return sum(term.nbytes for term in terms if term.tier == "device" and term.category in _MODELLED)
+
+
+def _sum_runtime(terms: Iterable[MemoryTerm]) -> int:
+    return sum_terms(terms, category="runtime").nbytes
+
+
+def _solve_least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The `x, y >= 0` that make the sum of `(a x + b y - c)**2` over `rows` of `(a, b, c)` least.
+
+    With two unknowns the least is inside, where the gradient is zero, or on an edge, where one of them is.
+    """
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ac, bc = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 0:  # else one peak is so far from the others that rounding leaves nothing of them
+        x, y = (ac * bb - bc * ab) / determinant, (aa * bc - ab * ac) / determinant
+        if x >= 0 and y >= 0:
+            return x, y
+    edges = ((max(0.0, ac / aa), 0.0), (0.0, max(0.0, bc / bb)))
+    return min(edges, key=lambda at: sum((a * at[0] + b * at[1] - c) ** 2 for a, b, c in rows))

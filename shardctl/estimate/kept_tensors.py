@@ -1,0 +1,125 @@
+"""How a profile says what a runtime keeps: tensors with their sizes and widths, and moments when more is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.estimate.sizes import Size
+
+Group = Literal["norms", "attention", "recurrent", "mlp", "experts", "dropout"]
+GROUPS: Final[tuple[Group, ...]] = ("norms", "attention", "recurrent", "mlp", "experts", "dropout")
+"""The parts of a layer that terms are given for."""
+Flag = Literal[
+    "rms",
+    "rms32",
+    "layer",
+    "layer32",
+    "bare32",
+    "rms heads",
+    "rms32 heads",
+    "layer heads",
+    "layer32 heads",
+    "bare32 heads",
+    "fused",
+    "scores",
+    "full",
+    "latent",
+    "gated",
+    "plain",
+    "drop",
+    "drop scores",
+    "cap scores",
+    "cap logits",
+    "norm behind",
+    "wide",
+    "gathers",
+    "then mlp",
+    "gated attention",
+    "gated shared",
+    "wide weights",
+    "narrow weights",
+    "selective",
+    "normed selective",
+    "chunked",
+    "delta",
+]
+"""What a tensor depends on: the kind of norm; whether attention is fused or holds its scores; whether its keys are
+projected or latent; whether MLPs have a gate; where dropout is; what is bounded by a hyperbolic tangent (Gemma 2);
+whether there is a norm behind the MLP; whether what flows between layers is wider than what computes; whether
+sequence parallelism gathers it; whether there is an MLP at all; whether attention's result, or that of shared
+experts, has a gate (Qwen3-Next); whether the results of experts are weighted in fp32; how a recurrent layer
+computes its states."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor that is kept, or that is alive for a moment."""
+
+    name: str
+    """What it is, in words."""
+    size: Size
+    """What its elements are counted by."""
+    width: float | None = None
+    """Bytes of an element; None for those of the type that computes. Negative for what is gone by then."""
+    when: tuple[Flag, ...] = ()
+    """All of these must hold."""
+    sequence: bool = False
+    """Whether sequence parallelism divides it over tp."""
+    core: bool = False
+    """Whether selective recomputation drops it: attention between its projections (Korthikanti et al. 2022, sec. 5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMoment:
+    """A time of a layer's passes when much is alive besides what the forward pass kept."""
+
+    name: str
+    alive: tuple[KeptTensor, ...]
+    gone: tuple[Group, ...] = ()
+    """Parts of the layer that keep nothing by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceSupport:
+    """Which layers with a recurrent state a runtime has."""
+
+    scans: frozenset[str]
+    """The kinds of their scans (`Scan.kind`)."""
+    tp: bool
+    """Whether it divides them by tp."""
+    chunk: int | None = None
+    """The tokens of a chunk where it does not ask the config."""
+    why: str = ""
+    """Why it has no others, or does not divide them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeProfile:
+    """What one runtime keeps."""
+
+    kept: Mapping[Group, tuple[KeptTensor, ...]]
+    """Of one layer, after its forward pass."""
+    checkpoint: tuple[KeptTensor, ...]
+    """Of one layer that will be recomputed."""
+    shared: tuple[KeptTensor, ...]
+    """What such a layer, once recomputed, keeps of it too, and is not there twice."""
+    layer: tuple[PeakMoment, ...]
+    """While a layer's backward pass runs; the gradient of its output is part of it."""
+    head: tuple[KeptTensor, ...]
+    """Of the head and the loss, after the forward pass, besides the last norm, which is kept as in a layer."""
+    loss: PeakMoment
+    """While the loss's backward pass runs."""
+    norm: PeakMoment
+    """While the last norm's backward pass runs, all that is alive of the head and the norm."""
+    embedding: tuple[KeptTensor, ...]
+    """On the first stage, of the embedding."""
+    sequence_parallel: bool
+    """Whether it has sequence parallelism."""
+    spread: tuple[float, float]
+    """Where the truth is to be expected, as factors of the estimate."""
+    source: str
+    recurrence: RecurrenceSupport

@@ -1,0 +1,219 @@
+"""How many bytes of a rank remember the tokens that were seen: keys and values, latents, windows and fixed states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UsageError
+from shardctl.estimate.term import MemoryTerm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.dtype import DType
+    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.workload import ServingWorkload
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import LayerAttention, LayerState, ModelAnatomy, ModelLayer
+
+_PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
+
+
+def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
+    """Bytes that one more token of one sequence adds on a rank, as long as it is within every window.
+
+    `dtype` is the cache's (safetensors' name), `layers` those of the rank's stage, by default all. Encoders cache
+    nothing, states do not grow, and a cross-attention's cache grows with the encoder's tokens, not with these.
+    Raises UsageError for a dtype that does not exist.
+    """
+    bits = _get_dtype(dtype).bits
+    return (
+        sum(n * count_elements_per_token(one, tp) for one, n in _count_attentions(anatomy, layers).items()) * bits // 8
+    )
+
+
+def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
+    """Elements that a layer caches of one token on a rank.
+
+    Heads are divided over tp, and where there are fewer of them than ranks, each is on several. What latent attention
+    caches is shared by all heads, and therefore on every rank (DeepSeek-V2, sec. 2.1; vLLM's MLA backends).
+    """
+    if attention.kind == "latent":
+        return attention.latent
+    return count_units_per_rank(attention.kv_heads, tp) * (attention.head_dim + attention.value_dim)
+
+
+def count_units_per_rank(units: int, tp: int) -> int:
+    """How many of `units` that may be on several ranks each rank of tp holds, at least one.
+
+    >>> held(8, 4), held(8, 16), held(0, 2)
+    (2, 1, 0)
+    """
+    return -(-units // tp)
+
+
+def compute_state_bytes(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
+    """Bytes per sequence on a rank that do not grow, as transformers keeps them."""
+    kind = _get_dtype(dtype)
+    return sum(
+        n * _compute_layer_state_bytes(one, kind, tp, smallest=False)
+        for one, n in _count_states(anatomy, layers).items()
+    )
+
+
+def compute_cross_bytes_per_token(
+    anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None
+) -> int:
+    """Bytes on a rank for one token of the encoder that a decoder attends to."""
+    bits = _get_dtype(dtype).bits
+    found = _count_attentions(anatomy, layers)
+    return sum(n * count_elements_per_token(one, tp) for one, n in found.items() if one.cross) * bits // 8
+
+
+def count_source_tokens(anatomy: ModelAnatomy, work: ServingWorkload) -> int:
+    """Tokens of one sequence that the encoder reads: what the config fixes (Whisper), else what is asked."""
+    return anatomy.source_positions or work.source or work.context
+
+
+def list_cache_terms(
+    anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
+) -> tuple[MemoryTerm, ...]:
+    """The caches of one rank for `work`; none for a model that does not generate.
+
+    `dtype` is that of activations and, unless `work` says otherwise, of keys and values. tp divides heads and the
+    channels of states, pp layers, and cp the pages of full attention; dp and fsdp ranks each have sequences of their
+    own. Of an encoder-decoder, `work.context` is the most tokens of the decoder, and `count_source_tokens` are the
+    encoder's.
+
+    Full attention is exact; a window is what an engine needs that frees pages as soon as it may, from what transformers
+    keeps to what an engine needs that never does.
+    """
+    if not anatomy.generates:
+        return ()
+    return tuple(
+        _list_terms(anatomy, holding.layers, mesh, work, _get_dtype(work.kv_dtype or dtype), _get_dtype(dtype))
+    )
+
+
+def _list_terms(
+    anatomy: ModelAnatomy, layers: range, mesh: Mesh, work: ServingWorkload, cached: DType, active: DType
+) -> Iterator[MemoryTerm]:
+    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+    found = _count_attentions(anatomy, layers)
+    pages = -(-work.context // work.page)
+    common = {"B": work.batch, "c": work.context, "p": work.page, "bytes": cached.bits / 8}
+    for kind, name in (("full", "keys and values"), ("latent", "latent keys and values")):
+        some = {one: n for one, n in found.items() if one.kind == kind}
+        elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
+        if elements:
+            rank = -(-pages // cp) * work.page
+            yield MemoryTerm(
+                name,
+                "kv cache",
+                elements * work.batch * rank * cached.bits // 8,
+                f"{_format_elements(kind)} * B * ceil(ceil(c / p) / cp) * p * bytes",
+                {**_collect_head_symbols(some, tp), "cp": cp, **common},
+                _PAGES,
+            )
+    for window in sorted({one.window for one in found if one.window is not None}):
+        some = {one: n for one, n in found.items() if one.window == window}
+        elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
+        kept = [elements * tokens * cached.bits // 8 for tokens in _count_windowed_tokens(window, pages, work)]
+        yield MemoryTerm(
+            f"keys and values in a window of {window}",
+            "kv cache",
+            kept[1],
+            f"{_format_elements('full')} * min(B * ceil(c / p), B * (ceil(min(c, w - 1) / p) + 1) + ceil(n "
+            "/ p)) * p * bytes",
+            {**_collect_head_symbols(some, tp), **common, "w": window, "n": work.batched_tokens},
+            f"SlidingWindowSpec, {_PAGES}; at least what transformers' DynamicSlidingWindowLayer keeps, at most all "
+            "tokens, where an engine reserves full pages",
+            interval=None if work.context < window else (kept[0], kept[2]),
+        )
+    crossing = {one: n for one, n in found.items() if one.cross}
+    if crossing:
+        source = count_source_tokens(anatomy, work)
+        tokens = -(-source // work.page) * work.page
+        elements = sum(n * count_elements_per_token(one, tp) for one, n in crossing.items())
+        yield MemoryTerm(
+            "keys and values of the encoder",
+            "kv cache",
+            elements * work.batch * tokens * cached.bits // 8,
+            f"{_format_elements('full')} * B * ceil(s / p) * p * bytes",
+            {**_collect_head_symbols(crossing, tp), **common, "s": source},
+            f"CrossAttentionSpec, {_PAGES}",
+        )
+    states = _count_states(anatomy, layers)
+    if states:
+        most, least = (
+            sum(n * _compute_layer_state_bytes(one, active, tp, smallest=small) for one, n in states.items())
+            for small in (False, True)
+        )
+        yield MemoryTerm(
+            "states of fixed size",
+            "kv cache",
+            most * work.batch,
+            "B * state",
+            {"B": work.batch, "state": most, "L": states.total(), "tp": tp},
+            "transformers' LinearAttentionLayer, whose recurrent states are fp32; at least vLLM's "
+            "(model_executor/layers/mamba/mamba_utils.py), which keeps them in the model's type unless told otherwise "
+            "and the convolution's window without its last token",
+            interval=(least * work.batch, most * work.batch) if least < most else None,
+        )
+
+
+def _count_windowed_tokens(window: int, pages: int, work: ServingWorkload) -> tuple[int, int, int]:
+    """Tokens of all sequences: that are kept at least, that a paged cache needs, and that are reserved at most.
+
+    A query sees the window's tokens, itself among them: of the past, one less. Of new tokens there are no more than
+    one forward pass has, over all sequences.
+    """
+    past, whole = min(work.context, window - 1), work.batch * pages
+    needed = work.batch * (-(-past // work.page) + 1) - (-work.batched_tokens // work.page)
+    return work.batch * past, min(whole, needed) * work.page, whole * work.page
+
+
+def _compute_layer_state_bytes(state: LayerState, dtype: DType, tp: int, *, smallest: bool) -> int:
+    """Bytes of a state of one layer and sequence; the `smallest` that an engine may keep, or transformers' own."""
+    groups = state.grouped // state.groups * count_units_per_rank(state.groups, tp)
+    convolution = (count_units_per_rank(state.channels, tp) + groups) * (state.window - smallest)
+    wide = BY_NAME["F32"] if state.recurrent_fp32 and not smallest else dtype
+    return (convolution * dtype.bits + count_units_per_rank(state.recurrent, tp) * wide.bits) // 8
+
+
+def _format_elements(kind: str) -> str:
+    return "L * latent" if kind == "latent" else "L * 2 * ceil(kv_heads / tp) * head_dim"
+
+
+def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[str, float | str]:
+    """The symbols of `_format_elements`; where layers differ, those of the layer with the most."""
+    one = max(some, key=lambda attention: count_elements_per_token(attention, tp))
+    count = sum(some.values())
+    if one.kind == "latent":
+        return {"L": count, "latent": one.latent}
+    return {"L": count, "kv_heads": one.kv_heads, "head_dim": one.head_dim, "tp": tp}
+
+
+def _count_attentions(anatomy: ModelAnatomy, layers: range | None) -> Counter[LayerAttention]:
+    """How many layers there are of each kind of attention that caches."""
+    return Counter(
+        layer.attention
+        for layer in _select_layers(anatomy, layers)
+        if layer.attention is not None and not layer.encoder
+    )
+
+
+def _count_states(anatomy: ModelAnatomy, layers: range | None) -> Counter[LayerState]:
+    return Counter(layer.state for layer in _select_layers(anatomy, layers) if layer.state is not None)
+
+
+def _select_layers(anatomy: ModelAnatomy, layers: range | None) -> tuple[ModelLayer, ...]:
+    return anatomy.layers if layers is None else anatomy.layers[layers.start : layers.stop]
+
+
+def _get_dtype(name: str) -> DType:
+    if name not in BY_NAME:
+        raise UsageError(f"there is no element type {name!r}", hint=f"the types are {', '.join(BY_NAME)}")
+    return BY_NAME[name]

@@ -1,0 +1,41 @@
+"""What this machine computes on, as torch finds it: the one place of the estimator that loads torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardctl.errors import UsageError
+from shardctl.estimate.devices import DEVICES, DeviceSpec, get_device
+
+
+def find_local_device() -> tuple[DeviceSpec, int]:
+    """The smallest accelerator here and how many there are; its memory as measured, its speed as the table has it.
+
+    Raises UsageError if torch is not installed or finds none.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(
+            "--gpu auto asks torch, which is not installed", hint="name the device, such as --gpu h100-80g"
+        ) from error
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not number:
+        raise UsageError("torch finds no GPU here", hint="name the device, such as --gpu h100-80g")
+    found = [torch.cuda.get_device_properties(index) for index in range(number)]
+    least = min(found, key=lambda one: one.total_memory)
+    return _match_device(str(least.name), int(least.total_memory)), number
+
+
+def _match_device(name: str, nbytes: int) -> DeviceSpec:
+    """The device of the table whose name is meant and whose memory is nearest; else one that is only a size.
+
+    >>> _known("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _known("Novel", 10**9).flops_bf16
+    ('NVIDIA H100 80GB HBM3', 0.0)
+    """
+    plain = "".join(c for c in name.lower() if c.isalnum())
+    meant = [one for one in DEVICES if any(spelling in plain for spelling in one.spellings)]
+    if not meant:
+        return replace(get_device(nbytes), name=name, measured=True)
+    nearest = min(meant, key=lambda one: abs(one.usable_bytes - nbytes))
+    return replace(nearest, name=name, usable_bytes=nbytes, measured=True)

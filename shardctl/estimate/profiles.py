@@ -1,0 +1,329 @@
+"""What each runtime keeps for the backward pass: every tensor with its size, its width and where that was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.estimate.kept_tensors import KeptTensor, PeakMoment, RuntimeProfile
+from shardctl.estimate.recurrent import (
+    MEGATRON,
+    MEGATRON_MOMENTS,
+    MEGATRON_RECURRENT,
+    RECURRENT,
+    RECURRENT_MOMENTS,
+    TRANSFORMERS,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.estimate.workload import Profile
+
+_ATTENTION: Final = (
+    KeptTensor("queries", "queries"),
+    KeptTensor("keys", "keys", None, ("full", "fused")),
+    KeptTensor("values", "values", None, ("full", "fused")),
+    KeptTensor("keys", "keys", None, ("latent",)),
+    KeptTensor("products of the compressed keys and values", "latent_products", None, ("latent",)),
+    KeptTensor("attention's result", "contexts"),
+    KeptTensor("logarithms of the scores' sums", "rows", 4, ("fused",), core=True),
+)
+"""Of any attention: its inputs and its result, which is the input of the projection behind it; what fused kernels keep
+besides is one number for each query and head (Dao et al. 2022, sec. 3.1)."""
+
+_HF_NORMS: Final = (
+    KeptTensor("fp32 copies of what is normed", "norms", 4, ("rms",)),
+    KeptTensor("normed, before the weight", "norms", None, ("rms",)),
+    KeptTensor("fp32 copies of what is normed", "norms", 4, ("rms32",)),
+    KeptTensor("normed in fp32, before the weight", "norms", 4, ("rms32",)),
+    KeptTensor("what is normed", "norms", None, ("layer",)),
+    KeptTensor("differences from the mean, twice, and normed before the weight, in fp32", "norms", 12, ("layer32",)),
+    KeptTensor("fp32 copies of what is normed", "norms", 4, ("bare32",)),
+    KeptTensor("statistics of the norms", "norm_rows", 4),
+    KeptTensor("inputs of attention and MLP", "inputs"),
+)
+_HF_ATTENTION: Final = (
+    *_ATTENTION,
+    KeptTensor("attention's result, in the order of the projection's input", "contexts", None, ("latent", "fused")),
+    KeptTensor("biases of positions", "biases", None, ("fused",)),
+    KeptTensor("fp32 copies of queries and keys that are normed", "head_norms", 4, ("rms heads",)),
+    KeptTensor("queries and keys normed, before the weight", "head_norms", None, ("rms heads",)),
+    KeptTensor("fp32 copies of queries and keys that are normed", "head_norms", 4, ("rms32 heads",)),
+    KeptTensor("queries and keys normed in fp32, before the weight", "head_norms", 4, ("rms32 heads",)),
+    KeptTensor("queries and keys that are normed", "head_norms", None, ("layer heads",)),
+    KeptTensor("the same in fp32 less their mean, twice, and normed", "head_norms", 12, ("layer32 heads",)),
+    KeptTensor("fp32 copies of queries and keys that are normed", "head_norms", 4, ("bare32 heads",)),
+    KeptTensor("statistics of the norms of queries and keys", "head_norm_rows", 4),
+    KeptTensor("attention's result, in the order of its gate", "contexts", None, ("gated attention",)),
+    KeptTensor("attention's gate", "contexts", None, ("gated attention",)),
+    KeptTensor("attention's result, gated", "contexts", None, ("gated attention",)),
+    KeptTensor("fp32 copies of compressed queries and keys", "latent_norms", 4),
+    KeptTensor("compressed queries and keys normed, before the weight", "latent_norms"),
+    KeptTensor("inputs of the projections from compressed queries and keys", "latent_norms"),
+    KeptTensor("keys of each query head", "repeated_keys", None, ("full", "scores")),
+    KeptTensor("values of each query head", "repeated_values", None, ("full", "scores")),
+    KeptTensor("fp32 softmax", "scores", 4, ("scores",), core=True),
+    KeptTensor("softmax in the type that computes", "scores", None, ("scores",), core=True),
+    KeptTensor("hyperbolic tangent of the scores", "scores", None, ("scores", "cap scores"), core=True),
+    KeptTensor("dropout masks of scores", "scores", 1, ("scores", "drop scores"), core=True),
+    KeptTensor("scores after dropout", "scores", None, ("scores", "drop scores"), core=True),
+)
+_HF_MLP: Final = (
+    KeptTensor("gate", "intermediate", None, ("gated",)),
+    KeptTensor("up", "intermediate"),
+    KeptTensor("activation's result", "intermediate"),
+    KeptTensor("results within the activation", "steps"),
+    KeptTensor("gated", "intermediate", None, ("gated",)),
+)
+_HF_EXPERTS: Final = (
+    KeptTensor("fp32 probabilities of the router", "router", 4),
+    KeptTensor("weights, numbers and order of the experts chosen", "chosen", 48),
+    KeptTensor("tokens of the experts", "routed_hidden"),
+    KeptTensor("gate and up of the experts", "routed", 4, ("gated",)),
+    KeptTensor("up of the experts", "routed", None, ("plain",)),
+    KeptTensor("activation's result of the experts", "routed"),
+    KeptTensor("gated of the experts", "routed", None, ("gated",)),
+    KeptTensor("results of the experts, before their weights", "routed_hidden"),
+    KeptTensor("results of the shared experts, before their gate", "hidden", None, ("gated shared",)),
+    KeptTensor("gate of the shared experts", "tokens", None, ("gated shared",)),
+)
+_HF_LAYER: Final = (
+    PeakMoment(
+        "backward pass of the norm behind an MLP",
+        (
+            KeptTensor("gradient of the layer's output", "hidden", None, ("norm behind",)),
+            KeptTensor(
+                "fp32 products, quotient, power and gradients of what is normed", "hidden", 16, ("norm behind",)
+            ),
+        ),
+    ),
+    PeakMoment(
+        "backward pass of an MLP",
+        (
+            KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("gradients of gate, up and their product, less the product", "intermediate", 4, ("gated",)),
+            KeptTensor("gradient of the activation's result", "intermediate", None, ("plain",)),
+            KeptTensor("gradients of results within the activation", "steps", 2 / 3),
+            KeptTensor("gradient of the norm's output", "hidden", None, ("plain",)),
+        ),
+    ),
+    PeakMoment(
+        "backward pass of experts, their MLPs",
+        (
+            KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("gradients of gate, up and their product, less the product", "routed", 4, ("gated",)),
+            KeptTensor("gradient of the activation's result", "routed", None, ("plain",)),
+            KeptTensor("results of the experts, gone by then", "routed_hidden", -2),
+        ),
+    ),
+    PeakMoment(
+        "backward pass of experts, their weights",
+        (
+            KeptTensor("gradient of the layer's output", "hidden"),
+            KeptTensor("fp32 gradients of results, weighted ones and products", "routed_hidden", 12, ("wide weights",)),
+            KeptTensor("gradients of the experts' results", "routed_hidden", None, ("wide weights",)),
+            KeptTensor("gradients of results, weighted ones and products", "routed_hidden", 6, ("narrow weights",)),
+        ),
+    ),
+    PeakMoment(
+        "backward pass of attention's scores",
+        (
+            KeptTensor("gradients of the layer's output and of attention's result", "hidden", 4, ("scores",)),
+            KeptTensor("fp32 gradients of softmax and scores", "scores", 8, ("scores",)),
+            KeptTensor("softmax in the type that computes, gone by then", "scores", -2, ("scores",)),
+            KeptTensor("the MLP, gone by then", "intermediate", -8, ("scores", "gated")),
+            KeptTensor("the MLP, gone by then", "intermediate", -4, ("scores", "plain")),
+            KeptTensor("experts, gone by then", "routed", -8, ("scores", "gated")),
+            KeptTensor("experts, gone by then", "routed", -4, ("scores", "plain")),
+            KeptTensor("tokens and results of the experts, gone by then", "routed_hidden", -4, ("scores",)),
+            KeptTensor("the norm before the MLP, gone by then", "hidden", -8, ("scores", "rms")),
+            KeptTensor("the norm before the MLP, gone by then", "hidden", -10, ("scores", "rms32")),
+            KeptTensor("the norm before the MLP, gone by then", "hidden", -4, ("scores", "layer")),
+            KeptTensor("values and attention's result, gone by then", "contexts", -4, ("scores",)),
+            KeptTensor("gradient of values", "contexts", None, ("scores",)),
+        ),
+    ),
+)
+_HF_LOSS: Final = (
+    KeptTensor("fp32 logarithms of probabilities", "gathered_logits", 4),
+    KeptTensor("hyperbolic tangent of the logits", "gathered_logits", None, ("cap logits",)),
+    KeptTensor("labels", "tokens", 16),
+    KeptTensor("what the last norm keeps in fp32", "hidden", 2, ("wide",)),
+)
+_HF_LOSS_MOMENT: Final = PeakMoment(
+    "backward pass of the loss",
+    (
+        KeptTensor("fp32 gradient of the logarithms of probabilities", "gathered_logits", 4),
+        KeptTensor("fp32 gradient of the logits", "gathered_logits", 4),
+    ),
+)
+_HF_NORM_MOMENT: Final = PeakMoment(
+    "backward pass of the last norm",
+    (
+        KeptTensor("fp32 copy, products, quotient, power and gradients of what is normed", "hidden", 24, ("rms",)),
+        KeptTensor("fp32 copy, products, quotient, power and gradients of what is normed", "hidden", 24, ("rms32",)),
+        KeptTensor("what is normed and gradients", "hidden", 6, ("layer",)),
+        KeptTensor("fp32 copy, products, quotient, power and gradients of what is normed", "hidden", 24, ("layer32",)),
+        KeptTensor("fp32 copy and gradients of what is normed", "hidden", 12, ("bare32",)),
+    ),
+)
+_HF: Final = RuntimeProfile(
+    kept={
+        "norms": _HF_NORMS,
+        "attention": _HF_ATTENTION,
+        "recurrent": RECURRENT,
+        "mlp": _HF_MLP,
+        "experts": _HF_EXPERTS,
+        "dropout": (KeptTensor("dropout masks", "drops", 1, ("drop",)),),
+    },
+    checkpoint=(KeptTensor("the layer's input", "hidden"), KeptTensor("what is wider of it", "hidden", 2, ("wide",))),
+    shared=(KeptTensor("the layer's input", "hidden", None, ("layer",)),),
+    layer=(*_HF_LAYER, *RECURRENT_MOMENTS),
+    head=_HF_LOSS,
+    loss=_HF_LOSS_MOMENT,
+    norm=_HF_NORM_MOMENT,
+    embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",)),),
+    sequence_parallel=False,
+    # More, because padded batches repeat keys and values for each query head and copy attention's result: 54 sbh
+    # were measured of a Llama-3-8B layer, 49 are kept without padding.
+    spread=(0.95, 1.12),
+    source="tensors that torch 2.13 keeps of transformers 5.23's modules, counted under FakeTensorMode",
+    recurrence=TRANSFORMERS,
+)
+
+_MEGATRON: Final = RuntimeProfile(
+    kept={
+        "norms": (
+            KeptTensor("inputs of the norms", "norms", sequence=True),
+            KeptTensor("statistics of the norms", "norm_rows", 4, ("rms",), sequence=True),
+            KeptTensor("statistics of the norms", "norm_rows", 4, ("rms32",), sequence=True),
+            KeptTensor("inputs of attention and MLP", "inputs", sequence=True),
+        ),
+        "recurrent": MEGATRON_RECURRENT,
+        "attention": (
+            *_ATTENTION,
+            KeptTensor("keys", "keys", None, ("full", "scores")),
+            KeptTensor("values", "values", None, ("full", "scores")),
+            KeptTensor("queries and keys that are normed", "head_norms"),
+            KeptTensor("compressed queries and keys", "latent_norms", 4, sequence=True),
+            KeptTensor("softmax", "scores", None, ("scores",), core=True),
+            KeptTensor("dropout masks of scores", "scores", 1, ("scores", "drop scores"), core=True),
+            KeptTensor("scores after dropout", "scores", None, ("scores", "drop scores"), core=True),
+        ),
+        "mlp": (
+            KeptTensor("gate", "intermediate", None, ("gated",)),
+            KeptTensor("up", "intermediate"),
+            KeptTensor("input of the projection down", "intermediate"),
+        ),
+        "experts": (
+            KeptTensor("fp32 logits and probabilities of the router", "router", 8, sequence=True),
+            KeptTensor("order of the tokens of the experts", "chosen", 16, sequence=True),
+            KeptTensor("tokens of the experts", "routed_hidden"),
+            KeptTensor("gate of the experts", "routed", None, ("gated",)),
+            KeptTensor("up of the experts", "routed"),
+            KeptTensor("input of the experts' projection down", "routed"),
+            KeptTensor("results of the experts, before their weights", "routed_hidden"),
+        ),
+        "dropout": (KeptTensor("dropout masks", "drops", 1, ("drop",), sequence=True),),
+    },
+    checkpoint=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    shared=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    layer=(
+        PeakMoment(
+            "backward pass of an MLP",
+            (
+                KeptTensor("gradient of the layer's output", "hidden", sequence=True),
+                KeptTensor("gathered input of the projection up", "hidden"),
+                KeptTensor("gradients of gate and up", "intermediate", None, ("gated",)),
+                KeptTensor("gradient of up and of the activation's result, less the latter", "intermediate"),
+            ),
+        ),
+        PeakMoment(
+            "backward pass of experts",
+            (
+                KeptTensor("gradient of the layer's output", "hidden", sequence=True),
+                KeptTensor("gradients of the experts' results", "routed_hidden"),
+                KeptTensor("gradients of gate and up of the experts", "routed", None, ("gated",)),
+                KeptTensor("gradient of up and of the activation's result, less the latter", "routed"),
+            ),
+        ),
+        PeakMoment(
+            "backward pass of attention's scores", (KeptTensor("gradients of scores", "scores", 4, ("scores",)),)
+        ),
+        *MEGATRON_MOMENTS,
+    ),
+    head=(KeptTensor("fp32 softmax of the logits", "logits", 4),),
+    loss=PeakMoment("backward pass of the loss", (KeptTensor("gradient of the logits", "logits"),)),
+    norm=PeakMoment(
+        "backward pass of the last norm", (KeptTensor("what is normed and gradients", "hidden", 6, sequence=True),)
+    ),
+    embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
+    sequence_parallel=True,
+    spread=(0.9, 1.15),
+    source="Korthikanti et al. 2022, sec. 4, re-summed for gates, shared key heads and experts",
+    recurrence=MEGATRON,
+)
+
+_FSDP2: Final = RuntimeProfile(
+    kept={
+        "norms": (
+            KeptTensor("inputs of the norms", "norms", sequence=True),
+            KeptTensor("statistics of the norms", "norm_rows", 4, sequence=True),
+            KeptTensor("inputs of attention and MLP", "inputs"),
+        ),
+        "attention": (
+            *_ATTENTION,
+            KeptTensor("queries and keys that are normed", "head_norms"),
+            KeptTensor("compressed queries and keys", "latent_norms", 4, sequence=True),
+            *(saved for saved in _HF_ATTENTION if "scores" in saved.when),
+        ),
+        "mlp": tuple(saved for saved in _HF_MLP if saved.size != "steps"),
+        "experts": _HF_EXPERTS,
+        "dropout": (KeptTensor("dropout masks", "drops", 1, ("drop",), sequence=True),),
+    },
+    checkpoint=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    shared=(KeptTensor("the layer's input", "hidden", sequence=True),),
+    layer=_HF_LAYER,
+    head=(KeptTensor("fp32 logarithms of probabilities", "logits", 4), KeptTensor("labels", "tokens", 16)),
+    loss=PeakMoment(
+        "backward pass of the loss",
+        (
+            KeptTensor("fp32 gradient of the logarithms of probabilities", "logits", 4),
+            KeptTensor("fp32 gradient of the logits", "logits", 4),
+        ),
+    ),
+    norm=PeakMoment("backward pass of the last norm", (KeptTensor("what is normed and gradients", "hidden", 6),)),
+    embedding=(KeptTensor("dropout mask of the embedding", "hidden", 1, ("drop",), sequence=True),),
+    sequence_parallel=True,
+    spread=(0.85, 1.15),
+    source="tensors that torch 2.13 keeps of modules with torch.nn.RMSNorm, as torchtitan's are, uncompiled",
+    recurrence=TRANSFORMERS,
+)
+
+_MODULES: Final = "transformers' modules"
+RUNTIMES: Final[Mapping[Profile, RuntimeProfile]] = {
+    "megatron": _MEGATRON,
+    "hf": _HF,
+    "fsdp2": _FSDP2,
+    "deepspeed": replace(
+        _HF, spread=(0.85, 1.15), source=f"{_MODULES}, which DeepSpeed trains as they are: as profile hf"
+    ),
+}
+"""By profile."""
+_KERNELS: Final = (
+    "with the kernels of mamba-ssm 2.3, causal-conv1d 1.7 and flash-linear-attention 0.6 installed, "
+    "without which several times as much is kept"
+)
+_RECURRENT: Final[Mapping[Profile, RuntimeProfile]] = {
+    "megatron": replace(_MEGATRON, source=f"tensors of megatron-core 0.15's MambaMixer, {_KERNELS}"),
+    "hf": replace(_HF, source=f"{_HF.source}, {_KERNELS}"),
+    "fsdp2": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, sharded as they are, {_KERNELS}: as profile hf"),
+    "deepspeed": replace(_HF, spread=(0.85, 1.15), source=f"{_MODULES}, {_KERNELS}: as profile hf"),
+}
+"""The same for models with recurrent layers, whose modules are transformers' whatever shards them, or Megatron-LM's."""
+
+
+def get_runtime(profile: Profile, *, recurrent: bool) -> RuntimeProfile:
+    """What the runtime of a profile keeps of a model, which may have recurrent layers."""
+    return (_RECURRENT if recurrent else RUNTIMES)[profile]

@@ -1,0 +1,108 @@
+"""What a process holds on a device besides tensors: the CUDA context, communicators' buffers, the allocator's slack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.estimate.term import MemoryTerm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.estimate.workload import Profile
+    from shardctl.mesh import Mesh
+
+MIB: Final = 1 << 20
+_CONTEXT: Final = (416 * MIB, 576 * MIB, 1024 * MIB)
+"""The least, the usual and the most bytes of a context with the kernels that PyTorch loads."""
+_COMMUNICATOR: Final = (64 * MIB, 256 * MIB, 512 * MIB)
+"""Of one communicator that reduces and gathers: rings and trees of some channels, each with 10 MiB of buffers."""
+_PEER: Final = (16 * MIB, 160 * MIB, 448 * MIB)
+"""Of each peer that a communicator sends to directly: up to 32 channels of up to 12 MiB."""
+_PEERS: Final = 7
+"""Direct peers beyond those of a node go through the network, whose buffers are shared."""
+_GRAPHS: Final = (0, 384 * MIB, 1792 * MIB)
+"""Of CUDA graphs of decoding; the least is for engines that run eagerly."""
+_SLACK: Final = {True: (0, 5, 20), False: (3, 5, 9)}
+"""Hundredths that the allocator reserves beyond what is allocated; by whether the model is served."""
+
+
+def list_runtime_terms(
+    mesh: Mesh, *, serving: bool, profile: Profile | None = None, allocated: int = 0
+) -> tuple[MemoryTerm, ...]:
+    """What one rank needs besides what is asked of the allocator, all of it modelled.
+
+    `allocated` are the bytes that come and go through PyTorch's caching allocator, whose slack grows with them: in
+    training all tensors, in serving only those of a forward pass, as weights and caches are allocated once. `profile`
+    is the runtime that trains; DeepSpeed and Megatron have communicators of their own for the same ranks.
+    """
+    return tuple(_list_terms(mesh, serving=serving, profile=profile, allocated=allocated))
+
+
+def list_communicators(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of a mesh along which ranks reduce or gather, each with a communicator; ep's ranks exchange instead."""
+    axes = [axis for axis, degree in mesh.axes if degree > 1]
+    if mesh.etp > 1 and (mesh.ep > 1 or mesh.etp != mesh.degree("tp")):
+        axes.append("etp")
+    return tuple(axes)
+
+
+def _list_terms(mesh: Mesh, *, serving: bool, profile: Profile | None, allocated: int) -> Iterator[MemoryTerm]:
+    low, usual, high = _CONTEXT
+    yield MemoryTerm(
+        "CUDA context",
+        "runtime",
+        usual,
+        "context",
+        {"context": usual},
+        "a process with one small tensor: 484 MiB (NVIDIA/nccl pull 2366) to 723 MiB (discuss.pytorch.org/t/73021)",
+        interval=(low, high),
+    )
+    axes = list_communicators(mesh)
+    if axes:
+        low, usual, high = (len(axes) * size for size in _COMMUNICATOR)
+        # A second set for the same ranks: Megatron's embedding and model-parallel groups, DeepSpeed's world group.
+        more = profile in {"megatron", "deepspeed"}
+        yield MemoryTerm(
+            "NCCL communicators",
+            "runtime",
+            usual,
+            "axes * communicator",
+            {"axes": " ".join(axes), "communicator": _COMMUNICATOR[1]},
+            "NVIDIA/nccl issues 864 and 986: linear in the communicators and their channels",
+            interval=(low, high * 2 if more else high),
+        )
+    if mesh.ep > 1:
+        peers = min(mesh.ep - 1, _PEERS)
+        low, usual, high = (peers * size for size in _PEER)
+        yield MemoryTerm(
+            "NCCL buffers of the exchange of tokens",
+            "runtime",
+            usual,
+            "min(ep - 1, 7) * peer",
+            {"ep": mesh.ep, "peer": _PEER[1]},
+            "NVIDIA/nccl issue 1685: 3.3 GB for an all-to-all of eight H100; less by PCIe, or with DeepEP",
+            interval=(low, high),
+        )
+    if serving:
+        low, usual, high = _GRAPHS
+        yield MemoryTerm(
+            "CUDA graphs",
+            "runtime",
+            usual,
+            "graphs",
+            {"graphs": usual},
+            "vLLM's logs of graph capture: 0.21 GiB (pull 11349), 0.36 GiB, 26 MiB for each of 67 sizes (pull 22897)",
+            interval=(low, high),
+        )
+    low, usual, high = _SLACK[serving]
+    if allocated:
+        yield MemoryTerm(
+            "allocator slack",
+            "runtime",
+            allocated * usual // 100,
+            "slack * allocated / 100",
+            {"slack": usual, "allocated": allocated},
+            "reserved over allocated: 1.03 to 1.09 in training",
+            interval=(allocated * low // 100, allocated * high // 100),
+        )

@@ -1,0 +1,157 @@
+"""How a training run keeps its states: in which types, shared among how many ranks, and on which tier.
+
+The runtimes keep the same states differently:
+
+- `units` (FSDP2): fp32 parameters, gradients and moments, all shared; the units that compute are gathered in a
+  narrower type (torch 2.13, `torch.distributed.fsdp.fully_shard` with a `MixedPrecisionPolicy`);
+- `partitions` (DeepSpeed): parameters in the type that computes, gradients likewise, fp32 copies beside them
+  (Rajbhandari et al. 2020, sec. 3.1), shared as the ZeRO stage says;
+- `buffers` (Megatron): the same with fp32 gradients; the distributed optimizer shares the states
+  (Megatron-LM, docs/user-guide/features/dist_optimizer.md);
+- `autocast` (one device, or DDP): fp32 parameters that `torch.autocast` casts for each operation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from shardctl.dtype import BY_NAME, DType
+from shardctl.errors import UsageError
+from shardctl.estimate.inventory import FLOATING
+from shardctl.estimate.optimizers import get_optimizer
+from shardctl.mesh import EXPERT_FSDP
+
+if TYPE_CHECKING:
+    from shardctl.estimate.optimizers import OptimizerSpec
+    from shardctl.estimate.term import Tier
+    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.mesh import Mesh
+
+Runtime = Literal["units", "partitions", "buffers", "autocast"]
+F32: Final = BY_NAME["F32"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingScheme:
+    """The choices of a workload, worked out."""
+
+    runtime: Runtime
+    compute: DType
+    """Of the parameters that compute."""
+    resident: DType
+    """Of the parameters that are kept."""
+    gradient: DType
+    """Of the gradients that are kept; of units, of those that are reduced, for they are kept as the parameters are."""
+    optimizer: OptimizerSpec
+    master: bool
+    """Whether the optimizer updates fp32 copies that are kept beside the parameters."""
+    zero: int
+    """What the ranks of dp and cp share: 1 optimizer states, 2 and gradients, 3 and parameters."""
+    sharers: int
+    """Ranks of dp and cp, which share by `zero` what is not an expert's."""
+    expert_sharers: int
+    """Ranks which share by `zero` what is an expert's: those that ep, etp and efsdp leave over."""
+    parameters: Tier
+    """Where the parameters are."""
+    gradients: Tier
+    """Where the gradients are."""
+    states: Tier
+    """Where the fp32 copies and the optimizer states are."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether the optimizer sees its share as one long vector, not tensor by tensor."""
+        return self.zero > 0 and self.runtime != "units"
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the optimizer works on the host."""
+        return self.states != "device"
+
+    def among(self, *, expert: bool) -> int:
+        """Ranks that share by `zero`."""
+        return self.expert_sharers if expert else self.sharers
+
+
+def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
+    """How `work` keeps its states on `mesh`.
+
+    Raises UsageError for an unknown optimizer or type, and for what the profile's runtime cannot do.
+    """
+    cp = mesh.degree("cp")
+    if cp > 1 and work.sequence % (2 * cp):
+        # Each rank gets an early and a late part, so that causal work is even (Megatron-LM, context parallelism).
+        raise UsageError(
+            f"cp={cp} shares out {2 * cp} equal parts of a sequence, and it has {work.sequence} tokens",
+            hint=f"use --seq-len {-(-work.sequence // (2 * cp)) * 2 * cp}",
+        )
+    known = get_optimizer(work.optimizer)
+    compute = _get_float_dtype(work.dtype)
+    runtime = _choose_runtime(mesh, work)
+    wide = F32 if known.master else compute
+    resident = wide if runtime in {"units", "autocast"} else compute
+    usual = {"units": F32, "partitions": compute, "buffers": F32, "autocast": resident}[runtime]
+    replicas = mesh.world // mesh.degree("pp") // (mesh.ep * mesh.etp)
+    parameters, gradients, states = _choose_tiers(runtime, work)
+    if not 0 <= work.zero <= 3:  # noqa: PLR2004 - the stages of the paper
+        raise UsageError(f"there is no ZeRO stage {work.zero}", hint="the stages are 0, 1, 2 and 3")
+    stage = 3 if mesh.degree("fsdp") > 1 else work.zero
+    if runtime == "partitions" and stage > 1 and mesh.degree("pp") > 1:
+        # DeepSpeed, runtime/pipe/engine.py: gradients that are shared would be reduced in every microbatch.
+        raise UsageError(
+            f"DeepSpeed has no pipelines with ZeRO {stage}", hint="give --zero 1, or a mesh without pipeline stages"
+        )
+    return TrainingScheme(
+        runtime=runtime,
+        compute=compute,
+        resident=resident,
+        gradient=_get_float_dtype(work.gradient_dtype) if work.gradient_dtype else usual,
+        optimizer=known,
+        master=known.master and resident != F32,
+        zero=work.zero,
+        sharers=mesh.degree("dp") * mesh.degree("cp"),
+        expert_sharers=replicas // mesh.degree(EXPERT_FSDP),
+        parameters=parameters,
+        gradients=gradients,
+        states=states,
+    )
+
+
+def _get_float_dtype(name: str) -> DType:
+    if name not in FLOATING:
+        raise UsageError(f"cannot train in {name}", hint=f"the types are {', '.join(sorted(FLOATING))}")
+    return BY_NAME[name]
+
+
+def _choose_runtime(mesh: Mesh, work: TrainingWorkload) -> Runtime:
+    """Of transformers' Trainer, ZeRO is DeepSpeed's, sharding by fsdp is FSDP2's, and all else DDP's."""
+    if work.profile == "megatron":
+        return "buffers"
+    if work.profile == "deepspeed":
+        return "partitions"
+    if work.profile == "fsdp2" or mesh.degree("fsdp") > 1:
+        return "units"
+    return "partitions" if work.zero else "autocast"
+
+
+def _choose_tiers(runtime: Runtime, work: TrainingWorkload) -> tuple[Tier, Tier, Tier]:
+    """Where parameters, gradients and optimizer states are."""
+    if work.offload == "none":
+        if work.offload_parameters:
+            raise UsageError("offloading the parameters needs a tier to put them on", hint="give --offload cpu or nvme")
+        return "device", "device", "device"
+    tier: Tier = "nvme" if work.offload == "nvme" else "host"
+    if tier == "nvme" and runtime != "partitions":
+        raise UsageError(f"the {work.profile} profile has no offload to NVMe", hint="--profile deepspeed has")
+    if runtime == "units":
+        return tier, tier, tier  # torch's CPUOffloadPolicy moves all three
+    if runtime == "autocast" or (runtime == "partitions" and not work.zero):
+        raise UsageError("offloading needs sharded states", hint="give --zero 1, 2 or 3")
+    if runtime == "buffers":
+        if work.offload_parameters:
+            raise UsageError("the megatron profile offloads optimizer states, not parameters")
+        return "device", "device", tier
+    if work.offload_parameters and work.zero < 3:  # noqa: PLR2004 - the stage that shares parameters
+        raise UsageError("DeepSpeed offloads parameters only with ZeRO-3", hint="give --zero 3")
+    return tier if work.offload_parameters else "device", tier if work.zero > 1 else "device", tier

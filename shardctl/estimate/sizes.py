@@ -1,0 +1,182 @@
+"""How many elements the tensors of one layer have on one rank, for one microbatch, by the names that profiles use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.estimate.workload import TrainingWorkload
+    from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import LayerAttention, LayerExperts, ModelLayer
+    from shardctl.models.layer_traits import LayerStyle
+
+Size = Literal[
+    "tokens",
+    "hidden",
+    "norms",
+    "norm_rows",
+    "inputs",
+    "drops",
+    "head_norms",
+    "head_norm_rows",
+    "latent_norms",
+    "latent_products",
+    "queries",
+    "keys",
+    "values",
+    "repeated_keys",
+    "repeated_values",
+    "contexts",
+    "rows",
+    "scores",
+    "biases",
+    "intermediate",
+    "steps",
+    "router",
+    "chosen",
+    "routed_hidden",
+    "routed",
+    "logits",
+    "gathered_logits",
+    "inner",
+    "projected",
+    "convolved",
+    "low",
+    "low_rank",
+    "low_states",
+    "noted_states",
+    "decays",
+    "channels",
+    "group_rows",
+    "state_heads",
+    "state_pairs",
+    "pair_rows",
+    "final_states",
+    "chunk_states",
+    "chunk_products",
+    "split_products",
+    "grouped",
+]
+"""What a tensor's elements are counted by. `tokens`: one per token. `hidden`: a token's. `norms`, `norm_rows`: of all
+norms of whole tokens; of their statistics. `inputs`: of what enters attention and MLP. `drops`: of the outputs that
+dropout changes. `head_norms`, `head_norm_rows`: of norms of queries and keys. `latent_norms`, `latent_products`: what
+latent attention compresses to; what it makes keys and values from. `repeated_...`: keys, values, once per query head.
+`contexts`: attention's result. `rows`: one per query and head. `scores`: one per query, key and head. `biases`: that,
+but once for all sequences. `intermediate`: of dense MLPs and shared experts. `steps`: of results within the activation
+function. `router`: tokens times experts. `chosen`: tokens times experts chosen. `routed_hidden`, `routed`: of the
+tokens that this rank's experts get. `logits`, `gathered_logits`: of this rank's part of the vocabulary; of all.
+
+Of recurrent layers: `inner`: of the channels that the states are read into. `projected`, `convolved`: of what a token
+is projected to; of what of it is convolved. `low`, `low_rank`, `low_states`: of time steps with B and C before they
+are projected, of the former and of the latter (Mamba). `noted_states`: that a kernel notes on its way. `decays`: of
+the exponents, which are parameters. `channels`: one per channel. `group_rows`, `state_heads`: one per token and
+group; and head of states. `state_pairs`, `pair_rows`: of queries and keys of linear attention; one per each of their
+heads. `final_states`, `chunk_states`: of the states of each sequence; of each chunk of tokens. `chunk_products`: one
+per two tokens of a chunk, and group or head. `split_products`: those of a kernel that adds up in parts. `grouped`: of
+what the heads of a group share (B and C)."""
+
+SIZES: Final[tuple[Size, ...]] = get_args(Size)
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchShare:
+    """What one rank computes of one microbatch."""
+
+    batch: int
+    """Sequences."""
+    queries: int
+    """Tokens of each sequence whose results are this rank's: cp divides them."""
+    keys: int
+    """Tokens of each sequence that they attend to."""
+    tp: int
+    etp: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, work: TrainingWorkload) -> MicrobatchShare:
+        """The share of every rank of `mesh`."""
+        queries = -(-work.sequence // mesh.degree("cp"))
+        return cls(work.micro_batch, queries, work.sequence, mesh.degree("tp"), mesh.degree("etp"))
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.batch * self.queries
+
+
+def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchShare) -> Mapping[Size, float]:
+    """The elements of each size in one layer, besides those of a recurrent state; those not named have none.
+
+    tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
+    """
+    n, hidden = share.tokens, layer.hidden
+    cross = layer.attention is not None and layer.attention.cross
+    both = layer.mixes and layer.feeds
+    sizes: dict[Size, float] = {
+        "tokens": n,
+        "hidden": n * hidden,
+        "norms": n * hidden * layer.norms,
+        "norm_rows": n * layer.norms,
+        # One norm is before both, which then run side by side.
+        "inputs": n * hidden * (2 + cross if both and layer.norms > 1 else 1),
+        "drops": n * hidden * (bool(both) + 1 + cross),
+    }
+    if layer.attention is not None:
+        _add_attention_sizes(sizes, layer.attention, style, share, normed=layer.head_norm is not None)
+    dense = layer.mlp + (layer.experts.shared if layer.experts is not None else 0)
+    sizes["intermediate"] = n * -(-dense // share.tp)
+    sizes["steps"] = sizes["intermediate"] * style.steps
+    if layer.experts is not None:
+        _add_expert_sizes(sizes, layer.experts, hidden, share)
+    return sizes
+
+
+def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> Mapping[Size, float]:
+    """The elements of each size in the last norm and the head."""
+    n = share.tokens
+    return {
+        "tokens": n,
+        "hidden": n * hidden,
+        "norms": n * hidden,
+        "norm_rows": n,
+        "inputs": n * hidden,
+        "logits": n * -(-vocabulary // share.tp),
+        "gathered_logits": n * vocabulary,
+    }
+
+
+def _add_attention_sizes(
+    sizes: dict[Size, float], attention: LayerAttention, style: LayerStyle, share: MicrobatchShare, *, normed: bool
+) -> None:
+    """Self attention, and that to the encoder with it: as many tokens are taken to be there as in the decoder."""
+    n = share.tokens * (1 + attention.cross)
+    heads = -(-attention.heads // share.tp)
+    kv_heads = max(1, -(-attention.kv_heads // share.tp))
+    wide, value = attention.head_dim, attention.value_dim
+    sizes["queries"] = n * heads * wide
+    sizes["keys"] = n * kv_heads * wide
+    sizes["values"] = n * kv_heads * value
+    sizes["repeated_keys"], sizes["repeated_values"] = n * heads * wide, n * heads * value
+    sizes["contexts"] = n * heads * value
+    sizes["rows"] = n * heads
+    # Windows change nothing here: what is not fused computes all scores, and then masks them.
+    sizes["scores"] = n * heads * share.keys
+    if style.position_biases:
+        sizes["biases"] = heads * share.queries * share.keys
+    if normed:
+        sizes["head_norms"] = sizes["queries"] + sizes["keys"]
+        sizes["head_norm_rows"] = n * (heads + kv_heads)
+    if attention.kind == "latent":
+        sizes["latent_norms"] = n * (attention.query_rank + attention.key_rank)
+        sizes["latent_products"] = n * heads * (wide - (attention.latent - attention.key_rank) + value)
+
+
+def _add_expert_sizes(sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare) -> None:
+    """Tokens are taken to be routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
+    routed = share.tokens * experts.chosen * share.etp / share.tp
+    sizes["router"] = share.tokens * experts.count
+    sizes["chosen"] = share.tokens * experts.chosen
+    sizes["routed_hidden"] = routed * hidden
+    sizes["routed"] = routed * -(-experts.size // share.etp)

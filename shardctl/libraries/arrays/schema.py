@@ -1,0 +1,118 @@
+"""What a schema is: one table that says, for every rank, which arrays it has and of what they are made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.dialect import LibraryDialect
+    from shardctl.models import Model
+
+_KINDS: Final = ("weight", "bias")
+_NORM: Final = re.compile(r"(?:.*\.)?(?:[a-z_]*norm|ln_[12f])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The naming scheme of another library."""
+
+    name: str
+    title: str
+    """As messages say it."""
+    check: Callable[[Model], None]
+    """Raises UnsupportedError for a model whose arrays are not known, whatever the mesh."""
+    entries: Callable[[Model, LibraryDialect, int], Iterator[SchemaEntry]]
+    """The arrays of one rank of `Dialect.ranks`, of a model that passes the check.
+
+    Raises UnsupportedError, by name, for a variant or a tensor that it has no place for, and CutError for a mesh that
+    does not fit.
+    """
+
+    def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
+        """The arrays of all ranks, each with its rank.
+
+        Raises as `check` and `entries`, and at last UnsupportedError, by name, if a tensor of the model is in none.
+        """
+        self.check(model)
+        placed: set[str] = set()
+        for rank in dialect.ranks:
+            for entry in self.entries(model, dialect, rank):
+                placed.update(piece.tensor for piece in entry.content.pieces)
+                yield rank, entry
+        for tensor in model.own():
+            if tensor.name not in placed:
+                raise UnsupportedError(
+                    f"{self.title} has no place for {tensor.name} of {model.architecture or 'this model'}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model's tensors as composites, by name."""
+
+    model: Model
+    title: str
+    """Of the schema, for messages."""
+    norms: str = ""
+    """A *named* change of the weights of norms, as `Chunk.affine`; empty if they are stored as they are meant."""
+
+    def __contains__(self, name: str) -> bool:
+        return self.model.aliases.get(name, name) in self.model.tensors
+
+    def __getitem__(self, name: str) -> CompositeArray:
+        """A tensor, whole; raises UnsupportedError if the model has none of that name."""
+        known = self.model.tensors.get(self.model.aliases.get(name, name))
+        if known is None:
+            raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
+        affine = self.norms if self.norms and _NORM.fullmatch(known.name) else ""
+        return CompositeArray.whole(known.name, known.shape, affine)
+
+    def unit(self, name: str, dim: int = 0) -> int:
+        """Elements along a dim of a tensor that stay together when it is cut: those of a head."""
+        cuts = self.model.tensors[self.model.aliases.get(name, name)].spec.cuts
+        return cuts[dim][0].sections[0].unit if cuts and cuts[dim] and cuts[dim][0].sections else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRank:
+    """One tensor-parallel rank, while its arrays are named."""
+
+    parts: ModelParts
+    tp: int
+    """How many ranks share a layer."""
+    index: int
+    """Which of them this is."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parts
+
+    def __getitem__(self, name: str) -> CompositeArray:
+        """A tensor, whole."""
+        return self.parts[name]
+
+    def rows(self, name: str) -> CompositeArray:
+        """This rank's rows of a projection whose outputs are cut."""
+        return self[name].share(0, self.index, self.tp)
+
+    def columns(self, name: str) -> CompositeArray:
+        """This rank's columns of a projection whose inputs are cut."""
+        return self[name].share(1, self.index, self.tp)
+
+    def column_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
+        """A layer whose outputs are cut, its bias with them."""
+        for kind in _KINDS:
+            if f"{name}.{kind}" in self:
+                yield SchemaEntry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
+
+    def row_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
+        """A layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
+        yield SchemaEntry(f"{new or name}.weight", self.columns(f"{name}.weight"))
+        if f"{name}.bias" in self:
+            yield SchemaEntry(f"{new or name}.bias", self[f"{name}.bias"])

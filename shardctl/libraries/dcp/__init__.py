@@ -1,0 +1,1 @@
+"""`torch.distributed.checkpoint`: `.metadata` and the `.distcp` files of ranks."""

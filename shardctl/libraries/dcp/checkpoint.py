@@ -1,0 +1,108 @@
+"""The manifest of a checkpoint of `torch.distributed.checkpoint`: weights, optimizer, and what else was saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, format_first_few
+from shardctl.libraries.dcp.items import ItemReader
+from shardctl.libraries.dcp.keys import (
+    SortedKeys,
+    build_named_states,
+    build_parameter_groups,
+    find_steps_done,
+    sort_keys,
+)
+from shardctl.libraries.dcp.save import DcpSave, count_writers
+from shardctl.libraries.files.side_files import list_side_files
+from shardctl.manifest import Manifest, OpaqueObject, TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardctl.libraries.dcp.metadata import DcpMetadata
+    from shardctl.manifest import CheckpointFile, Tensor
+    from shardctl.storage import Source
+
+METADATA: Final = ".metadata"
+SUFFIX: Final = ".distcp"
+_FLAT: Final = "_flat_param"
+"""All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
+
+
+class DcpCollector:
+    """Puts together what the metadata of one save, or of the two of a model and its optimizer, describe."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.items = ItemReader(source)
+        self.files: dict[str, CheckpointFile] = {}
+        self.warnings: list[str] = []
+        self.objects: list[OpaqueObject] = []
+
+    def manifest(self, name: str, model: Sequence[DcpMetadata], optimizer: Sequence[DcpMetadata]) -> Manifest:
+        """The manifest of a source whose `model` may hold an optimizer, too.
+
+        Several metadata are those of the ranks of one save.
+        """
+        saved = _SortedSave(self, model)
+        flat = {key: name for key, name in saved.sorted.weights.items() if name.endswith(_FLAT)}
+        self.objects += [OpaqueObject(key, "drop") for key in saved.sorted.weights if flat and key not in flat]
+        weights = {name: saved.tensor(key, name) for key, name in (flat or saved.sorted.weights).items()}
+        if not weights:
+            what = "states of an optimizer, and no weights" if saved.sorted.states else "no tensors"
+            raise SourceError(
+                f"{self.source.name} holds {what}",
+                hint="give the directory above, if the model was saved beside it" if saved.sorted.states else None,
+            )
+        trained = saved if not optimizer else _SortedSave(self, optimizer)
+        training = trained.training(weights, saved)
+        saves = (saved,) if trained is saved else (saved, trained)
+        self.objects += [OpaqueObject(key, "drop") for save in saves for key in save.sorted.others]
+        strange = [key for save in saves for key in save.sorted.strange]
+        if strange:
+            said = format_first_few(map(repr, strange))
+            self.warnings.append(f"tensors that are neither weights nor an optimizer's are left behind: {said}")
+        read = {*self.files, *(m.path for m in (*model, *optimizer))}
+        side, left = list_side_files(self.source, read)
+        return Manifest(
+            format=name,
+            tensors=weights,
+            files=dict(sorted(self.files.items())),
+            objects=(*side, *self.objects),
+            warnings=(*self.warnings, *left),
+            training=training,
+        )
+
+
+class _SortedSave(DcpSave):
+    """A save whose keys are sorted by what they are."""
+
+    def __init__(self, collector: DcpCollector, metadata: Sequence[DcpMetadata]) -> None:
+        super().__init__(collector.source, metadata, collector.items)
+        self.collector = collector
+        self.alone = len(metadata) == 1
+        collector.files |= self.files
+        objects = dict.fromkeys(key for each in metadata for key in each.objects)
+        places = {key: way for each in metadata for key, way in each.places.items()}
+        self.sorted: SortedKeys = sort_keys(self.tensors, objects, places)
+
+    # What only a trainer needs
+
+    def training(self, weights: Mapping[str, Tensor], model: _SortedSave) -> TrainingState:
+        """Optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
+        version = self.metadata[0].version
+        return TrainingState(
+            writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
+            ranks=count_writers(model.collector.files),
+            step=find_steps_done(self.sorted, self.value),
+            states=build_named_states(self.sorted, weights, self.tensors, self.tensor, self.collector.warnings),
+            groups=build_parameter_groups(self.sorted, weights, self.value),
+            notes=tuple(model.notes()),
+        )
+
+    def notes(self) -> Iterable[str]:
+        """How the keys were understood."""
+        yield from self.sorted.notes()
+        if not self.alone:
+            yield f"{len(self.metadata)} ranks saved without talking to each other; copies of a box must be equal"

@@ -1,0 +1,140 @@
+"""Where in an item, which torch.save wrote, the elements are; and the few values that are read out of one."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from shardctl.dtype import BY_TORCH
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.torch_save.tensors import as_tensor
+from shardctl.libraries.torch_save.zip_file import read_torch_zip
+from shardctl.libraries.torch_save.zip_records import MAGIC
+from shardctl.manifest import Region
+from shardctl.settings import as_setting
+from shardctl.storage import read_bytes
+
+if TYPE_CHECKING:
+    from shardctl.dtype import DType
+    from shardctl.libraries.dcp.metadata import StoredItem
+    from shardctl.settings import Setting
+    from shardctl.storage import Source
+
+_HEAD: Final = 4 << 10
+"""An item's bytes before its data; torch 2.13 has 704."""
+_SMALL: Final = 64 << 10
+"""Bytes of an object that is remembered: a hyper-parameter takes one kilobyte, and every group has the same ones."""
+_LARGE: Final = 64 << 20
+"""Bytes of one that is still looked into: the names of a million parameters take as much."""
+NUMBERS: Final = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
+"""The types whose values are read, and how `struct` calls them."""
+
+
+class _ItemShape(NamedTuple):
+    """What two items must have in common to be laid out alike."""
+
+    length: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _ItemLayout(NamedTuple):
+    """How an item that was read in full is laid out."""
+
+    head: bytes
+    """All before its data."""
+    strides: tuple[int, ...]
+
+
+class ItemReader:
+    """Reads items of one source.
+
+    The items of a model are alike. Once one was read in full, another of the same length, type and shape is laid out
+    the same if the bytes before its data are the same: they hold the pickle and every header up to that of the data.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known: dict[_ItemShape, _ItemLayout] = {}
+        self._values: dict[bytes, tuple[Setting] | None] = {}
+
+    def region(self, item: StoredItem, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
+        """Where the elements of a tensor's box are.
+
+        Raises:
+            SourceError: the item is not what torch.save writes, or holds another tensor than the metadata says.
+            HostileError: it tries to run code or to exhaust the reader.
+            UnsupportedError: its bytes were transformed, or written by another library.
+        """
+        where = f"{item.file}: {key!r}"
+        if item.transforms:
+            raise UnsupportedError(
+                f"{where} was changed by {', '.join(map(ascii, item.transforms))} after it was saved",
+                hint="parts of such a stream cannot be read alone; load the checkpoint and save it without extensions",
+            )
+        kind = _ItemShape(item.length, dtype.name, shape)
+        known = self._known.get(kind)
+        if known is not None and read_bytes(self._source, item.file, item.offset, len(known.head)) == known.head:
+            return Region(item.file, item.offset + len(known.head), known.strides)
+        region = self._read(item, key, where, dtype, shape)
+        start = region.offset - item.offset
+        if 0 < start <= _HEAD:
+            self._known[kind] = _ItemLayout(read_bytes(self._source, item.file, item.offset, start), region.strides)
+        return region
+
+    def _read(self, item: StoredItem, key: str, where: str, dtype: DType, shape: tuple[int, ...]) -> Region:
+        self._check_magic(item, where)
+        saved = read_torch_zip(self._source, item.file, start=item.offset, size=item.length)
+        view = as_tensor(saved.tree, where)
+        if view is None:
+            raise SourceError(f"{where} is not a tensor, but the metadata says it is one")
+        if view.shape != shape or view.dtype != dtype:
+            raise SourceError(
+                f"{where} is {view.dtype} {list(view.shape)}, but the metadata says {dtype} {list(shape)}",
+                hint="the metadata belongs to another save; the checkpoint was overwritten in part",
+            )
+        if dtype.nbytes(shape) > view.storage.nbytes:
+            raise UnsupportedError(f"{where} repeats elements: its strides make {view.storage.nbytes:,} bytes more")
+        return saved.region(view, key)
+
+    def _check_magic(self, item: StoredItem, where: str) -> None:
+        head = read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC)))
+        if head != MAGIC:
+            raise UnsupportedError(
+                f"{where} is not what torch.save writes: it begins with {head.hex(' ')}",
+                hint="a FileSystemWriter told to write safetensors does this, and torch itself cannot read it; save "
+                "with a HuggingFaceStorageWriter",
+            )
+
+    def number(self, item: StoredItem, key: str, dtype: str) -> float | int | None:
+        """The value of a tensor of one element; None if its type is not one of numbers."""
+        kind = BY_TORCH.get(dtype)
+        if kind is None or kind.name not in NUMBERS:
+            return None
+        region = self.region(item, key, kind, ())
+        return decode_number(kind.name, read_bytes(self._source, region.file, region.offset, kind.unit_bytes))
+
+    def value(self, item: StoredItem) -> tuple[Setting] | None:
+        """The number, text or list of those that was saved as an object, alone in a tuple; None for anything else.
+
+        Raises HostileError if it tries to run code.
+        """
+        if item.length > _LARGE or item.transforms:
+            return None
+        if item.length > _SMALL:
+            return self._looked_into(item)
+        data = read_bytes(self._source, item.file, item.offset, item.length)
+        if data not in self._values:
+            self._values[data] = self._looked_into(item)
+        return self._values[data]
+
+    def _looked_into(self, item: StoredItem) -> tuple[Setting] | None:
+        if read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC))) != MAGIC:
+            return None
+        return as_setting(read_torch_zip(self._source, item.file, start=item.offset, size=item.length).tree)
+
+
+def decode_number(dtype: str, data: bytes) -> float | int:
+    """The number that little-endian `data` is."""
+    value: float | int = struct.unpack(NUMBERS[dtype], data)[0]
+    return value

@@ -1,0 +1,296 @@
+"""The `.metadata` of a distributed checkpoint: every tensor's boxes, and in which stretch of which file each one is.
+
+It is a bare pickle of torch's own classes (torch `distributed/checkpoint/metadata.py` and `filesystem.py`; before torch
+2.3 some of them were in `distributed/_shard/sharded_tensor/metadata.py`), read here without any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from shardctl.box import Box
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.files.impostors import refuse_impostor
+from shardctl.libraries.torch_save.pickle_machine import parse_pickle
+from shardctl.libraries.torch_save.pickle_state import PickleLimits
+from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
+from shardctl.libraries.torch_save.tensors import as_sizes
+from shardctl.storage import read_bytes
+
+if TYPE_CHECKING:
+    from shardctl.storage import Source
+
+LARGEST: Final = 1 << 30
+"""Bytes of a `.metadata` that are still read; 360,000 boxes take 51 MB."""
+_TREE: Final = 24
+"""Bytes of tree for a byte of pickle that are allowed in a large file; real ones need up to 16."""
+_ROOT: Final = "torch.distributed.checkpoint"
+_OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_CORE: Final = "megatron.core.dist_checkpointing.strategies.torch"
+_METADATA: Final = (f"{_ROOT}.metadata.Metadata", f"{_CORE}.MCoreMetadata")
+"""The second is a kind of the first, with `mcore_data` (Megatron-LM core 0.15)."""
+_TENSOR: Final = f"{_ROOT}.metadata.TensorStorageMetadata"
+_BYTES: Final = f"{_ROOT}.metadata.BytesStorageMetadata"
+_INDEX: Final = f"{_ROOT}.metadata.MetadataIndex"
+_INFO: Final = f"{_ROOT}.filesystem._StorageInfo"
+_PROPERTIES: Final = (f"{_ROOT}.metadata.TensorProperties", f"{_OLD}.TensorProperties")
+_ALLOWED: Final = frozenset(
+    {
+        *(*_METADATA, _TENSOR, _BYTES, _INDEX, _INFO, *_PROPERTIES),
+        f"{_ROOT}.metadata.ChunkStorageMetadata",
+        f"{_ROOT}.metadata.StorageMeta",
+        *(
+            f"{module}.{name}"
+            for module in (f"{_ROOT}.metadata", _OLD)
+            for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
+        ),
+        *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+        *(
+            f"pathlib{sub}.{kind}Path"
+            for sub in ("", "._local")
+            for kind in ("Posix", "Windows", "PurePosix", "PureWindows")
+        ),
+        *(f"{_ROOT}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+        *(f"{_CORE}.MCoreSavePlan", f"{_ROOT}.planner.BytesIOWriteData"),
+    }
+)
+"""Every name that a `.metadata` needs, and no other; types (`torch.bfloat16`) apart.
+
+Megatron-LM keeps the plans of all ranks in its own, which nobody needs for reading.
+"""
+_FIRST: Final = "torch.distributed._shard.checkpoint"
+"""Where the classes were in torch 1.12 and 1.13, whose tree is another one."""
+_FLATTENED: Final = "nd_reformulated_orig_global_shape"
+_FAR: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class StoredItem:
+    """A stretch of a file that holds one box of a tensor, or one object, as torch.save wrote it."""
+
+    file: str
+    """Path in the source."""
+    offset: int
+    """Of its first byte."""
+    length: int
+    """Bytes."""
+    transforms: tuple[str, ...] = ()
+    """What was done to the bytes after torch.save, such as compression."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTensor:
+    """A global tensor, as the metadata describes it."""
+
+    dtype: str
+    """The attribute of the torch module."""
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """What one `.metadata` says."""
+
+    path: str
+    version: str
+    """Of the format, such as ``1.0.0``; empty before torch 2.5."""
+    tensors: dict[str, DeclaredTensor]
+    """By key, in the file's order."""
+    objects: tuple[str, ...]
+    """Keys of what is no tensor."""
+    places: dict[str, tuple[str | int, ...]]
+    """By key, the way to it through the dicts and lists that were saved, where the writer says one that fits."""
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
+    """By key and, for tensors, the first index of the box."""
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
+
+
+def read_metadata(source: Source, path: str) -> DcpMetadata:
+    """Read a `.metadata` file.
+
+    Raises:
+        SourceError: it is damaged, or not what its name says.
+        HostileError: it tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: it was written by torch 1.x, or by a storage or planner of somebody's own.
+    """
+    size = source.files()[path].size
+    if size > LARGEST:
+        raise HostileError(f"{path} has {size:,} bytes; more than {LARGEST:,} are not read")
+    head = read_bytes(source, path, 0, min(size, 1))
+    if head != b"\x80":
+        refuse_impostor(source, path, "the metadata of a distributed checkpoint")
+    usual = PickleLimits()
+    limits = PickleLimits(
+        opcodes=max(usual.opcodes, size), memory=max(usual.memory, _TREE * size), memo=max(usual.memo, size)
+    )
+    pickle = parse_pickle(read_bytes(source, path), path, limits=limits)
+    _check_names(path, pickle.globals)
+    folder = path.rpartition("/")[0]
+    return _MetadataReader(path, f"{folder}/" if folder else "").metadata(pickle.value)
+
+
+def _check_names(path: str, names: tuple[GlobalNode, ...]) -> None:
+    for name in names:
+        if name.module.startswith(_FIRST):
+            raise UnsupportedError(
+                f"{path} was written by torch 1.12 or 1.13, whose distributed checkpoints are of another kind",
+                hint="load it with that version of torch and save it again with torch 2",
+            )
+        if str(name) not in _ALLOWED and not _is_dtype(name):
+            raise UnsupportedError(
+                f"{path} mentions {name}, which the metadata of a distributed checkpoint does not need",
+                hint="a storage or planner of somebody's own wrote it; save it with torch's own",
+            )
+
+
+def _is_dtype(name: GlobalNode) -> bool:
+    """A type is a name in torch itself; which of them are types is for the reader of tensors to say."""
+    return name.module == "torch" and "." not in name.name
+
+
+class _MetadataReader:
+    """Turns the tree of one file into what it means."""
+
+    def __init__(self, path: str, folder: str) -> None:
+        self.path = path
+        self.folder = folder
+
+    def malformed(self, what: str) -> NoReturn:
+        raise SourceError(f"{self.path} is malformed: {what}")
+
+    def metadata(self, node: object) -> DcpMetadata:
+        state = self.fields(node, "the metadata of a checkpoint", *_METADATA)
+        described, stored = state.get("state_dict_metadata"), state.get("storage_data")
+        if not isinstance(described, dict):
+            self.malformed("it has no table of tensors")
+        if not isinstance(stored, dict):
+            raise UnsupportedError(f"{self.path} does not say where its tensors are; a storage of its own wrote it")
+        tensors, objects = {}, []
+        for key, value in described.items():
+            if not isinstance(key, str) or not key or not _is_text(key):
+                self.malformed(f"a tensor has the name {ascii(key)[:100]}")
+            if _is_call_of(value, _BYTES):
+                objects.append(key)
+            else:
+                tensors[key] = self.tensor(key, value)
+        version = state.get("version")
+        return DcpMetadata(
+            path=self.path,
+            version=version[:20] if isinstance(version, str) else "",
+            tensors=tensors,
+            objects=tuple(objects),
+            places=self.places(state.get("planner_data")),
+            items=self.items(stored),
+            flattened=self.flattened(state.get("mcore_data")),
+        )
+
+    def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
+        """The attributes of an object of a class of torch that is one of `kinds`."""
+        if not isinstance(node, CallNode) or str(node.function) not in kinds or not isinstance(node.state, dict):
+            self.malformed(f"it holds something else in place of {what}")
+        return node.state
+
+    def tensor(self, key: str, node: object) -> DeclaredTensor:
+        state = self.fields(node, f"a description of {key!r}", _TENSOR)
+        shape, chunks = self.size(state.get("size"), key), state.get("chunks")
+        if not isinstance(chunks, list):
+            self.malformed(f"tensor {key!r} has no list of boxes")
+        whole = Box.whole(shape)
+        boxes = []
+        for chunk in chunks:
+            attributes = self.fields(chunk, f"a box of {key!r}", f"{_ROOT}.metadata.ChunkStorageMetadata")
+            origin, extents = self.size(attributes.get("offsets"), key), self.size(attributes.get("sizes"), key)
+            if len(origin) != len(extents) or len(origin) != len(shape):
+                self.malformed(f"tensor {key!r} of {len(shape)} dims has a box of {len(extents)}")
+            box = _build_box(origin, extents)
+            if not whole.contains(box):
+                self.malformed(f"tensor {key!r}: the box {box} is not inside the shape {list(shape)}")
+            boxes.append(box)
+        return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
+
+    def dtype(self, node: object, key: str) -> str:
+        """Of the properties only the type means anything."""
+        state = node.state if isinstance(node, CallNode) and str(node.function) in _PROPERTIES else None
+        if isinstance(state, dict):  # before torch 2.0 there was no __getstate__
+            state = (state.get("dtype"),)
+        if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalNode):
+            self.malformed(f"tensor {key!r} has no type")
+        return state[0].name
+
+    def size(self, node: object, key: str) -> tuple[int, ...]:
+        """The numbers of a `torch.Size`, or of a tuple or list in its place."""
+        found = as_sizes(node)
+        if found is None:
+            self.malformed(f"tensor {key!r} has something else in place of sizes")
+        return found
+
+    def places(self, node: object) -> dict[str, tuple[str | int, ...]]:
+        if not isinstance(node, dict):
+            return {}
+        return {
+            key: value
+            for key, value in node.items()
+            if isinstance(value, tuple)
+            and all(isinstance(part, str | int) for part in value)
+            and ".".join(map(str, value)) == key
+        }
+
+    def flattened(self, node: object) -> dict[str, tuple[int, ...]]:
+        """What Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
+        if not isinstance(node, dict):
+            return {}
+        said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
+        return {key: self.size(value, str(key)) for key, value in said if isinstance(key, str) and value is not None}
+
+    def items(self, stored: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+        found: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+        for index, info in stored.items():
+            state = self.fields(index, "the place of an item", _INDEX)
+            key, offset = state.get("fqn"), state.get("offset")
+            if not isinstance(key, str):
+                self.malformed("an item has no name")
+            origin = None if offset is None else self.size(offset, key)
+            if (key, origin) in found:
+                self.malformed(f"it says twice where {key!r} at {origin} is")
+            found[key, origin] = self.item(key, info)
+        return found
+
+    def item(self, key: str, node: object) -> StoredItem:
+        state = self.fields(node, f"where {key!r} is", _INFO)
+        file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
+        if not isinstance(file, str) or not _is_text(file):
+            self.malformed(f"{key!r} is in a file without a name")
+        if not file or file in {".", ".."} or any(c in file for c in "/\\\0:"):
+            raise HostileError(
+                f"{self.path}: {key!r} is in {ascii(file)[:100]}, which is not the name of a file beside it",
+                hint="torch never writes such a name; do not load this checkpoint",
+            )
+        if type(offset) is not int or type(length) is not int or not (0 <= offset < _FAR and 0 <= length < _FAR):
+            self.malformed(f"{key!r} is at byte {ascii(offset)[:40]}, {ascii(length)[:40]} bytes long")
+        transforms = state.get("transform_descriptors") or ()
+        if not isinstance(transforms, tuple | list) or not all(isinstance(t, str) for t in transforms):
+            self.malformed(f"{key!r} was changed in ways that are not named")
+        return StoredItem(self.folder + file, offset, length, tuple(transforms))
+
+
+def _is_call_of(node: object, kind: str) -> bool:
+    return isinstance(node, CallNode) and str(node.function) == kind
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= c <= "\udfff" for c in name)
+
+
+@lru_cache(maxsize=1 << 16)
+def _build_box(origin: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """The layers of a model are alike, and so are their boxes."""
+    return Box(origin, shape)

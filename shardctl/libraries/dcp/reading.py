@@ -1,0 +1,89 @@
+"""Checkpoints of `torch.distributed.checkpoint` (DCP): `.metadata` and the `.distcp` files of ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.libraries.dcp.checkpoint import METADATA, SUFFIX, DcpCollector
+from shardctl.libraries.dcp.metadata import read_metadata
+from shardctl.libraries.files.sharded_backend import is_megatron
+from shardctl.libraries.reader import Format
+
+if TYPE_CHECKING:
+    from shardctl.manifest import Manifest
+    from shardctl.storage import Source
+
+_OWN: Final = re.compile(r"__([0-9]{1,9})\.metadata")
+"""What each rank writes where ranks save without talking to each other (`use_collectives=False`)."""
+_MODEL: Final = re.compile(r"pytorch_model_fsdp(_[0-9]+)?|model")
+_OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
+"""Folders of a model and its optimizer, saved apart (accelerate `utils/fsdp_utils.py`, and so Trainer)."""
+
+
+def detect_dcp(source: Source) -> bool:
+    """Whether the directory, or that of a model in it, has the metadata or the files of such a save.
+
+    Megatron-LM's are such saves, too, and have a reader of their own.
+    """
+    return not is_megatron(source) and any(_is_mark(path) for path in source.files())
+
+
+def _is_mark(path: str) -> bool:
+    folder, _, name = path.rpartition("/")
+    mark = name == METADATA or _OWN.fullmatch(name) is not None or name.endswith(SUFFIX)
+    return mark and (not folder or _MODEL.fullmatch(folder) is not None or _OPTIMIZER.fullmatch(folder) is not None)
+
+
+def scan_dcp(source: Source) -> Manifest:
+    """Read the metadata and the head of every item.
+
+    Tensors are named as the model does: without the keys of the dicts that they were saved in.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: items that were compressed, or written by something else than torch.
+    """
+    folders = _list_saves(source)
+    optimizer = [folder for folder in folders if folder and _OPTIMIZER.fullmatch(folder)]
+    model = [folder for folder in folders if folder not in optimizer] or optimizer[:1]
+    if "" in folders:
+        model, optimizer = [""], []
+    if len(model) > 1 or len(optimizer) > 1:
+        raise SourceError(
+            f"{source.name} holds several checkpoints: {', '.join((*model, *optimizer))}", hint="give one of them"
+        )
+    if not model:
+        raise _build_unfinished_error(source)
+    read = {folder: [read_metadata(source, path) for path in folders[folder]] for folder in (*model, *optimizer)}
+    return DcpCollector(source).manifest(
+        FORMAT.name, read[model[0]], read[optimizer[0]] if optimizer and optimizer != model else ()
+    )
+
+
+def _list_saves(source: Source) -> dict[str, list[str]]:
+    """The metadata files of each folder that holds a save: one of all ranks, else one of each."""
+    found: dict[str, list[str]] = {}
+    for path in source.files():
+        folder, _, name = path.rpartition("/")
+        if _is_mark(path) and not name.endswith(SUFFIX):
+            found.setdefault(folder, []).append(path)
+    for folder, paths in found.items():
+        whole = f"{folder}/{METADATA}" if folder else METADATA
+        found[folder] = [whole] if whole in paths else sorted(paths, key=lambda path: (len(path), path))
+    return found
+
+
+def _build_unfinished_error(source: Source) -> SourceError:
+    name = next((path for path in source.files() if _is_mark(path)), None)
+    if name is None:
+        return SourceError(f"{source.name} holds no {FORMAT.title}")
+    return SourceError(
+        f"{name} is there, but {METADATA} is not",
+        hint="the save did not finish, or a copy left out hidden files; the metadata is written last",
+    )
+
+
+FORMAT: Final = Format("dcp", "torch.distributed.checkpoint files", detect_dcp, scan_dcp)

@@ -1,0 +1,99 @@
+"""What `torch.distributed.checkpoint.load` reads into any mesh: `.metadata`, and one set of `.distcp` files per rank.
+
+Keys are those of ``{"model": ..., "optim": ...}`` with what `get_state_dict` returns: ``model.<name>``,
+``optim.state.<name>.<state>`` and ``optim.param_groups.<n>.<setting>``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.dcp.file_writer import DcpFiles
+from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, list_whole_arrays
+from shardctl.libraries.safetensors.ranks_writing import Known, list_rank_arrays
+from shardctl.libraries.torch_save.item_writer import encode_object
+from shardctl.manifest import Manifest
+from shardctl.training import split_state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardctl.dtype import DType
+    from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.libraries.safetensors.packing import TensorArray
+    from shardctl.libraries.torch_save.pickle_writer import Value
+    from shardctl.manifest import Chunk, TrainingState
+    from shardctl.pieces import PlacedCheckpoint
+
+NAME: Final = "dcp"
+_MODEL: Final = "model"
+_OPTIMIZER: Final = "optim"
+_Way = tuple[str | int, ...]
+
+
+def pack_dcp(
+    have: Manifest,
+    placed: PlacedCheckpoint | None,
+    form: ArrayForm,
+    dtypes: dict[str, DType],
+    *,
+    max_shard_size: int = USUAL_SHARD,
+) -> Manifest:
+    """The files of every rank of a mesh, or of the only one; `max_shard_size` is of tensor bytes."""
+    builder = _DcpBuilder(max_shard_size)
+    if have.training is not None:
+        builder.settings(have.training, form)
+    if placed is None:
+        builder.rank(0, list_whole_arrays(have, form, dtypes))
+    else:
+        known: Known = {}
+        for rank, held in placed.ranks():
+            builder.rank(rank, (array for group in list_rank_arrays(held, form, dtypes, known) for array in group))
+    files = builder.files.finished(builder.ways)
+    tensors = {
+        name: replace(tensor, dtype=dtypes[name], chunks=tuple(builder.chunks.get(name, ())))
+        for name, tensor in have.tensors.items()
+    }
+    return Manifest(NAME, tensors, files, have.objects, training=have.training)
+
+
+class _DcpBuilder:
+    """Collects items, the way to each, and the chunks of tensors that lie in them."""
+
+    def __init__(self, largest: int) -> None:
+        self.files = DcpFiles(largest)
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.ways: dict[Value, Value] = {}
+
+    def settings(self, training: TrainingState, form: ArrayForm) -> None:
+        """Hyper-parameters, in front of the first rank's tensors."""
+        for number, group in enumerate(training.groups):
+            members: list[Value] = list(dict.fromkeys(map(form.array, group.parameters)))
+            for name, value in (*group.settings.items(), ("params", members)):
+                way: _Way = (_OPTIMIZER, "param_groups", number, name)
+                self.files.object(_join_key_path(way), encode_object(value))
+                self.ways[_join_key_path(way)] = way
+
+    def rank(self, rank: int, arrays: Iterable[TensorArray]) -> None:
+        """The boxes of one rank that no earlier rank holds, too."""
+        self.files.rank(rank)
+        for array in arrays:
+            way = _find_key_path(array.name)
+            region = self.files.tensor(_join_key_path(way), array.shape, array.dtype, array.box)
+            if region is not None:
+                self.ways[_join_key_path(way)] = way
+                for tensor, chunk in replace(array, name=_join_key_path(way)).chunks(region):
+                    self.chunks.setdefault(tensor, []).append(chunk)
+
+
+def _find_key_path(name: str) -> _Way:
+    """Where in the nested dicts an array is."""
+    state = split_state_name(name)
+    if state is None:
+        return (_MODEL, name)
+    return (_OPTIMIZER, "state", state[1], *state[0].split("/"))
+
+
+def _join_key_path(way: _Way) -> str:
+    return ".".join(map(str, way))

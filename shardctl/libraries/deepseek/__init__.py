@@ -1,0 +1,1 @@
+"""The directories of DeepSeek's own inference code: `modelI-mpN.safetensors`."""

@@ -1,0 +1,46 @@
+"""Directories that DeepSeek's inference code reads: `modelI-mpN.safetensors`, one a rank.
+
+The code takes a config of its own from elsewhere (`inference/configs`); that of transformers travels along, for without
+it nobody could read the files back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import LibraryDialect, format_rank_prefix
+from shardctl.errors import CutError
+from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.deepseek.arrays import NAME, SCHEMA
+from shardctl.libraries.safetensors.packing import FileBuilder
+from shardctl.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shardctl.libraries.arrays.composing import PackRequest
+    from shardctl.manifest import Manifest
+
+
+def pack_deepseek_mp(order: PackRequest) -> Manifest:
+    """The file of every rank.
+
+    Raises as `Layout.pack` says.
+    """
+    SCHEMA.check(order.model)
+    mesh = order.mesh
+    ranks = mesh.degree("tp")
+    if mesh.world != ranks or mesh.ep not in (1, ranks):
+        raise CutError(f"the files are those of tp ranks, but the mesh is {mesh}", hint="use --tp alone")
+    dialect = LibraryDialect(
+        NAME, Mesh.of(tp=ranks, ep=ranks, etp=1), {rank: format_rank_prefix(rank) for rank in range(ranks)}
+    )
+    builder = FileBuilder({"format": "pt"})
+    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
+        builder.add(f"{_format_file_prefix(dialect, rank)}safetensors", arrays)
+    return build_manifest(NAME, order, SCHEMA, dialect, builder.files, builder.stored())
+
+
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    return f"model{rank}-mp{dialect.mesh.world}."
+
+
+LAYOUT: Final = Layout(NAME, pack_deepseek_mp, SCHEMA, _format_file_prefix)

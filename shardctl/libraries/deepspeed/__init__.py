@@ -1,0 +1,1 @@
+"""DeepSpeed: checkpoints of every ZeRO stage, and Universal Checkpoints."""

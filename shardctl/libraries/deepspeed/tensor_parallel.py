@@ -1,0 +1,160 @@
+"""How the parts that tensor-parallel ranks have of a tensor fit together, as the checkpoint itself tells.
+
+The rules are those of `universal_checkpoint_info` (DeepSpeed `checkpoint/ds_to_universal.py`, `merge_tp_slices`),
+which Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism save for its sake.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.box import Box
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.deepspeed.patterns import NamePatterns
+from shardctl.libraries.deepspeed.pieces import TensorCut
+from shardctl.libraries.deepspeed.values import as_dict, as_integer, as_list
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.libraries.deepspeed.files import DeepSpeedFiles
+    from shardctl.libraries.deepspeed.model_states import ModelState
+
+Shape = tuple[int, ...]
+Shapes = dict[int, Shape]
+"""By tensor-parallel rank."""
+
+_WHOLE: Final = "tp_replicated_parameter_patterns"
+_MEAN: Final = "parameter_to_average_patterns"
+_ROWS: Final = "parameter_with_row_parallelism_patterns"
+_VOCABULARY: Final = "vocabulary_parameter_patterns"
+_HALVES: Final = "parameter_with_2_sub_params_cat_dim_0"
+_SEVERAL: Final = "parameter_with_sub_params"
+_WIDTHS: Final = "sub_param_shard_widths"
+_UNSUPPORTED: Final = "autotp_unsupported_parameter_patterns"
+_HINT: Final = "DeepSpeed's ds_to_universal.py may make a Universal Checkpoint of it, which shardctl reads"
+
+
+class ParallelCuts:
+    """How the tensors of one checkpoint are cut."""
+
+    def __init__(self, models: Mapping[int, ModelState], files: DeepSpeedFiles) -> None:
+        first = next(iter(models.values()), None)
+        said = first.tensor_parallel if first is not None else None
+        layers = len({rank for _, rank in files.layers})
+        self.ranks = said or (layers if files.layers else len(models))
+        """Tensor-parallel ranks; model-parallel ones are those of each pipeline stage in turn."""
+        self._info: dict[Any, Any] = next((state.universal for state in models.values() if state.universal), {})
+        self._said_of: dict[str, NamePatterns] = {}
+        """By key, the patterns of names that the rules have there."""
+        self._known: dict[object, TensorCut | None] = {}
+        """The same for each state of a parameter."""
+
+    def cut(self, name: str, shapes: Shapes, *, trained: bool) -> TensorCut | None:
+        """How a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
+
+        Raises:
+            SourceError: a rank has none of it, or one of a strange shape.
+            UnsupportedError: the checkpoint does not say how its parts fit together.
+        """
+        by_rank: Shapes = {}
+        for rank, shape in shapes.items():
+            if by_rank.setdefault(rank % self.ranks, shape) != shape:
+                raise SourceError(
+                    f"{name!r} is {list(shape)} on one pipeline stage and {list(by_rank[rank % self.ranks])}"
+                )
+        alike = len(set(by_rank.values())) == 1
+        if self.ranks == 1 or (alike and not (trained and all(by_rank.values()))):
+            return None
+        if len(by_rank) != self.ranks:
+            raise SourceError(f"{name!r} is on {len(by_rank)} of {self.ranks} tensor-parallel ranks")
+        key = (name, tuple(shapes.items()))
+        if key not in self._known:
+            parts = self._parts(name, by_rank)
+            self._known[key] = parts and TensorCut(
+                self._without_padding(name, parts[0]), {rank: parts[1][rank % self.ranks] for rank in shapes}
+            )
+        return self._known[key]
+
+    def _parts(self, name: str, shapes: Shapes) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]] | None:
+        """The whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""
+        if not self._info:
+            raise UnsupportedError(
+                f"{name!r} is on {self.ranks} tensor-parallel ranks, and the checkpoint does not say how their parts "
+                "fit together (universal_checkpoint_info)",
+                hint="trainers that support Universal Checkpoints save that; or save it with one such rank",
+            )
+        if self._said(_UNSUPPORTED, name):
+            raise UnsupportedError(f"{name!r} was cut in a way that DeepSpeed itself cannot put together", hint=_HINT)
+        if self._said(_WHOLE, name):
+            if len(set(shapes.values())) > 1:
+                raise SourceError(f"{name!r} should be whole on every rank, but has the shapes {list(shapes.values())}")
+            return None
+        if self._said(_MEAN, name):
+            raise UnsupportedError(
+                f"{name!r} has values of its own on every tensor-parallel rank, of which the mean is meant", hint=_HINT
+            )
+        if self._said(_HALVES, name):
+            widths = [[shape[0] // 2 for shape in shapes.values()] for _ in range(2)]
+            return _interleave_parts(name, shapes, 0, widths)
+        for number, entry in enumerate(as_list(self._info.get(_SEVERAL))):
+            held = as_dict(entry)
+            pattern = self._found(f"{_SEVERAL} {number}", as_list(held.get("patterns")), name)
+            dim = as_integer(held.get("partition_dim"))
+            if pattern is not None and dim is not None:
+                return _interleave_parts(name, shapes, dim, self._widths(name, pattern, held, dim))
+        dim = 1 if self._said(_ROWS, name) else 0
+        return _interleave_parts(
+            name, shapes, dim, [[shape[dim] if dim < len(shape) else 0 for shape in shapes.values()]]
+        )
+
+    def _widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
+        """Of each of several parts that are cut by themselves, the extents that ranks have."""
+        said = as_dict(self._info.get(_WIDTHS)).get(pattern)
+        if said is not None:
+            return [[as_integer(n) or 0 for n in as_list(part)] for part in as_list(said)]
+        shape = as_list(held.get("shape"))
+        extents = as_list(shape[dim]) if dim < len(shape) else []
+        if not extents or any(not as_integer(n) or n % self.ranks for n in extents):
+            raise UnsupportedError(f"the checkpoint does not say how wide the parts of {name!r} are", hint=_HINT)
+        return [[n // self.ranks] * self.ranks for n in extents]
+
+    def _without_padding(self, name: str, shape: Shape) -> Shape:
+        rows = as_integer(self._info.get("original_vocab_size"))
+        if rows is not None and shape and rows <= shape[0] and self._said(_VOCABULARY, name):
+            return (rows, *shape[1:])
+        return shape
+
+    def _said(self, key: str, name: str) -> bool:
+        listed = self._info.get(key)
+        return self._found(key, as_list(listed) or list(as_dict(listed)), name) is not None
+
+    def _found(self, key: str, patterns: list[Any], name: str) -> str | None:
+        if key not in self._said_of:
+            self._said_of[key] = NamePatterns(p for p in patterns if isinstance(p, str))
+        return self._said_of[key].find(name)
+
+
+def _interleave_parts(
+    name: str, shapes: Shapes, dim: int, widths: list[list[int]]
+) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]]:
+    """Several parts one after another along `dim`, each cut among the ranks; `widths` are extents by part and rank."""
+    order = sorted(shapes)
+    shapes = {rank: shapes[rank] for rank in order}
+    rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes.values()}
+    sums = [sum(part[number] for part in widths) if all(number < len(p) for p in widths) else -1 for number in order]
+    if len(rest) != 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes.values(), sums, strict=True)):
+        raise SourceError(f"{name!r} has shapes that do not fit together along dim {dim}: {list(shapes.values())}")
+    boxes: dict[int, list[tuple[Box, Shape]]] = {rank: [] for rank in order}
+    inside = dict.fromkeys(order, 0)
+    begin = 0
+    for part in widths:
+        for rank in order:
+            shape, width = shapes[rank], part[rank]
+            zeros = (0,) * len(shape)
+            box = Box((*zeros[:dim], inside[rank], *zeros[dim + 1 :]), (*shape[:dim], width, *shape[dim + 1 :]))
+            boxes[rank].append((box, (*zeros[:dim], begin, *zeros[dim + 1 :])))
+            inside[rank] += width
+            begin += width
+    first = shapes[order[0]]
+    return (*first[:dim], begin, *first[dim + 1 :]), {rank: tuple(held) for rank, held in boxes.items()}

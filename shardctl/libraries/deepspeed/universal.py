@@ -1,0 +1,124 @@
+"""Universal Checkpoints: a folder for each parameter, with a file for the master and each state of it.
+
+Written by DeepSpeed `checkpoint/ds_to_universal.py`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.libraries.deepspeed.geometry import ElementRun
+from shardctl.libraries.deepspeed.optimizer_states import parse_group_settings
+from shardctl.libraries.deepspeed.partitions import add_number
+from shardctl.libraries.deepspeed.values import as_array, as_dict, as_list, as_number
+from shardctl.libraries.torch_save.pickle_tree import as_mapping
+from shardctl.libraries.torch_save.reading import open_saved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.libraries.deepspeed.checkpoint_pieces import CheckpointPieces
+    from shardctl.libraries.deepspeed.files import DeepSpeedFiles
+    from shardctl.libraries.deepspeed.model_states import ModelState
+    from shardctl.storage import Source
+
+_MASTER: Final = "fp32"
+_STEP: Final = "step"
+_REST: Final = "zero/optimizer_state.pt"
+_WHOLE: Final = "param"
+"""The key of the tensor, where the file has a dict; a file of stage 3 is a bare flat tensor."""
+
+
+def read_universal(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
+    """Note where the master and the states of every parameter are.
+
+    What the module has itself and the optimizer has not (buffers, frozen parameters) is left to the module, whose
+    copy has its own type; the converter makes floats of integers.
+
+    Raises SourceError for a file that is not what its name says.
+    """
+    found.kind = "Universal Checkpoint"
+    found.world = max((state.data_parallel or 1 for state in models.values()), default=1)
+    shapes: dict[str, tuple[int, ...]] = {}
+    own: set[str] = set()
+    for state in models.values():
+        for group in state.groups or ():
+            shapes |= group
+        own |= {*state.buffers, *state.frozen_shapes, *(state.module if state.groups is not None else ())}
+    order = {name: place for place, name in enumerate(shapes)}
+    for name in sorted(files.universal, key=lambda name: (order.get(name, len(order)), name)):
+        if name in own and name not in shapes:
+            continue
+        if _MASTER not in files.universal[name]:
+            raise SourceError(
+                f"{files.folder}zero/{name}/{_MASTER}.pt is missing", hint="its copy is incomplete; fetch it again"
+            )
+        found.parameters[name] = None
+        for kind, path in files.universal[name].items():
+            _add_file(source, path, name, kind, shapes.get(name) if len(models) == 1 else None, found)
+    _read_settings(source, files, models, found)
+    missing = [name for name in shapes if name not in files.universal]
+    if missing:
+        raise SourceError(
+            f"{files.folder}zero/{missing[0]}/ is missing"
+            + (f", and {len(missing) - 1} other parameters" if len(missing) > 1 else ""),
+            hint="its copy is incomplete; fetch it again",
+        )
+
+
+def _read_settings(
+    source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
+) -> None:
+    """Hyper-parameters, and at stage 3 the steps, from the file that has the rest of one rank's optimizer."""
+    path = f"{files.folder}{_REST}"
+    state = next(iter(models.values()), None)
+    if path not in source.files() or state is None or state.groups is None:
+        return
+    saved = open_saved(source, path)
+    tree = as_mapping(saved.tree) or {}
+    for place, (members, values) in enumerate(
+        parse_group_settings(as_list(tree.get("param_groups")), len(state.groups))
+    ):
+        names, _ = found.groups.setdefault(place, ({}, values))
+        for member in members:
+            names |= dict.fromkeys(state.groups[member])
+    inner = as_dict(tree.get("optimizer_state_dict")).get("state")
+    for place, group in enumerate(state.groups):
+        step = as_dict(as_dict(inner).get(place)).get(_STEP)
+        value = as_array(saved, step, _STEP) if step is not None else None
+        if value is not None:
+            for name in group:
+                add_number(found.state(_STEP), name, 0, value)
+
+
+def _add_file(
+    source: Source, path: str, name: str, kind: str, shape: tuple[int, ...] | None, found: CheckpointPieces
+) -> None:
+    """Note one file of a parameter."""
+    saved = open_saved(source, path)
+    tree = as_mapping(saved.tree)
+    node = saved.tree if tree is None else tree.get(_WHOLE)
+    if kind == _STEP and (said := as_number(node)) is not None:
+        add_number(found.state(kind), name, 0, said)
+        return
+    array = as_array(saved, node, name)
+    if array is None:
+        raise SourceError(f"{path} is not a tensor, nor a dict with one under {_WHOLE!r}")
+    if kind == _STEP:
+        add_number(found.state(kind), name, 0, array)
+        return
+    pieces = found.master if kind == _MASTER else found.state(kind)
+    if tree is not None:
+        if shape is not None and array.shape != shape:
+            raise SourceError(f"{path} is {list(array.shape)}, but the parameter is {list(shape)}")
+        pieces.add_array(name, 0, array)
+        return
+    if shape is None:
+        raise SourceError(f"{path} has no shape, and no file beside it says that of {name!r}")
+    if array.size != prod(shape) or len(array.shape) != 1:
+        raise SourceError(f"{path} is {list(array.shape)}, but the parameter is {list(shape)}")
+    pieces.add_run(name, 0, shape, array, ElementRun(0, array.size, 0))

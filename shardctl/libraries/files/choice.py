@@ -1,0 +1,81 @@
+"""Which files make up a checkpoint, where that is one file, numbered files, or those that an index names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardctl.errors import SourceError
+from shardctl.manifest import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardctl.libraries.files.index import WeightIndex
+    from shardctl.manifest import Chunk, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FileChoice:
+    """The files that make up the checkpoint."""
+
+    files: tuple[str, ...]
+    index: WeightIndex | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
+    """Prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
+
+    >>> numbered("model-00001-of-000163.safetensors", ".safetensors")  # DeepSeek's; the two widths may differ
+    ('model', '00001', '000163')
+    >>> numbered("model.safetensors", ".safetensors")
+    """
+    found = re.fullmatch(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})" + re.escape(suffix), name)
+    return (found[1], found[2], found[3]) if found is not None else None
+
+
+def describe_missing(names: Sequence[str], noun: str = "files") -> str:
+    """What to say of files, or of what `noun` says, that are not there.
+
+    >>> missing(["a.pt"]), missing(["a.pt", "b.pt", "c.pt"])
+    ('a.pt is missing', 'a.pt and 2 more files are missing')
+    """
+    more = f" and {len(names) - 1:,} more {noun} are" if len(names) > 1 else " is"
+    return f"{names[0]}{more} missing"
+
+
+def choose_given_file(path: str, suffix: str) -> FileChoice:
+    """The choice where one file was given; raises SourceError for an index, which has no weights."""
+    if path.endswith(f"{suffix}.index.json"):
+        raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
+    parts = parse_numbered_name(path, suffix)
+    if parts is None or int(parts[2]) == 1:
+        return FileChoice((path,))
+    return FileChoice((path,), warnings=(f"{path} is one of {int(parts[2])} files; only its own tensors are read",))
+
+
+def with_copy(tensor: Tensor, copy: Chunk) -> Tensor:
+    """The tensor of the file that an index names, with what another file holds of it whole: if its bytes are compared.
+
+    Raises SourceError if they cannot be equal.
+    """
+    if (copy.dtype, copy.box.shape) != (tensor.dtype, tensor.shape):
+        other = copy.where.file if isinstance(copy.where, Region) else ""
+        raise SourceError(
+            f"tensor {copy.name!r} is {tensor.dtype} {list(tensor.shape)} in {tensor.files[0]}, which the index names, "
+            f"but {copy.dtype} {list(copy.box.shape)} in {other}",
+            hint="--prefer-index takes the one that the index names",
+        )
+    return replace(tensor, chunks=(*tensor.chunks, copy))
+
+
+def choose_index(indexes: Sequence[str], standard: str) -> str:
+    """The index that counts: the one called `standard`, or the only one; raises SourceError if that cannot be said."""
+    if standard in indexes or len(indexes) == 1:
+        return standard if standard in indexes else indexes[0]
+    raise SourceError(
+        f"the directory holds {len(indexes)} variants of the model: {', '.join(indexes)}",
+        hint="leave only one of them in the directory, with its shards",
+    )

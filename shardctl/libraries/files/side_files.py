@@ -1,0 +1,100 @@
+"""What travels along with the weights and what is left behind: every file that holds no tensor of the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import format_first_few
+from shardctl.libraries.files.impostors import ADAPTERS
+from shardctl.libraries.files.links import check_link
+from shardctl.manifest import OpaqueObject
+
+if TYPE_CHECKING:
+    from shardctl.manifest import Policy
+    from shardctl.storage import Source
+
+_REMADE: Final = frozenset({"shardctl.json", "SHA256SUMS"})
+"""Files of the root that describe the files beside them, so that the ones of the source would be wrong."""
+_INDEX: Final = re.compile(r".+\.(safetensors|bin|h5|msgpack|pt|pth)\.index(\.[^.]+)?\.json")
+"""Indexes of weights, also those of variants (`model.safetensors.index.fp16.json`); also remade."""
+_NAMED: Final = 8
+"""Files that one warning names."""
+_HIDDEN: Final = frozenset({".git", ".cache", ".shardctl", "__pycache__"})
+"""Folders that programs keep for themselves."""
+_EXPORTS: Final = re.compile(
+    r".+(\.onnx|[._]onnx[._]data(_[0-9]+)?|\.h5|\.keras|\.msgpack|\.ot|\.tflite|\.gguf|\.ggml|\.pdparams|\.mlmodel"
+    r"|\.ckpt[-.][-.a-z0-9]+|\.llamafile|\.engine)|openvino_.+\.(bin|xml)"
+)
+"""The same weights for other programs, wherever they lie."""
+_EXPORT_FOLDERS: Final = frozenset({"onnx", "openvino", "coreml", "flax", "tf", "tflite", "saved_model", "gguf"})
+"""Folders of the root with nothing but such exports and what they need."""
+_REPEATS: Final = frozenset({"original", "metal", "sharded"})
+"""Folders of the root whose weights are the model's again: Meta's layout, gpt-oss's, and what torch consolidates."""
+_TRAINER: Final = re.compile(
+    r"(optimizer|scheduler|scaler|training_args|random_states_[0-9]+|rng_state(_[0-9]+)?|optimizer_[0-9]+)"
+    r"\.(pt|pth|bin|pkl)"
+)
+"""What Trainer and accelerate keep to resume training (transformers/trainer.py, accelerate/utils/constants.py)."""
+_TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
+_WEIGHTS: Final = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|distcp)|\.metadata")
+
+
+def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
+    """Every file of the source that is not one of `weights`, with its policy; and what deserves a warning.
+
+    Configs, tokenizers, chat templates, code, `.gitattributes` and whole sub-folders are carried. The weights in a
+    sub-folder are carried too, because they are a module of their own (`2_Dense/model.safetensors` of
+    sentence-transformers), except in folders known to repeat the model. Left behind are exports for other programs,
+    the state of a trainer, and weights of the root that the checkpoint does not use. Indexes, `SHA256SUMS` and
+    `shardctl.json` describe the source's own files; they are not even listed.
+
+    Raises:
+        HostileError: a file that would be carried is a link that leaves the directory.
+    """
+    objects = []
+    unused = []
+    folders: dict[str, int] = {}
+    for path, stat in source.files().items():
+        if path in weights or _is_remade(path):
+            continue
+        policy, warn = _choose_policy(path)
+        if policy == "carry":
+            check_link(source, path)
+        folder = path.split("/", 1)[0] if "/" in path else ""
+        if warn and folder:
+            folders[folder] = folders.get(folder, 0) + 1
+        elif warn:
+            unused.append(path)
+        objects.append(OpaqueObject(path, policy, file=path, size=stat.size))
+    warnings = [_describe_unused(unused)] if unused else []
+    warnings += [f"{folder}/ is left behind: {n} files of another checkpoint" for folder, n in folders.items()]
+    return tuple(objects), tuple(warnings)
+
+
+def _describe_unused(paths: list[str]) -> str:
+    if len(paths) == 1:
+        return f"{paths[0]} holds weights that are not part of this checkpoint; it is left behind"
+    return f"{format_first_few(paths, _NAMED)} hold weights that are not part of this checkpoint; they are left behind"
+
+
+def _is_remade(path: str) -> bool:
+    *folders, name = path.split("/")
+    if not _HIDDEN.isdisjoint(folders):
+        return True
+    return not folders and (name in _REMADE or _INDEX.fullmatch(name) is not None)
+
+
+def _choose_policy(path: str) -> tuple[Policy, bool]:
+    """Whether to carry the file, and whether leaving it behind may surprise."""
+    *folders, name = path.split("/")
+    top = folders[0] if folders else ""
+    if _TRAINER_FOLDERS.fullmatch(top):
+        return "drop", True
+    if _EXPORTS.fullmatch(name) or _TRAINER.fullmatch(name) or top in _EXPORT_FOLDERS:
+        return "drop", False
+    if top in _REPEATS and _WEIGHTS.fullmatch(name):
+        return "drop", False
+    if not folders and _WEIGHTS.fullmatch(name) and name not in ADAPTERS:
+        return "drop", True
+    return "carry", False

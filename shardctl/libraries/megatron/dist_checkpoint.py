@@ -1,0 +1,154 @@
+"""The manifest of a checkpoint of Megatron-LM: its arrays, its optimizer's states, and what was saved beside them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.dcp.checkpoint import METADATA, SUFFIX
+from shardctl.libraries.dcp.save import count_writers
+from shardctl.libraries.files.sharded_backend import COMMON, MARK, TRACKER
+from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.megatron.arguments import has_zero_centred_norms
+from shardctl.libraries.megatron.dist_common import CommonState, read_common
+from shardctl.libraries.megatron.dist_config import build_own_config, build_written_mesh
+from shardctl.libraries.megatron.dist_flattened import unflatten_tensor
+from shardctl.libraries.megatron.dist_keys import MegatronKeys, build_dialect, sort_keys
+from shardctl.manifest import Manifest, OpaqueObject, TrainingState
+from shardctl.training import format_state_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.libraries.dcp.save import DcpSave
+    from shardctl.libraries.reader import Weights
+    from shardctl.manifest import Tensor
+
+_MASTERS: Final = ("param", "fp32_param")
+"""What optimizers call their own copy of the weights."""
+_VERSIONS: Final = (None, 2.0, 3.0)
+"""Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
+_FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
+_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, METADATA, "integrity.json", "modelopt_run_config.yaml"})
+_EXTRA: Final = "._extra_state/"
+_SHOWN: Final = 3
+
+
+def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> Manifest:
+    """The manifest of a save in `folder`; `weights` says which copy of them is meant where there are two.
+
+    Raises as `scan` of the format says.
+    """
+    common = read_common(save, folder)
+    if common is not None and common.version not in _VERSIONS:
+        raise UnsupportedError(f"{common.file or 'the common state'} has checkpoint_version {common.version:g}")
+    keys = sort_keys(save.tensors)
+    if not keys.weights:
+        raise SourceError(f"{save.source.name} holds no weights, only {', '.join(list(save.tensors)[:_SHOWN])}")
+    tensors = {name: _build_tensor(save, key, name) for key, name in keys.weights.items()}
+    warnings: list[str] = []
+    states = dict(_build_states(save, keys, tensors, warnings))
+    masters = {p: states.pop(n) for s in _MASTERS for p in tensors if (n := format_state_name(s, p)) in states}
+    if weights == "master" and not masters:
+        raise SourceError(f"{save.source.name} has no weights of an optimizer", hint="leave --weights out")
+    if weights != "module":
+        tensors |= {p: replace(master, name=p) for p, master in masters.items()}
+    side, left = _list_side_objects(save, folder)
+    mesh = build_written_mesh(common)
+    return Manifest(
+        format=name,
+        tensors=tensors,
+        files=dict(sorted(save.files.items())),
+        objects=(*side, *_list_objects(save, keys, common)),
+        warnings=(*warnings, *left),
+        training=TrainingState(
+            writer="Megatron-LM",
+            ranks=mesh.world if common is not None and common.arguments else count_writers(save.files),
+            step=_find_step(common),
+            states=states,
+            notes=tuple(_list_notes(keys, common, masters, weights)),
+        ),
+        dialect=build_dialect(
+            {each.name: each.shape for each in tensors.values()},
+            mesh,
+            centred=common is not None and has_zero_centred_norms(common.arguments),
+        ),
+        own_config=build_own_config(common, tensors),
+    )
+
+
+def _build_tensor(save: DcpSave, key: str, name: str) -> Tensor:
+    found = save.tensor(key, name)
+    shape = save.metadata[0].flattened.get(key)
+    return unflatten_tensor(found, shape) if shape is not None else found
+
+
+def _build_states(
+    save: DcpSave, keys: MegatronKeys, tensors: dict[str, Tensor], warnings: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """States by canonical name; those that cannot be told from each other, or have no weight, are left behind."""
+    strange: list[str] = []
+    seen: dict[str, str] = {}
+    for key, (state, parameter) in keys.states.items():
+        name = format_state_name(state, parameter)
+        if parameter not in tensors:
+            strange.append(key)
+            continue
+        if name in seen:
+            raise SourceError(f"{key!r} and {seen[name]!r} are both the state {state} of {parameter}")
+        seen[name] = key
+        yield name, _build_tensor(save, key, name)
+    if strange:
+        warnings.append(
+            f"{len(strange)} optimizer states such as {strange[0]!r} are left behind: their weights are not here"
+        )
+    if keys.buckets:
+        warnings.append(
+            f"{len(keys.buckets)} tensors such as {keys.buckets[0]!r} are left behind: the optimizer keeps them in "
+            "buckets of its own order, from which only the same mesh can resume (distrib_optim_sharding_type)"
+        )
+
+
+def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], tuple[str, ...]]:
+    """Files beside the checkpoint's own; those of other iterations are not even listed."""
+    own = {*save.files, *(each.path for each in save.metadata)}
+    files = save.source.files()
+    own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK}
+    own |= {path for path in files if path in _FRAMEWORK or (folder and _FOLDER.fullmatch(path))}
+    others = {path for path in files if path not in own and path.endswith(SUFFIX)}
+    return [o for o in list_side_files(save.source, own)[0] if o.name not in others], tuple(
+        f"{path} is not part of this checkpoint; it is left behind" for path in sorted(others)[:_SHOWN]
+    )
+
+
+def _list_objects(save: DcpSave, keys: MegatronKeys, common: CommonState | None) -> Iterator[OpaqueObject]:
+    objects = save.metadata[0].objects
+    for key in (*(key for key in objects if _EXTRA not in key), *keys.buckets):
+        yield OpaqueObject(key, "drop")
+    extra = sum(_EXTRA in key for key in objects)
+    if extra:
+        yield OpaqueObject(f"{_EXTRA.strip('./')} of {extra} modules", "drop")
+    if common is not None:
+        for name in common.names:
+            yield OpaqueObject(f"{common.file or 'common_state'}:{name}", "drop", file=common.file)
+
+
+def _find_step(common: CommonState | None) -> int | None:
+    if common is None:
+        return None
+    return common.step if common.step is not None else common.iteration
+
+
+def _list_notes(
+    keys: MegatronKeys, common: CommonState | None, masters: dict[str, Tensor], weights: Weights
+) -> Iterator[str]:
+    """How the keys were understood."""
+    if keys.wrapper:
+        yield f"arrays are named by what follows {keys.wrapper!r} in the keys"
+    if common is None:
+        yield f"there is no {COMMON}: what the model is, only a config can say"
+    if masters:
+        which = "the module's own" if weights == "module" else "the optimizer's, in fp32,"
+        yield f"of the two copies of weights, {which} are read"

@@ -1,0 +1,118 @@
+"""What all ranks of Megatron-LM have alike: its arguments, the iteration, settings of the optimizer.
+
+It is in `common.pt`, a file of torch.save; since Megatron-LM core 0.19 in an item among those of tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.libraries.dcp.items import NUMBERS, decode_number
+from shardctl.libraries.files.sharded_backend import COMMON
+from shardctl.libraries.megatron.namespace import parse_namespace
+from shardctl.libraries.torch_save.pickle_budget import VisitCounter
+from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
+from shardctl.libraries.torch_save.reading import open_saved
+from shardctl.libraries.torch_save.tensors import as_tensor
+from shardctl.libraries.torch_save.zip_file import read_torch_zip
+from shardctl.settings import as_steps
+from shardctl.storage import read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.libraries.dcp.save import DcpSave
+    from shardctl.libraries.torch_save.tensors import SavedFile
+    from shardctl.settings import Setting
+    from shardctl.storage import Source
+
+ITEM: Final = "common_state/shard_0_1"
+_ARGUMENTS: Final = ("args", "arguments")
+_SHOWN: Final = 80
+_DEPTH: Final = 4
+"""Dicts and lists in one another between the optimizer's state and its groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """What was found."""
+
+    file: str = ""
+    """The path of the file, if it is one."""
+    arguments: Mapping[str, Setting] = field(default_factory=dict)
+    """The `args`, as `parse_namespace` reads them."""
+    version: float | None = None
+    """`checkpoint_version`."""
+    iteration: int | None = None
+    step: int | None = None
+    """Of the optimizer."""
+    names: tuple[str, ...] = ()
+    """All that there is, by its outermost names."""
+
+
+def read_common(save: DcpSave, folder: str) -> CommonState | None:
+    """What is common to all ranks; None if the checkpoint has no such thing.
+
+    Raises as `open_saved`, and SourceError for what is no dict.
+    """
+    source, path = save.source, f"{folder}{COMMON}"
+    if path in source.files():
+        saved = open_saved(source, path)
+        return _parse_common(path, saved, saved.tree, source, path)
+    item = save.metadata[0].items.get((ITEM, None))
+    if item is None:
+        return None
+    saved = read_torch_zip(source, item.file, start=item.offset, size=item.length)
+    if not isinstance(saved.tree, list) or len(saved.tree) != 1:
+        raise SourceError(f"{item.file}: {ITEM} is not the one object that Megatron-LM keeps there")
+    return _parse_common(ITEM, saved, saved.tree[0], source, "")
+
+
+def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, file: str) -> CommonState:
+    found = as_mapping(tree)
+    if found is None:
+        raise SourceError(f"{where} is not the dict that Megatron-LM keeps there")
+    iteration, version = found.get("iteration"), found.get("checkpoint_version")
+    return CommonState(
+        file=file,
+        arguments=next((parse_namespace(found[name]) for name in _ARGUMENTS if name in found), {}),
+        version=float(version) if isinstance(version, int | float) else None,
+        iteration=iteration if type(iteration) is int else None,
+        step=_find_step(found.get("optimizer"), saved, source),
+        names=tuple(str(name)[:_SHOWN] for name in found),
+    )
+
+
+def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
+    """The number of steps, which groups of parameters or their common state say."""
+    for node in _walk_dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
+        for name in ("common_step", "step"):
+            done = as_steps(_read_number(node.get(name), saved, source))
+            if done is not None:
+                return done
+    return None
+
+
+def _read_number(node: object, saved: SavedFile, source: Source) -> float | None:
+    """A number, also one in a tensor."""
+    if isinstance(node, int | float) and not isinstance(node, bool):
+        return node
+    view = as_tensor(node, saved.path) if isinstance(node, CallNode) else None
+    if view is None or view.shape or view.dtype.name not in NUMBERS:
+        return None
+    region = saved.region(view, "step")
+    return decode_number(view.dtype.name, read_bytes(source, region.file, region.offset, view.dtype.unit_bytes))
+
+
+def _walk_dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
+    """The dicts in dicts and lists, the outermost first, few enough to be looked at."""
+    found = as_mapping(node)
+    visits.visit(1)
+    if found is not None:
+        yield found
+    inside = list(found.values()) if found is not None else node
+    if depth and isinstance(inside, list | tuple):
+        for part in inside[:100]:
+            yield from _walk_dicts(part, depth - 1, visits)

@@ -1,0 +1,84 @@
+"""What each key of a checkpoint of Megatron-LM is: a weight, a state of its optimizer, or something else.
+
+Keys are those of `ShardedTensor` (Megatron-LM core `dist_checkpointing/mapping.py`), not the way through the dicts that
+were saved; optimizers put theirs before the weight's own (`optimizer/optimizer.py` and `distrib_optimizer.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import LibraryDialect
+from shardctl.libraries.megatron.dist_arrays import EXPERTS, HALVES, LAYERS, NAME, VOCABULARY
+from shardctl.libraries.megatron.layers import ZERO_CENTRED
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from shardctl.dialect import Fact
+    from shardctl.mesh import Mesh
+
+_STATE: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_OPTIMIZER: Final = re.compile(r"(?:chained_[0-9]+\.)?optimizer\..+")
+_WRAPPERS: Final = ("model.module.module.", "model.module.", "module.module.", "module.", "model.")
+"""What training loops put before Megatron-LM's names: NeMo 2 and Lightning, wrappers of data parallelism."""
+_ROOTS: Final = ("decoder.", "embedding.", "encoder.")
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_OF_LAYER: Final = re.compile(r"decoder\.layers\.[0-9]+\..+")
+_OF_EXPERT: Final = re.compile(r".+\.mlp\.experts\.experts\.[0-9]+\..+")
+_HALF: Final = re.compile(r".+\.linear_fc1\.(weight|bias)_w")
+
+
+@dataclass(slots=True)
+class MegatronKeys:
+    """The keys of tensors, by what they are."""
+
+    wrapper: str = ""
+    """What stands before Megatron-LM's own names."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Keys of weights, each with Megatron-LM's name for it."""
+    states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys of optimizer states, each with the state's own name and the weight's."""
+    buckets: list[str] = field(default_factory=list)
+    """Keys of tensors that an optimizer keeps in an order of its own."""
+
+
+def sort_keys(tensors: Collection[str]) -> MegatronKeys:
+    """What each key is, from its name alone."""
+    found = MegatronKeys(next((w for w in _WRAPPERS if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), ""))
+    for key in tensors:
+        state = _STATE.fullmatch(key)
+        if state is not None:
+            found.states[key] = state[1], state[2].removeprefix(found.wrapper)
+        elif _OPTIMIZER.fullmatch(key):
+            found.buckets.append(key)
+        else:
+            found.weights[key] = key.removeprefix(found.wrapper)
+    return found
+
+
+def _is_ours(key: str, wrapper: str) -> bool:
+    return key.removeprefix(wrapper).startswith(_ROOTS)
+
+
+def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> LibraryDialect:
+    """The variant that weights of these names and shapes are in.
+
+    `mesh` is the one that wrote them, and `centred` says whether norms keep their weights less one.
+    """
+    facts: dict[str, Fact] = {
+        LAYERS: _has_match(_OF_LAYER, shapes),
+        EXPERTS: _has_match(_OF_EXPERT, shapes),
+        HALVES: _has_match(_HALF, shapes),
+        ZERO_CENTRED: centred,
+    }
+    embedding = shapes.get(_EMBEDDING)
+    if embedding:
+        facts[VOCABULARY] = embedding[0]
+    return LibraryDialect(NAME, mesh, facts=facts)
+
+
+def _has_match(pattern: re.Pattern[str], names: Iterable[str]) -> bool:
+    return any(pattern.fullmatch(name) is not None for name in names)

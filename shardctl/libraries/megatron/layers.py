@@ -1,0 +1,271 @@
+"""What Megatron-LM makes of a model: its arrays, whole, by the names of megatron-core's local layers, and their cuts.
+
+Names and cuts are those of Megatron-LM core 0.16: `transformer/attention.py` (queries, keys and values of a group one
+behind another; `multi_latent_attention.py` for DeepSeek's), `transformer/mlp.py` (gate over up), `transformer/moe`
+(router, experts, the shared expert and its gate) and `models/common/embeddings`. A rank's part of an array is the join
+of its part of each piece: `[gate; up]` of a rank is its gate over its up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import UnsupportedError
+from shardctl.libraries.arrays.composite import CompositeArray, interleave_arrays, join_arrays
+from shardctl.libraries.arrays.schema import ModelParts
+from shardctl.manifest import GAMMA_LESS_ONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.dialect import LibraryDialect
+    from shardctl.dtype import DType
+    from shardctl.models import Model
+
+TITLE: Final = "Megatron-LM"
+FAMILIES: Final = frozenset(
+    {"deepseek_v3", "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+)
+"""Those whose arrays are known here; others of the same names have other norms, multipliers or biases."""
+BY_GROUP, BY_HEAD, BY_KIND = "by group", "by head", "by kind"
+"""How rows of queries, keys and values follow each other: since `checkpoint_version` 2.0, in 1.0, and in 0.
+
+In 1.0 the first row of a head's query, of its key and of its value take turns with the second and so on; in 0 all
+queries of a rank stand before all its keys (`fix_query_key_value_ordering` of `megatron/training/checkpointing.py`).
+"""
+ZERO_CENTRED: Final = "zero_centred"
+"""The fact that says whether norms keep their weights less one (`--apply-layernorm-1p`)."""
+_KINDS: Final = ("weight", "bias")
+_LATENT: Final = (
+    ("linear_q_proj", "q_proj", True),
+    ("linear_q_down_proj", "q_a_proj", False),
+    ("linear_q_up_proj", "q_b_proj", True),
+    ("linear_kv_down_proj", "kv_a_proj_with_mqa", False),
+    ("linear_kv_up_proj", "kv_b_proj", True),
+)
+"""Projections of latent attention, and whether they are those of heads, which are cut in any case."""
+_LATENT_NORMS: Final = (("q_layernorm", "q_a_layernorm"), ("kv_layernorm", "kv_a_layernorm"))
+_ROUTED: Final = (("block_sparse_moe", ("w1", "w3", "w2")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+_SHARED: Final = ("shared_expert", "shared_experts")
+_GPT2: Final = (
+    ("input_layernorm", "ln_1", None),
+    ("self_attention.linear_proj", "attn.c_proj", 1),
+    ("self_attention.linear_qkv", "attn.c_attn", 0),
+    ("pre_mlp_layernorm", "ln_2", None),
+    ("mlp.linear_fc1", "mlp.c_fc", 0),
+    ("mlp.linear_fc2", "mlp.c_proj", 1),
+)
+"""GPT-2's modules, and the dim along which their weights are divided, once they are transposed."""
+_BIAS_OF_ROUTER: Final = BY_NAME["F32"]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeArray:
+    """An array of the model, and how the ranks that share a layer divide it."""
+
+    name: str
+    """That of megatron-core's local layers, without the layer's."""
+    pieces: tuple[CompositeArray, ...]
+    """Each is divided by itself; a rank's parts, and the whole, are joined along dim 0."""
+    dim: int | None = None
+    """The dim along which they are divided; None for an array that every rank has whole."""
+    expert: int | None = None
+    """Of which routed expert it is."""
+    dtype: DType | None = None
+    """The type that it must have."""
+    groups: int = 0
+    """Into how many groups of heads each piece is cut, if those of a group follow each other."""
+
+    @property
+    def content(self) -> CompositeArray:
+        """All of it, as it would be on one rank."""
+        return self._group_by_group(range(self.groups)) if self.groups else join_arrays(self.pieces)
+
+    def share(self, index: int, count: int) -> CompositeArray:
+        """What rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
+        if self.dim is None or count == 1:
+            return self.content
+        if not self.groups:
+            return join_arrays([piece.share(self.dim, index, count) for piece in self.pieces])
+        if self.groups % count:  # a rank's rows begin or end inside of a group
+            return self.content.share(self.dim, index, count)
+        return self._group_by_group(range(index * self.groups // count, (index + 1) * self.groups // count))
+
+    def _group_by_group(self, groups: range) -> CompositeArray:
+        return join_arrays([piece.share(0, group, self.groups) for group in groups for piece in self.pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVariant:
+    """What differs between versions of the layers."""
+
+    rows: str = BY_GROUP
+    """How rows of queries, keys and values follow each other."""
+    latents_cut: bool = False
+    """Whether the projections down to latents are divided, as by local layers; Transformer Engine's are whole."""
+
+
+def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
+    """The model's tensors, as the dialect's norms keep them."""
+    return ModelParts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
+
+
+def list_layer_arrays(
+    parts: ModelParts, number: int, variant: LayerVariant, held: range | None = None
+) -> Iterator[WholeArray]:
+    """The arrays of a layer; of its routed experts only those that are `held`, if that is given."""
+    if parts.model.family == "gpt2":
+        yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
+        return
+    have = f"model.layers.{number}"
+    yield WholeArray("input_layernorm.weight", (parts[f"{have}.input_layernorm.weight"],))
+    yield from _list_attention(parts, f"{have}.self_attn", variant)
+    yield WholeArray("pre_mlp_layernorm.weight", (parts[f"{have}.post_attention_layernorm.weight"],))
+    routed = next((each for each in _ROUTED if f"{have}.{each[0]}.gate.weight" in parts), None)
+    if routed is None:
+        yield from _list_gated_mlp(parts, f"{have}.mlp", "mlp", ("gate_proj", "up_proj", "down_proj"))
+    else:
+        yield from _list_experts(parts, have, *routed, held)
+
+
+def get_embedding_name(model: Model) -> str:
+    """The embedding of tokens."""
+    return "transformer.wte.weight" if model.family == "gpt2" else "model.embed_tokens.weight"
+
+
+def list_embeddings(parts: ModelParts) -> Iterator[tuple[str, CompositeArray]]:
+    """The arrays before the first layer; that of tokens is the first, and is padded and cut along the vocabulary."""
+    yield "embedding.word_embeddings.weight", parts[get_embedding_name(parts.model)]
+    if parts.model.family == "gpt2":
+        yield "embedding.position_embeddings.weight", parts["transformer.wpe.weight"]
+
+
+def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
+    """The arrays of the norm after the last layer."""
+    have = "transformer.ln_f" if parts.model.family == "gpt2" else "model.norm"
+    for kind in _KINDS:
+        if f"{have}.{kind}" in parts:
+            yield WholeArray(f"decoder.final_layernorm.{kind}", (parts[f"{have}.{kind}"],))
+
+
+def get_output_layer(parts: ModelParts) -> CompositeArray:
+    """What makes logits."""
+    return parts["lm_head.weight"]
+
+
+def is_tied(model: Model) -> bool:
+    """Whether the head is the embedding."""
+    return "lm_head.weight" in model.aliases
+
+
+def count_experts(model: Model) -> int:
+    """Routed experts of a layer; 0 for a model without any."""
+    for number in reversed(range(model.layers)):
+        for module, _ in _ROUTED:
+            router = model.tensors.get(f"model.layers.{number}.{module}.gate.weight")
+            if router is not None:
+                return router.shape[0]
+    return 0
+
+
+def check_model(model: Model) -> None:
+    """Raise UnsupportedError for a model that is not laid out as here."""
+    if model.unquantised:
+        raise UnsupportedError(
+            f"{TITLE} has forms of its own for quantised weights, which are not known here",
+            hint="convert the model's weights in bfloat16",
+        )
+    if model.family not in FAMILIES or not model.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedError(
+            f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
+            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+        )
+
+
+def _list_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
+    for kind in _KINDS:
+        if f"{have}.o_proj.{kind}" in parts:
+            yield WholeArray(
+                f"self_attention.linear_proj.{kind}", (parts[f"{have}.o_proj.{kind}"],), _choose_input_dim(kind)
+            )
+    if f"{have}.kv_b_proj.weight" in parts:
+        yield from _list_latent_attention(parts, have, variant)
+        return
+    for kind in _KINDS:
+        if f"{have}.q_proj.{kind}" in parts:
+            q, k, v = (parts[f"{have}.{part}_proj.{kind}"] for part in "qkv")
+            groups = k.shape[0] // parts.unit(f"{have}.k_proj.weight")
+            yield _build_qkv(kind, (q, k, v), groups, variant)
+    for part in "qk":
+        if f"{have}.{part}_norm.weight" in parts:
+            yield WholeArray(f"self_attention.{part}_layernorm.weight", (parts[f"{have}.{part}_norm.weight"],))
+
+
+def _list_latent_attention(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
+    for name, old, of_heads in _LATENT:
+        for kind in _KINDS:
+            if f"{have}.{old}.{kind}" in parts:
+                dim = 0 if of_heads or variant.latents_cut else None
+                yield WholeArray(f"self_attention.{name}.{kind}", (parts[f"{have}.{old}.{kind}"],), dim)
+    for name, old in _LATENT_NORMS:
+        if f"{have}.{old}.weight" in parts:
+            yield WholeArray(f"self_attention.{name}.weight", (parts[f"{have}.{old}.weight"],))
+
+
+def _build_qkv(kind: str, qkv: tuple[CompositeArray, ...], groups: int, variant: LayerVariant) -> WholeArray:
+    name = f"self_attention.linear_qkv.{kind}"
+    if variant.rows == BY_KIND:
+        return WholeArray(name, qkv, 0)
+    if variant.rows == BY_HEAD:
+        heads = [interleave_arrays([part.share(0, head, groups) for part in qkv]) for head in range(groups)]
+        return WholeArray(name, (join_arrays(heads),), 0)
+    return WholeArray(name, qkv, 0, groups=groups)
+
+
+def _list_gated_mlp(
+    parts: ModelParts, have: str, new: str, names: tuple[str, str, str], expert: int | None = None
+) -> Iterator[WholeArray]:
+    gate, up, down = (f"{have}.{name}" for name in names)
+    for kind in _KINDS:
+        if f"{gate}.{kind}" in parts:
+            yield WholeArray(f"{new}.linear_fc1.{kind}", (parts[f"{gate}.{kind}"], parts[f"{up}.{kind}"]), 0, expert)
+    for kind in _KINDS:
+        if f"{down}.{kind}" in parts:
+            yield WholeArray(f"{new}.linear_fc2.{kind}", (parts[f"{down}.{kind}"],), _choose_input_dim(kind), expert)
+
+
+def _list_experts(
+    parts: ModelParts, have: str, module: str, names: tuple[str, str, str], held: range | None
+) -> Iterator[WholeArray]:
+    router = parts[f"{have}.{module}.gate.weight"]
+    yield WholeArray("mlp.router.weight", (router,))
+    balance = f"{have}.{module}.gate.e_score_correction_bias"
+    if balance in parts:
+        yield WholeArray("mlp.router.expert_bias", (parts[balance],), dtype=_BIAS_OF_ROUTER)
+    for expert in held or range(router.shape[0]):
+        yield from _list_gated_mlp(parts, f"{have}.{module}.experts.{expert}", "mlp.experts", names, expert)
+    for shared in _SHARED:
+        if f"{have}.mlp.{shared}.gate_proj.weight" in parts:
+            yield from _list_gated_mlp(parts, f"{have}.mlp.{shared}", "mlp.shared_experts", names)
+    if f"{have}.mlp.shared_expert_gate.weight" in parts:
+        yield WholeArray("mlp.shared_experts.gate_weight", (parts[f"{have}.mlp.shared_expert_gate.weight"],))
+
+
+def _list_gpt2_layer(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
+    """A layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
+    heads = parts[f"{have}.attn.c_proj.weight"].shape[0] // parts.unit(f"{have}.attn.c_proj.weight")
+    for new, old, dim in _GPT2:
+        for kind in _KINDS:
+            stored = parts[f"{have}.{old}.{kind}"]
+            whole = stored.transposed if dim is not None and kind == "weight" else stored
+            if old == "attn.c_attn":
+                yield _build_qkv(kind, tuple(whole.shares(0, 3)), heads, variant)
+            else:
+                yield WholeArray(f"{new}.{kind}", (whole,), _choose_input_dim(kind) if dim == 1 else dim)
+
+
+def _choose_input_dim(kind: str) -> int | None:
+    """How a projection is divided along its inputs: biases are added once, after the parts' sum, and are whole."""
+    return 1 if kind == "weight" else None

@@ -1,0 +1,248 @@
+"""Megatron-LM's checkpoint directories (`--ckpt-format torch`): each rank's `mp_rank_TT_PPP_EEE/model_optim_rng.pt`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.dialect import LibraryDialect
+from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.libraries.files.sharded_backend import TRACKER
+from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.megatron import arrays as megatron
+from shardctl.libraries.megatron.arguments import LAST_ROW, convert_arguments_to_config, has_zero_centred_norms
+from shardctl.libraries.megatron.directory import choose_iteration, has_ranks, list_rank_folders
+from shardctl.libraries.megatron.layers import BY_GROUP, BY_HEAD, BY_KIND, TITLE, ZERO_CENTRED
+from shardctl.libraries.megatron.names import EXTRA_STATE, FURTHER
+from shardctl.libraries.megatron.rank_file import read_rank_file
+from shardctl.libraries.megatron.ranks import build_least_mesh
+from shardctl.libraries.reader import Format
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Tensor, TrainingState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.libraries.megatron.directory import RankDirectory
+    from shardctl.libraries.megatron.rank_file import MegatronRankFile
+    from shardctl.mesh import Mesh
+    from shardctl.settings import Setting
+    from shardctl.storage import Source
+
+_ROWS: Final = {0.0: BY_KIND, 1.0: BY_HEAD, 2.0: BY_GROUP, 3.0: BY_GROUP}
+"""How rows of queries, keys and values follow each other, by `checkpoint_version`."""
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_HEAD: Final = "output_layer.weight"
+_OF_RANKS: Final = re.compile(
+    r"(iter_[0-9]+|release)/.*|(.*/)?mp_rank_[^/]*/.*|(.*/)?train_dataloader_dprank[0-9]+\.pt"
+)
+_OPTIMIZER: Final = re.compile(r".*/(distrib_optim|layer_wise_optimizer_[0-9]+|optim)\.pt")
+_MOST: Final = 1 << 20
+
+
+def detect_megatron(source: Source) -> bool:
+    """Whether there are folders of ranks with files of their weights, of one iteration or below it."""
+    return has_ranks(source)
+
+
+def scan_megatron(source: Source) -> Manifest:
+    """Read every rank's pickle without running it.
+
+    Arrays have the names of megatron-core's local layers, whatever theirs are, behind that of their rank's folder and
+    of their chunk of a virtual pipeline; which tensors of a model lie in them, the model's config decides, which is
+    made from the args.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or the files are not those of one mesh.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: a version that is not known, or experts' parts that folders' names do not tell apart.
+    """
+    found = choose_iteration(source)
+    files = {name: read_rank_file(source, path) for name, path in found.files.items()}
+    first = next(iter(files.values()))
+    mesh = _build_mesh(first)
+    ranks = list_rank_folders(found, mesh)
+    for each in files.values():
+        _check_version(each)
+        if each.version != first.version:
+            raise SourceError(
+                f"{each.path} has checkpoint_version {each.version:g}, but {first.path} {first.version:g}"
+            )
+    counts = _count_layers(files, ranks, mesh)
+    tied = _is_tied(first, files, ranks, mesh)
+    side, left = list_side_files(source, set(found.files.values()))
+    return Manifest(
+        format=FORMAT.name,
+        tensors={tensor.name: tensor for name, each in files.items() for tensor in _build_tensors(name, each)},
+        files={path: CheckpointFile(path, source.files()[path].size) for path in found.files.values()},
+        objects=(
+            *(_set_policy(each) for each in side),
+            *(each for file in files.values() for each in _list_inner_objects(file)),
+        ),
+        warnings=(
+            *left,
+            *_note_other_iterations(found),
+            *_note_swapped_ranks(files, ranks, mesh),
+            *_note_further_layers(files),
+        ),
+        training=TrainingState(
+            writer=TITLE, ranks=len(files), step=first.iteration, notes=tuple(_list_notes(source, found, files))
+        ),
+        dialect=LibraryDialect(
+            megatron.NAME,
+            mesh,
+            {rank: f"{name}/" for rank, name in ranks.items()},
+            tuple(sum(counts[stage :: mesh.degree("pp")]) for stage in range(mesh.degree("pp"))),
+            {megatron.LAYERS: counts, **_collect_facts(first, files, mesh)},
+        ),
+        own_config=convert_arguments_to_config(first.arguments, tied=tied),
+    )
+
+
+def _build_mesh(file: MegatronRankFile) -> Mesh:
+    """The mesh that the args describe, without replicas."""
+    said = file.arguments
+    if not said:
+        raise SourceError(f"{file.path} has no args of {TITLE}, so its mesh is not known")
+
+    def degree(*names: str) -> int | None:
+        found = next((value for name in names if (value := said.get(name)) is not None), None)
+        if found is None:
+            return None
+        if not isinstance(found, int) or not 0 < found < _MOST:
+            raise SourceError(f"{file.path} has {names[0]} {ascii(found)[:40]} among its args, which is no degree")
+        return found
+
+    tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1
+    pp, ep = degree("pipeline_model_parallel_size") or 1, degree("expert_model_parallel_size") or 1
+    try:
+        return build_least_mesh(tp=tp, pp=pp, ep=ep, etp=_choose_etp(said, degree("expert_tensor_parallel_size"), tp))
+    except UsageError as error:
+        raise SourceError(f"{file.path} has args that cannot be: {error.message}") from error
+
+
+def _choose_etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
+    """Over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
+    return tp if etp is None or not said.get("num_experts") else etp
+
+
+def _check_version(file: MegatronRankFile) -> None:
+    if file.version not in _ROWS:
+        raise UnsupportedError(
+            f"{file.path} has a checkpoint_version that is not known ({file.version:g}): how rows of queries, keys and "
+            "values follow each other is not known",
+            hint=f"known are {', '.join(f'{version:g}' for version in _ROWS)}",
+        )
+
+
+def _count_layers(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> tuple[int, ...]:
+    """Layers of each chunk of each stage, in the order in which data flows: every stage's first chunk, then the next.
+
+    The files do not say which layers of the model theirs are; what `get_transformer_layer_offset` computes from the
+    args is this order in any case. Raises SourceError if the ranks of a stage differ, or not all layers are there.
+    """
+    stages: dict[int, tuple[MegatronRankFile, tuple[int, ...]]] = {}
+    for rank, name in ranks.items():
+        each, stage = files[name], mesh.coordinate(rank)["pp"]
+        other, counts = stages.setdefault(stage, (each, each.layers))
+        if counts != each.layers:
+            raise SourceError(
+                f"{each.path} has {sum(each.layers)} layers, but {other.path} {sum(counts)}",
+                hint="files of two checkpoints are mixed",
+            )
+    chunks = {len(counts) for _, counts in stages.values()}
+    if len(chunks) > 1:
+        raise SourceError("stages differ in their chunks of layers", hint="files of two checkpoints are mixed")
+    found = tuple(stages[stage][1][chunk] for chunk in range(chunks.pop()) for stage in range(mesh.degree("pp")))
+    first = next(iter(files.values()))
+    said = first.arguments.get("num_layers")
+    if isinstance(said, int) and said != sum(found):
+        raise SourceError(f"the files hold {sum(found)} layers, but the args of {first.path} say {said}")
+    return found
+
+
+def _is_tied(
+    first: MegatronRankFile, files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh
+) -> bool:
+    """Whether the head is the embedding: as the args say, else as the files have none."""
+    untied = first.arguments.get("untie_embeddings_and_output_weights")
+    if isinstance(untied, bool):
+        return not untied
+    last = next(files[name] for rank, name in ranks.items() if mesh.coordinate(rank)["pp"] == mesh.degree("pp") - 1)
+    return mesh.degree("pp") == 1 and not any(name.endswith(_HEAD) for name in last.views)
+
+
+def _collect_facts(
+    first: MegatronRankFile, files: Mapping[str, MegatronRankFile], mesh: Mesh
+) -> dict[str, str | int | bool]:
+    """What else decides how the arrays are made."""
+    rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING)), 0)
+    latents = next((v.shape[0] for n, v in first.views.items() if n.endswith("linear_kv_down_proj.weight")), None)
+    whole = [first.arguments.get(name) for name in ("kv_lora_rank", "qk_pos_emb_head_dim")]
+    cut = latents is not None and latents != sum(part for part in whole if isinstance(part, int))
+    grouped = any(name.endswith(".mlp.experts.weight1") for each in files.values() for name in each.views)
+    return {
+        megatron.VOCABULARY: rows * mesh.degree("tp"),
+        megatron.LAST_ROW: first.arguments.get(LAST_ROW) is True,
+        megatron.ROWS: _ROWS[first.version],
+        megatron.LATENTS_CUT: cut,
+        megatron.GROUPED: grouped,
+        ZERO_CENTRED: has_zero_centred_norms(first.arguments),
+    }
+
+
+def _build_tensors(folder: str, file: MegatronRankFile) -> Iterator[Tensor]:
+    for name, view in file.views.items():
+        stored = file.stored[name]
+        chunk = Chunk(Box.whole(view.shape), view.dtype, file.saved.region(view, stored), stored)
+        yield Tensor(f"{folder}/{name}", view.dtype, view.shape, (chunk,))
+
+
+def _set_policy(side: OpaqueObject) -> OpaqueObject:
+    """Files of ranks and of the training loop are left behind."""
+    loop = side.name == TRACKER or _OF_RANKS.fullmatch(side.name) is not None
+    return replace(side, policy="drop") if loop else side
+
+
+def _list_inner_objects(file: MegatronRankFile) -> Iterator[OpaqueObject]:
+    for name in file.others:
+        yield OpaqueObject(name, "drop", file=file.path)
+
+
+def _note_other_iterations(found: RankDirectory) -> Iterator[str]:
+    if found.others:
+        others = ", ".join(each.rstrip("/") for each in found.others)
+        yield f"{found.folder.rstrip('/') or 'this iteration'} is read; {others} is left behind"
+
+
+def _note_swapped_ranks(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> Iterator[str]:
+    """Where the ranks that the args name, if each file has its own, are not of the folders: tp is always innermost."""
+    said = {name: files[name].arguments.get("rank") for name in ranks.values()}
+    if len({value for value in said.values() if isinstance(value, int)}) < len(said):
+        return
+    for rank, name in ranks.items():
+        value, index = said[name], mesh.coordinate(rank)["tp"]
+        if isinstance(value, int) and value % mesh.degree("tp") != index:
+            yield f"{files[name].path} was written by rank {value}, not by one of tp{index}: were folders exchanged?"
+
+
+def _note_further_layers(files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
+    count = sum(file.others.get(FURTHER, 0) for file in files.values())
+    if count:
+        yield f"{count} arrays {FURTHER}* of layers that predict further tokens are left behind, as by transformers"
+
+
+def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
+    """How the files were understood."""
+    first = next(iter(files.values()))
+    if first.before_core:
+        yield f"names from before megatron-core, checkpoint_version {first.version:g}"
+    if any(file.scales for file in files.values()):
+        yield f"{EXTRA_STATE} of Transformer Engine's layers, which is not of the weights, is left behind"
+    optimizer = sum(path.startswith(found.folder) and bool(_OPTIMIZER.fullmatch(path)) for path in source.files())
+    if optimizer or any("optimizer" in file.others for file in files.values()):
+        yield "the optimizer's states are left behind: their order is that of the run's buffers, which no file tells"
+
+
+FORMAT: Final = Format("megatron", "Megatron-LM's directories of ranks", detect_megatron, scan_megatron, saved=True)

@@ -1,0 +1,280 @@
+"""Directories that Megatron-LM loads (`--ckpt-format torch`): each rank's folder below `release`, and the tracker.
+
+The dictionary is that of `generate_state_dict` in `megatron/training/checkpointing.py`: the args, from which
+`--use-checkpoint-args` builds the model, the version of the order of rows, and the arrays. Local layers look for an
+extra state of every projection, which is None; Transformer Engine makes its own anew.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import LibraryDialect
+from shardctl.errors import CutError, UsageError
+from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.arrays.composite import round_up_to_multiple
+from shardctl.libraries.megatron import arrays as megatron
+from shardctl.libraries.megatron import layers
+from shardctl.libraries.megatron.args_writing import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
+from shardctl.libraries.megatron.arguments import LAST_ROW
+from shardctl.libraries.megatron.arrays import SCHEMA
+from shardctl.libraries.megatron.layers import TITLE
+from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name
+from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
+from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
+from shardctl.manifest import CheckpointFile, Chunk, Region
+from shardctl.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from shardctl.libraries.arrays.composing import ComposedArray, PackRequest
+    from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
+    from shardctl.manifest import Manifest
+    from shardctl.mesh import Mesh
+
+NAME: Final = "megatron"
+OPTION: Final = "megatron"
+_CHOICES: Final = {
+    "layers": ("transformer-engine", "local"),
+    "experts": ("sequential", "grouped"),
+    "padding": ("zeros", "last-row"),
+}
+_NUMBERS: Final = ("virtual", "multiple")
+_LINEAR: Final = re.compile(r"(.*\.)?(linear_[a-z0-9_]+|output_layer)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronOptions:
+    """Which of Megatron-LM's layers are to load the files, and how it runs them."""
+
+    local: bool = False
+    """Whether layers are megatron-core's own, `--transformer-impl local`; else Transformer Engine's."""
+    grouped: bool = False
+    """Whether experts are in one module, `--moe-grouped-gemm`."""
+    last_row: bool = False
+    """Whether the vocabulary is padded with its last row, as by `tools/checkpoint`; else with zeros."""
+    chunks: int = 1
+    """Chunks of layers on each stage, of a virtual pipeline."""
+    multiple: int = DIVISIBLE
+    """Times tp, what the vocabulary is padded to a multiple of, `--make-vocab-size-divisible-by`."""
+
+    @classmethod
+    def parse(cls, text: str) -> MegatronOptions:
+        """From text such as ``layers=local,virtual=2``; raises UsageError for anything else.
+
+        >>> Wanted.parse("layers=local,multiple=16")
+        Wanted(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
+        """
+        given: dict[str, str] = {}
+        for part in filter(None, text.split(",")):
+            key, _, value = part.partition("=")
+            number = key in _NUMBERS and value.isascii() and value.isdigit() and int(value) > 0
+            if (not number and value not in _CHOICES.get(key, ())) or key in given:
+                choices = [f"{each}={'|'.join(values)}" for each, values in _CHOICES.items()]
+                raise UsageError(
+                    f"cannot read part {part!r} of --megatron",
+                    hint=f"parts are {', '.join((*choices, *(f'{each}=N' for each in _NUMBERS)))}",
+                )
+            given[key] = value
+        return cls(
+            given.get("layers") == "local",
+            given.get("experts") == "grouped",
+            given.get("padding") == "last-row",
+            int(given.get("virtual", 1)),
+            int(given.get("multiple", DIVISIBLE)),
+        )
+
+
+def pack_megatron(order: PackRequest) -> Manifest:
+    """The file of every rank that has one of its own, and the tracker.
+
+    Raises as `Layout.pack` says.
+    """
+    SCHEMA.check(order.model)
+    wanted = MegatronOptions.parse(order.options.get(OPTION, ""))
+    mesh = _build_mesh(order)
+    counts = _count_chunk_layers(order, wanted)
+    names = dict(enumerate(list_mesh_folders(mesh)))
+    tp, pp = mesh.degree("tp"), mesh.degree("pp")
+    embedding = layers.get_embedding_name(order.model)
+    padded = _compute_padded_rows(order.model.tensors[embedding].shape[0], tp, wanted)
+    dialect = LibraryDialect(
+        megatron.NAME,
+        mesh,
+        {rank: f"{name}/" for rank, name in names.items()},
+        tuple(sum(counts[stage::pp]) for stage in range(pp)),
+        {
+            megatron.LAYERS: counts,
+            megatron.VOCABULARY: padded,
+            megatron.LAST_ROW: wanted.last_row,
+            megatron.LATENTS_CUT: wanted.local,
+            megatron.GROUPED: wanted.grouped and wanted.local,
+            megatron.DTYPE: order.dtypes[embedding].name,
+        },
+    )
+    arguments = _build_arguments(order, wanted, dialect)
+    files: dict[str, CheckpointFile] = {}
+    stored: list[tuple[str, Chunk]] = []
+    for rank, arrays in compose_arrays(order, SCHEMA, dialect).items():
+        path = f"{FOLDER}{names[rank]}/{FILE}"
+        files[path] = _build_file(path, arrays, _ArrayNamer(order, wanted), arguments, wanted, stored)
+    files[TRACKER] = CheckpointFile(TRACKER, len(b"release"), ((0, b"release"),))
+    return build_manifest(NAME, order, SCHEMA, dialect, files, stored)
+
+
+def _build_mesh(order: PackRequest) -> Mesh:
+    """The mesh without replicas."""
+    mesh = order.mesh
+    if mesh.degree("fsdp") > 1:
+        raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
+    tp = mesh.degree("tp")
+    heads = ModelConfig(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
+    if heads % tp:
+        raise CutError(
+            f"{TITLE} gives every tp rank as many attention heads, and {heads} have no {tp} equal parts",
+            hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
+        )
+    ep, etp = (mesh.ep, mesh.etp) if layers.count_experts(order.model) else (1, tp)
+    return build_least_mesh(tp=tp, pp=mesh.degree("pp"), ep=ep, etp=etp)
+
+
+def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
+    """Rows of the vocabulary with its padding.
+
+    Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
+    """
+    padded = round_up_to_multiple(tokens, wanted.multiple * tp)
+    if wanted.last_row and padded // tp * (tp - 1) >= tokens:
+        raise CutError(
+            f"padding {tokens} tokens to {padded} rows would leave ranks with copies of the last row alone",
+            hint="use a smaller multiple=N, or padding=zeros",
+        )
+    return padded
+
+
+def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[int, ...]:
+    """Layers of each chunk of each stage, as data flows."""
+    stages = order.mesh.degree("pp")
+    turns = stages * wanted.chunks
+    if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
+        raise UsageError(f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have as many layers")
+    if order.stages is not None:
+        _find_end_stages(order.stages)
+        return order.stages
+    each, rest = divmod(order.model.layers, turns)
+    if rest:
+        raise CutError(
+            f"{order.model.layers} layers cannot be divided evenly over {turns} stages, as {TITLE} does",
+            hint="use --stages, with as many layers on all stages but the first and the last",
+        )
+    return (each,) * turns
+
+
+def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
+    """What `--decoder-first-pipeline-num-layers` and its sibling are, if anything; raises CutError for other cuts."""
+    middle = stages[1:-1]
+    if len(set(middle)) > 1:
+        raise CutError(
+            f"{TITLE} has stages of as many layers, but for the first and the last: --stages "
+            f"{','.join(map(str, stages))} differ in the middle"
+        )
+    if len(set(stages)) == 1:
+        return None, None
+    if len(stages) == 2:  # noqa: PLR2004 - one number says both
+        return stages[0], None
+    return (
+        stages[0] if stages[0] != middle[0] else None,
+        stages[-1] if stages[-1] != middle[0] else None,
+    )
+
+
+def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: LibraryDialect) -> PickleObject:
+    """The `args` of the run that might have written this."""
+    counts = dialect.numbers(megatron.LAYERS)
+    several = dialect.mesh.degree("pp") > 1
+    first, last = _find_end_stages(counts) if wanted.chunks == 1 and several else (None, None)
+    more: dict[str, Value] = {
+        "encoder_num_layers": order.model.layers,
+        "padded_vocab_size": dialect.number(megatron.VOCABULARY),
+        "make_vocab_size_divisible_by": wanted.multiple,
+        LAST_ROW: wanted.last_row,
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "virtual_pipeline_model_parallel_size": wanted.chunks if wanted.chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": counts[0] if wanted.chunks > 1 else None,
+        "decoder_first_pipeline_num_layers": first,
+        "decoder_last_pipeline_num_layers": last,
+        "pipeline_model_parallel_layout": None,
+        "transformer_impl": "local" if wanted.local else "transformer_engine",
+        "moe_grouped_gemm": wanted.grouped,
+        "moe_use_legacy_grouped_gemm": wanted.grouped and wanted.local,
+        "use_legacy_models": False,
+        "ckpt_format": "torch",
+    }
+    return build_arguments(order, dialect.mesh, order.dtypes[layers.get_embedding_name(order.model)], more)
+
+
+class _ArrayNamer:
+    """The name that a layer which loads the files has for each array."""
+
+    def __init__(self, order: PackRequest, wanted: MegatronOptions) -> None:
+        self._wanted = wanted
+        self._latent = any(name.endswith("kv_b_proj.weight") for name in order.model.tensors)
+
+    def __call__(self, arrays: Sequence[ComposedArray]) -> Iterator[tuple[str, str, ComposedArray]]:
+        """The chunk's key, the name and the array of each."""
+        routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
+        for array in arrays:
+            chunk, _, name = array.name.rpartition("/")
+            layer = array.name.partition(".mlp.")[0].partition(".pre_mlp_layernorm.")[0]
+            if not self._wanted.local:
+                experts = layer in routed
+                name = find_engine_name(name, experts=experts, latent=self._latent, grouped=self._wanted.grouped)
+            yield chunk or "model", name, array
+
+
+def _build_file(
+    path: str,
+    arrays: Sequence[ComposedArray],
+    namer: _ArrayNamer,
+    arguments: PickleObject,
+    wanted: MegatronOptions,
+    stored: list[tuple[str, Chunk]],
+) -> CheckpointFile:
+    """A rank's file; what it holds of each tensor is added to `stored`."""
+    models: dict[str, dict[str, Value]] = {}
+    names: list[str] = []
+    for number, (chunk, name, array) in enumerate(namer(arrays)):
+        names.append(name)
+        model = models.setdefault(chunk, {})
+        model[name] = build_tensor_value(array.dtype, array.box.shape, number)
+        linear = _LINEAR.fullmatch(name) if wanted.local else None
+        if linear is not None:
+            extra = f"{linear[1] or ''}{linear[2]}.{EXTRA_STATE}"
+            model.pop(extra, None)  # it stands behind a bias
+            model[extra] = None
+    if wanted.local:
+        for model in models.values():
+            if "decoder.final_layernorm.weight" in model:
+                model.setdefault(f"output_layer.{EXTRA_STATE}", None)
+    value: dict[str, Value] = {"args": arguments, "checkpoint_version": VERSION, "iteration": 0, **models}
+    item = build_archive({**value, "num_floating_point_operations_so_far": 0}, [array.nbytes for array in arrays])
+    literals, blanks = list(item.literals), []
+    for name, array, start in zip(names, arrays, item.starts, strict=True):
+        if array.constant is not None:
+            literals.append((start, array.constant))
+            continue
+        if array.padding:
+            blanks.append((start + array.nbytes - array.padding, array.padding))
+        for tensor, part in array.chunks(Region(path, start, ())):
+            stored.append((tensor, Chunk(part.box, part.dtype, part.where, name, part.affine)))
+    return CheckpointFile(path, item.size, tuple(literals), tuple(blanks))
+
+
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    return f"{FOLDER}{dialect.ranks.get(rank, '?/')}"
+
+
+LAYOUT: Final = Layout(NAME, pack_megatron, SCHEMA, _format_file_prefix, frozenset({OPTION}))

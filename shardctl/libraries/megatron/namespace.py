@@ -1,0 +1,25 @@
+"""The arguments of a program, as argparse keeps them and pickle writes them: Megatron-LM's `args`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, as_mapping
+from shardctl.settings import as_setting
+
+if TYPE_CHECKING:
+    from shardctl.settings import Setting
+
+_LONGEST: Final = 80
+
+
+def parse_namespace(node: object) -> dict[str, Setting]:
+    """The fields of a pickled `Namespace` or its like, or the items of a dict in its place; none of anything else."""
+    state = node.state if isinstance(node, CallNode) and isinstance(node.state, dict) else node
+    return {name: _as_plain_value(value) for name, value in (as_mapping(state) or {}).items() if isinstance(name, str)}
+
+
+def _as_plain_value(node: Any) -> Setting:  # noqa: ANN401 - a node of a tree
+    """A plain value as it is, and of anything else what it is: types and functions are texts."""
+    found = as_setting(node)
+    return found[0] if found is not None else str(node)[:_LONGEST] if isinstance(node, GlobalNode | CallNode) else ""

@@ -1,0 +1,1 @@
+"""Llama as Meta publishes it: `consolidated.NN.pth` and `params.json`."""

@@ -1,0 +1,149 @@
+"""What Meta's `params.json` says of a Llama, and the `config.json` of transformers that follows from it.
+
+The fields are those of `ModelArgs` (meta-llama/llama `model.py`, meta-llama/llama-models `models/llama3/args.py`); what
+they mean for transformers is in its `models/llama/convert_llama_weights_to_hf.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.manifest import OwnConfig
+from shardctl.storage.bounded_text import CONFIG_TEXT, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.storage import Source
+
+PARAMS: Final = "params.json"
+_TOO_MANY: Final = 1 << 31
+_KNOWN: Final = frozenset(
+    {
+        *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "multiple_of"),
+        *("ffn_dim_multiplier", "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor"),
+        *("max_seq_len", "max_batch_size"),
+    }
+)
+"""Fields that a config can say; `max_seq_len` and `max_batch_size` are limits of a run."""
+_LLAMA3_VOCABULARY: Final = 128_256
+_LLAMA3_THETA: Final = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class MetaParams:
+    """The fields that decide how tensors are cut and what the model is."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    """Elements of a head."""
+    vocabulary: int | None
+    """None if the file leaves that to the tokenizer (-1, or no such field)."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """All that the file says."""
+
+    def config(self, shapes: Mapping[str, tuple[int, ...]]) -> OwnConfig | None:
+        """The config of transformers' `LlamaForCausalLM`; None if the file says more than such a config can.
+
+        `shapes` are those of the tensors, by Meta's names.
+        """
+        if not self.given.keys() <= _KNOWN:
+            return None
+        theta, scaled = self.given.get("rope_theta", 10_000.0), bool(self.given.get("use_scaled_rope"))
+        vocabulary = shapes["tok_embeddings.weight"][0]
+        version, context = _guess_llama_version(vocabulary, theta, scaled=scaled)
+        config: dict[str, object] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head,
+            "intermediate_size": self._ffn(shapes),
+            "vocab_size": vocabulary,
+            "rms_norm_eps": self.given.get("norm_eps", 1e-5),
+            "max_position_embeddings": context,
+            "rope_theta": theta,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": "output.weight" not in shapes,
+        }
+        said = f"max_position_embeddings {context:,}"
+        if scaled:
+            # Llama 3.2, whose models of text have at most 3,072, scales by 32; its file does not say so
+            factor = self.given.get("rope_scaling_factor") or (32.0 if self.dim < 4_096 else 8.0)  # noqa: PLR2004
+            config["rope_scaling"] = {
+                "rope_type": "llama3",
+                "factor": float(factor),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8_192,
+            }
+            said += f" and rope_scaling's factor {factor:g}" if "rope_scaling_factor" not in self.given else ""
+        if vocabulary == _LLAMA3_VOCABULARY:
+            config |= {"bos_token_id": 128_000, "eos_token_id": 128_001}
+            said += " and bos_token_id 128,000"
+        warning = (
+            f"config.json is made from {PARAMS}, which does not say {said}: taken from {version} (or use --config)"
+        )
+        return OwnConfig(config, (warning,))
+
+    def _ffn(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Inner elements of the MLP, by the tensors, else by the rule of `FeedForward`."""
+        stored = shapes.get("layers.0.feed_forward.w1.weight")
+        if stored is not None:
+            return stored[0]
+        multiple = self.given.get("multiple_of", 256)
+        hidden = int((self.given.get("ffn_dim_multiplier") or 1) * int(8 * self.dim / 3))
+        return int(self.given.get("hidden_dim") or -(-hidden // multiple) * multiple)
+
+
+def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tuple[str, int]:
+    """Which Llama this seems to be, and the longest context it was trained for."""
+    if scaled:
+        return "Llama 3.1", 131_072
+    if vocabulary == _LLAMA3_VOCABULARY or theta == _LLAMA3_THETA:
+        return "Llama 3", 8_192
+    if theta > 10_000:  # noqa: PLR2004 - the theta of all before
+        return "Code Llama", 16_384
+    return "Llama 2", 4_096
+
+
+def read_params(source: Source) -> MetaParams | None:
+    """What `params.json` says; None if there is none.
+
+    Raises SourceError if it is malformed, or numbers are missing or not positive.
+    """
+    if PARAMS not in source.files():
+        return None
+    given = read_json(source, PARAMS, CONFIG_TEXT)
+    if isinstance(given, dict) and isinstance(given.get("model"), dict):
+        given = given["model"]  # what a run was started with, around the model's own
+    if not isinstance(given, dict):
+        raise SourceError(f"{PARAMS} is not a JSON object")
+    dim, layers, heads = (_parse_count(given, name) for name in ("dim", "n_layers", "n_heads"))
+    kv_heads = _parse_count(given, "n_kv_heads") if given.get("n_kv_heads") is not None else heads
+    if given.get("head_dim") is None and dim % heads:
+        raise SourceError(f"{PARAMS} has {heads} heads, which do not divide dim {dim}")
+    head = _parse_count(given, "head_dim") if given.get("head_dim") is not None else dim // heads
+    for name in ("rope_theta", "norm_eps", "ffn_dim_multiplier", "multiple_of", "hidden_dim", "rope_scaling_factor"):
+        value = given.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
+    vocabulary = given.get("vocab_size")
+    known = isinstance(vocabulary, int) and not isinstance(vocabulary, bool) and vocabulary > 0
+    return MetaParams(dim, layers, heads, kv_heads, head, vocabulary if known else None, given)
+
+
+def _parse_count(given: Mapping[str, Any], name: str) -> int:
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_MANY:
+        raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
+    return value

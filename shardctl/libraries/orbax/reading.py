@@ -1,0 +1,58 @@
+"""Orbax checkpoints of JAX: a tree of arrays, by the keys on the way to each, joined by dots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.reader import Format, find_given_file
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor, compute_dense_strides
+from shardctl.storage.orbax import METADATA, OrbaxSource
+
+if TYPE_CHECKING:
+    from shardctl.storage import Source
+
+_OWN: Final = frozenset({METADATA, "_CHECKPOINT_METADATA", "_sharding", "commit_success.txt", "manifest.ocdbt"})
+_DATABASE: Final = ("d/", "ocdbt.process_", "array_metadatas/")
+
+
+def detect_orbax(source: Source) -> bool:
+    """Whether the directory has Orbax's metadata and a database, or an array's folder."""
+    files = source.files()
+    marks = any(path == "manifest.ocdbt" or path.endswith(("/.zarray", "/zarr.json")) for path in files)
+    return find_given_file(source) is None and METADATA in files and marks
+
+
+def scan_orbax(source: Source) -> Manifest:
+    """What the metadata lists; each array is one file of row-major elements, whatever its chunks are.
+
+    Raises as `OrbaxSource.arrays`, and UnsupportedError for a source that is not a local directory.
+    """
+    if METADATA not in source.files():
+        raise SourceError(f"{source.name} has no {METADATA} of Orbax")
+    if not isinstance(source, OrbaxSource):
+        raise UnsupportedError(f"{source.name} is an Orbax checkpoint, which is read from a local directory only")
+    tensors: dict[str, Tensor] = {}
+    for path, array in source.arrays.items():
+        where = Region(path, 0, compute_dense_strides(array.dtype, array.shape))
+        chunk = Chunk(Box.whole(array.shape), array.dtype, where, array.name)
+        tensors[array.name] = Tensor(array.name, array.dtype, array.shape, (chunk,))
+    side, left = list_side_files(source, set(source.arrays))
+    folders = tuple(f"{name}/" for name in tensors)
+    return Manifest(
+        format=FORMAT.name,
+        tensors=tensors,
+        files={path: CheckpointFile(path, source.files()[path].size) for path in source.arrays},
+        objects=tuple(each for each in side if not _is_own(each, folders)),
+        warnings=left,
+    )
+
+
+def _is_own(side: OpaqueObject, folders: tuple[str, ...]) -> bool:
+    """Whether a file is part of how Orbax stores arrays."""
+    return side.name in _OWN or side.name.startswith((*_DATABASE, *folders))
+
+
+FORMAT: Final = Format("orbax", "an Orbax checkpoint", detect_orbax, scan_orbax)

@@ -1,0 +1,145 @@
+"""The containers shardctl reads; an unknown or ambiguous directory is an error that says what was found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UsageError, format_first_few
+from shardctl.libraries.dcp import reading as dcp
+from shardctl.libraries.deepseek import reading as deepseek_mp
+from shardctl.libraries.deepspeed import reading as deepspeed
+from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
+from shardctl.libraries.megatron import dist_reading as torch_dist
+from shardctl.libraries.megatron import legacy_reading as megatron
+from shardctl.libraries.meta import reading as meta
+from shardctl.libraries.orbax import reading as orbax
+from shardctl.libraries.rank_pickles import reading as pickled_ranks
+from shardctl.libraries.reader import Format, Weights, find_given_file
+from shardctl.libraries.safetensors import reading as safetensors
+from shardctl.libraries.torch_save import reading as torch_save
+from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
+from shardctl.libraries.trtllm import reading as trtllm
+from shardctl.libraries.vllm import reading as vllm
+from shardctl.storage.byte_names import is_unicode
+
+if TYPE_CHECKING:
+    from shardctl.manifest import Manifest
+    from shardctl.storage import Source
+
+FORMATS: Final[tuple[Format, ...]] = (
+    safetensors.FORMAT,
+    dcp.FORMAT,
+    deepspeed.FORMAT,
+    meta.FORMAT,
+    pickled_ranks.FORMAT,
+    torch_save.FORMAT,
+    torch_dist.FORMAT,
+    megatron.FORMAT,
+    trtllm.FORMAT,
+    deepseek_mp.FORMAT,
+    vllm.FORMAT,
+    orbax.FORMAT,
+)
+"""Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
+_ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT, vllm.FORMAT})
+"""Those whose files are safetensors files by names of their own, where there are no others."""
+_SHOWN: Final = 5
+
+
+def detect_format(source: Source) -> Format:
+    """The container of a source, by its marks alone.
+
+    Raises:
+        SourceError: there is none, or more than one.
+        UnsupportedError: what is there is a checkpoint of a kind that shardctl does not read.
+    """
+    found = _list_matching_formats(source)
+    if not found:
+        raise _build_unknown_error(source)
+    if len(found) > 1 and found[0] is not safetensors.FORMAT:
+        raise SourceError(
+            f"{source.name} looks like {' and like '.join(f.title for f in found)}",
+            hint=f"say which with --from {' or --from '.join(f.name for f in found)}",
+        )
+    return found[0]
+
+
+def scan_checkpoint(
+    source: Source, *, override: str | None = None, weights: Weights = None, prefer_index: bool = False
+) -> Manifest:
+    """What the source contains and where, by stored names; headers only, never tensor data.
+
+    `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
+    that is read, the manifest's warnings say that it is left behind. `weights` says which copy of them is meant, in
+    formats that may hold two. What two files hold has two chunks, unless `prefer_index` says that an index decides.
+
+    Raises:
+        UsageError: there is no format of that name, or it has one copy of weights only and `weights` is given.
+        SourceError: as `detect_format`, and as the format's own `scan_checkpoint`.
+    """
+    refuse_adapter(source)
+    chosen = _get_format(override) if override is not None else detect_format(source)
+    if weights is None:
+        indexed = chosen.scan_indexed if prefer_index else None
+        return _check_names((indexed or chosen.scan)(source))
+    if chosen.scan_copy is None:
+        raise UsageError(
+            f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
+        )
+    return _check_names(chosen.scan_copy(source, weights))
+
+
+def _check_names(found: Manifest) -> Manifest:
+    """The manifest, if its names are text that can be written: pickles and trees may hold halves of characters."""
+    names = [*found.tensors, *(found.training.states if found.training is not None else ())]
+    if not is_unicode("".join(names)):
+        odd = next(name for name in names if not is_unicode(name))
+        raise SourceError(f"the tensor {odd!a:.200} has a name that is not Unicode text")
+    return found
+
+
+def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
+    """What the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
+    return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
+
+
+def _list_matching_formats(source: Source) -> list[Format]:
+    found = [format_ for format_ in FORMATS if format_.detect(source)]
+    if _ENGINES.isdisjoint(found):
+        return found
+    return [format_ for format_ in found if format_ is not safetensors.FORMAT]
+
+
+def _get_format(name: str) -> Format:
+    for format_ in FORMATS:
+        if format_.name == name:
+            return format_
+    raise UsageError(f"there is no format {name!r}", hint=f"formats: {', '.join(f.name for f in FORMATS)}")
+
+
+def _build_unknown_error(source: Source) -> SourceError:
+    """The error that says what was found instead of a checkpoint."""
+    refuse_foreign(source)
+    known = ", ".join(f.title for f in FORMATS)
+    files = list(source.files())
+    given = find_given_file(source)
+    if given is not None:
+        refuse_impostor(source, given, "a checkpoint that shardctl reads")
+        return SourceError(f"{source.name} is not a checkpoint", hint=f"recognised are {known}")
+    if not files:
+        return SourceError(f"{source.name} holds no files", hint=f"recognised are {known}")
+    snapshots = sorted({path.split("/")[1] for path in files if path.startswith("snapshots/")})
+    if snapshots:
+        return SourceError(
+            f"{source.name} is a Hugging Face cache folder, not a checkpoint",
+            hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
+        )
+    saves = [path.removesuffix("/.metadata") for path in files if path.endswith("/.metadata")]
+    if saves:
+        return SourceError(
+            f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
+            hint=f"give one of them, such as {source.name}/{saves[-1]}",
+        )
+    return SourceError(
+        f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
+    )

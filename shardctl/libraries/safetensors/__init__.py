@@ -1,0 +1,1 @@
+"""Safetensors files: plain Hugging Face checkpoints, and directories of ranks."""

@@ -1,0 +1,356 @@
+"""The header of a safetensors file: reading one under every rule of the format, and writing one.
+
+The rules are those of safetensors 0.8, `safetensors/src/tensor.rs` (`read_metadata`, `Metadata::validate`,
+`prepare`). Stricter than the library on purpose, where what it accepts has no single meaning:
+
+- a name, a key of `__metadata__` or a field that appears twice is refused (the library takes the last);
+- an entry is an object of exactly `dtype`, `shape` and `data_offsets`, and its dtype a string (the library also
+  takes unknown fields, and an array or ``{"F32": null}`` where its JSON reader happens to);
+- at most 500,000 tensors in a file, 32 dims in a shape, 10,000 characters in a name and in an entry.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from json.encoder import encode_basestring
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.dtype import BY_NAME, DTYPES, DType
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.impostors import refuse_impostor
+from shardctl.libraries.files.json_members import (
+    PLAIN_END,
+    PLAIN_KEY,
+    MalformedError,
+    check_end_of_text,
+    parse_flat_object,
+    parse_string,
+    skip_space,
+    walk_object,
+)
+from shardctl.value import value_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from shardctl.storage import Source
+
+LARGEST_HEADER: Final = 100_000_000
+"""Bytes of the JSON; the library's own limit."""
+MOST_ARRAYS: Final = 500_000
+"""Arrays per file: five times the largest model known; a manifest of more would take gigabytes."""
+MOST_DIMS: Final = 32
+"""NumPy's own limit before 2.0."""
+_LONGEST_ENTRY: Final = 10_000
+_LENGTH_BYTES: Final = 8
+_FIRST_READ: Final = 1 << 16
+"""Bytes of a file that is far away in which most headers fit."""
+_PER_ENTRY: Final = 160
+"""Bytes of an entry without its name, generously: ``"":{"dtype":"F8_E4M3","shape":[...],"data_offsets":[...]},``."""
+_BESIDES: Final = 512
+"""Bytes of a header besides its entries: its length, its metadata, and what pads it."""
+_U64: Final = 1 << 64
+_METADATA: Final = "__metadata__"
+_quoted: Final = encode_basestring
+"""A string as JSON, characters beyond ASCII as they are."""
+_FIELDS: Final = frozenset({"dtype", "shape", "data_offsets"})
+_SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
+_PLAIN_MEMBER: Final = re.compile(
+    rf'{PLAIN_KEY}\{{"dtype": ?"([A-Z0-9_]+)", ?"shape": ?\[((?:{_SIZE}(?:, ?{_SIZE}){{0,15}})?)\], ?'
+    rf'"data_offsets": ?\[({_SIZE}), ?({_SIZE})\]\}}{PLAIN_END}'
+)
+"""A tensor as every known library spells it: not a rule of its own, only a fifth of the time of the general way."""
+
+
+@value_class
+class HeaderArray:
+    """One entry of a header: an array that the file stores whole and row-major."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """Byte offset of the array *in the file*."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What the header of one file says; the arrays cover the rest of the file exactly."""
+
+    path: str
+    size: int
+    """Bytes of the whole file."""
+    arrays: tuple[HeaderArray, ...]
+    """In the order in which the header lists them."""
+    metadata: Mapping[str, str]
+    """`__metadata__`; empty where the header has none."""
+
+
+def read_header(source: Source, path: str) -> SafetensorsHeader:
+    """Read and check the header of one file; the tensors' data is not touched.
+
+    Raises:
+        SourceError: the file breaks a rule of the format, or is not a safetensors file at all.
+        UnsupportedError: it has a dtype, or more arrays or dims, than shardctl handles.
+    """
+    size = source.files()[path].size
+    first = bytearray(min(size, _LENGTH_BYTES))
+    source.read_at(path, 0, memoryview(first))
+    length = int.from_bytes(first, "little")
+    if size < _LENGTH_BYTES or length > min(LARGEST_HEADER, size - _LENGTH_BYTES):
+        refuse_impostor(source, path, "a safetensors file")
+        raise SourceError(*_describe_bad_length(path, size, length))
+    start = _LENGTH_BYTES + length
+    text = bytearray(length)
+    source.read_at(path, _LENGTH_BYTES, memoryview(text))
+    parsed = _ParsedHeader(start)
+    try:
+        parsed.read(str(text, "utf-8"))
+        del text
+        end = _check_covered(parsed.entries, start)
+    except UnicodeDecodeError as error:
+        refuse_impostor(source, path, "a safetensors file")
+        raise SourceError(f"the header of {path} is not UTF-8 text at byte {error.start}") from None
+    except MalformedError as error:
+        refuse_impostor(source, path, "a safetensors file")
+        raise SourceError(f"the header of {path} is malformed: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error.message}", hint=error.hint) from error
+    if end != size:
+        raise _build_size_error(path, size, end)
+    return SafetensorsHeader(path, size, tuple(parsed.entries), parsed.metadata)
+
+
+def estimate_header_size(names: Iterable[str] | None) -> int:
+    """How many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
+    return _FIRST_READ if names is None else sum(len(name.encode()) + _PER_ENTRY for name in names) + _BESIDES
+
+
+def looks_like_header(source: Source, path: str) -> bool:
+    """Whether the first bytes could be those of a safetensors file: a length that fits, then an opening brace."""
+    size = source.files()[path].size
+    if size < _LENGTH_BYTES + 2:
+        return False
+    head = bytearray(min(size, _LENGTH_BYTES + 64))
+    source.read_at(path, 0, memoryview(head))
+    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    text = head[_LENGTH_BYTES:].lstrip(b" \t\n\r")
+    return length <= min(LARGEST_HEADER, size - _LENGTH_BYTES) and (not text or text.startswith(b"{"))
+
+
+def _describe_bad_length(path: str, size: int, length: int) -> tuple[str]:
+    if size < _LENGTH_BYTES:
+        return (f"{path} has {size} bytes; a safetensors file begins with the 8 bytes of its header's length",)
+    if length > LARGEST_HEADER:
+        return (f"{path} declares a header of {length:,} bytes; the format allows {LARGEST_HEADER:,}",)
+    return (f"{path} ends inside its header: {length:,} bytes are declared, {size - _LENGTH_BYTES:,} follow",)
+
+
+def _build_size_error(path: str, size: int, end: int) -> SourceError:
+    if size < end:
+        return SourceError(
+            f"{path} is truncated: it has {size:,} bytes, and its header describes {end:,}",
+            hint="the download or the copy is incomplete; fetch the file again",
+        )
+    return SourceError(f"{path} has {size - end:,} bytes after its last tensor; the format allows none")
+
+
+class _ParsedHeader:
+    """The state of one pass over a header's text."""
+
+    def __init__(self, start: int) -> None:
+        self.entries: list[HeaderArray] = []
+        self.metadata: dict[str, str] = {}
+        self._names: set[str] = set()
+        self._kinds: dict[tuple[str, str], tuple[DType, tuple[int, ...], int]] = {}
+        self._start = start
+        self._text = ""
+
+    def read(self, text: str) -> None:
+        self._text = text
+        check_end_of_text(text, walk_object(text, skip_space(text, 0), self._member, plain=self._plain))
+
+    def _plain(self, at: int) -> int:
+        """Take the plain members from `at` on; what is wrong with one is for `_member` to say."""
+        text, start, kinds, names, entries = self._text, self._start, self._kinds, self._names, self.entries
+        while (member := _PLAIN_MEMBER.match(text, at)) is not None:
+            name, dtype, extents, first, last = member.groups()
+            kind = kinds.get((dtype, extents))
+            if kind is None:
+                shape = [int(extent) for extent in extents.split(",")] if extents else []
+                known = _build_array(name, dtype, shape, 0, int(last) - int(first))
+                kind = kinds[dtype, extents] = known.dtype, known.shape, known.nbytes
+            begin, nbytes = int(first), kind[2]
+            if int(last) - begin != nbytes or name in names or name == _METADATA or len(entries) == MOST_ARRAYS:
+                break
+            names.add(name)
+            entries.append(HeaderArray(name, kind[0], kind[1], start + begin, nbytes))
+            at = member.end()
+        return at
+
+    def _member(self, name: str, at: int) -> int:
+        if name in self._names:
+            raise MalformedError(f"the name {name!r} appears twice")
+        self._names.add(name)
+        if name == _METADATA:
+            if self._text.startswith("null", at):
+                return at + len("null")
+            return walk_object(self._text, at, self._metadata_member)
+        if len(self.entries) == MOST_ARRAYS:
+            raise UnsupportedError(f"the header lists more than {MOST_ARRAYS:,} tensors")
+        try:
+            entry, at = parse_flat_object(self._text, at, _LONGEST_ENTRY)
+        except MalformedError as error:
+            raise MalformedError(f"tensor {name!r}: {error}") from error
+        dtype, shape, begin, end = _parse_fields(name, entry)
+        self.entries.append(_build_array(name, dtype, shape, self._start + begin, end - begin))
+        return at
+
+    def _metadata_member(self, key: str, at: int) -> int:
+        if key in self.metadata:
+            raise MalformedError(f"the key {key!r} of {_METADATA} appears twice")
+        try:
+            self.metadata[key], at = parse_string(self._text, at)
+        except MalformedError as error:
+            raise MalformedError(f"{_METADATA} maps strings to strings, but at {key!r}: {error}") from error
+        return at
+
+
+def _parse_fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
+    """The dtype's name, the shape and the two offsets of an entry, each of the right JSON type."""
+    if entry.keys() != _FIELDS:
+        odd = min(entry.keys() ^ _FIELDS)
+        raise MalformedError(f"tensor {name!r} has {'an unknown' if odd in entry else 'no'} field {odd!r}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str:
+        raise MalformedError(f"tensor {name!r} has a dtype that is not a string")
+    if not _are_sizes(shape):
+        raise MalformedError(f"tensor {name!r} has a shape that is not a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004 - begin and end
+        raise MalformedError(f"tensor {name!r} has data_offsets that are not a pair of sizes")
+    return dtype, shape, *offsets
+
+
+def _build_array(name: str, dtype_name: str, shape: list[int], offset: int, span: int) -> HeaderArray:
+    """The array an entry describes: its `data_offsets` give the file's byte `offset` and `span` bytes from there."""
+    dtype = BY_NAME.get(dtype_name)
+    if dtype is None:
+        raise UnsupportedError(
+            f"tensor {name!r} has the dtype {dtype_name!r}, which is not one of the {len(DTYPES)} that are known"
+        )
+    if len(shape) > MOST_DIMS:
+        raise UnsupportedError(f"tensor {name!r} has {len(shape)} dims; at most {MOST_DIMS} are handled")
+    nbytes = _compute_nbytes(name, dtype, shape)
+    if span != nbytes:
+        raise MalformedError(
+            f"tensor {name!r} is {dtype} {shape}, which takes {nbytes:,} bytes, but its data_offsets span {span:,}"
+        )
+    return HeaderArray(name, dtype, tuple(shape), offset, nbytes)
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v < _U64 for v in values)
+
+
+def _compute_nbytes(name: str, dtype: DType, shape: list[int]) -> int:
+    """Bytes of the array; like the library, refuses a product that overflows 64 bits even if a later factor is 0."""
+    bits = 1
+    for extent in shape:
+        bits *= extent
+        if bits >= _U64:
+            raise MalformedError(f"tensor {name!r} has the shape {shape}, whose size overflows 64 bits")
+    bits *= dtype.bits
+    if bits >= _U64:
+        raise MalformedError(f"tensor {name!r} is {dtype} {shape}, whose size overflows 64 bits")
+    if bits % 8:
+        raise MalformedError(f"tensor {name!r} is {dtype} {shape}, which does not end on a byte")
+    return bits // 8
+
+
+def _check_covered(arrays: list[HeaderArray], start: int) -> int:
+    """Check that the arrays follow each other from `start` without hole or overlap; returns the end of the last.
+
+    An array of no bytes lies at the running offset too.
+    """
+    end = start
+    for array in sorted(arrays, key=attrgetter("offset", "nbytes")):
+        if array.offset != end:
+            what = "overlaps the one before it" if array.offset < end else "leaves a hole before it"
+            raise MalformedError(
+                f"tensor {array.name!r} begins at data byte {array.offset - start:,} and {what}; "
+                f"{end - start:,} is the next free one"
+            )
+        end += array.nbytes
+    return end
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedHeader:
+    """A header ready to be written, and where the data must go."""
+
+    header: bytes
+    """The first bytes of the file: the length, the JSON, and spaces up to a multiple of 8."""
+    offsets: dict[str, int]
+    """Byte offset in the file of each array, by name and in the order of the file."""
+    size: int
+    """Bytes of the whole file."""
+
+
+def encode_header(arrays: Iterable[tuple[str, DType, Sequence[int]]], metadata: Mapping[str, str]) -> EncodedHeader:
+    """Lay out a file that holds `arrays`, as the library would: by dtype, the widest alignment first, then by name.
+
+    The result depends on the set of arrays alone, not on their order. Keys of `metadata` are sorted, where the
+    library's order is random; an empty `metadata` is left out.
+
+    >>> from shardctl.dtype import BY_NAME
+    >>> encoded = encode_header([("w", BY_NAME["BF16"], (2, 3))], {"format": "pt"})
+    >>> encoded.offsets["w"] == len(encoded.header), encoded.size - len(encoded.header)
+    (True, 12)
+
+    Raises:
+        UnsupportedError: a name cannot be a tensor's, an array does not end on a byte, or the header is too large.
+    """
+    entries = [f'"{_METADATA}":{_encode_compact_json(dict(sorted(metadata.items())))}'] if metadata else []
+    relative: dict[str, int] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    end = 0
+    for name, dtype, shape in sorted(arrays, key=_get_file_order):
+        if name == _METADATA:
+            raise UnsupportedError(f"a safetensors file cannot hold a tensor named {_METADATA!r}")
+        assert name not in relative, f"two arrays named {name!r} in one file"  # noqa: S101 - a layout's bug
+        kind = (dtype.name, tuple(shape))
+        if kind not in sizes:
+            sizes[kind] = dtype.nbytes(shape), f'{{"dtype":"{dtype.name}","shape":{_encode_compact_json(list(shape))}'
+        nbytes, said = sizes[kind]
+        entries.append(f'{_quoted(name)}:{said},"data_offsets":[{end},{end + nbytes}]}}')
+        relative[name] = end
+        end += nbytes
+    try:
+        text = f"{{{','.join(entries)}}}".encode()
+    except UnicodeEncodeError as error:
+        odd = error.object[error.start : error.end]
+        raise UnsupportedError(f"a name with the lone surrogate {odd!r} cannot be written as Unicode text") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > LARGEST_HEADER:
+        raise UnsupportedError(
+            f"a header for {len(relative):,} tensors takes {len(text):,} bytes; safetensors allows {LARGEST_HEADER:,}"
+        )
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return EncodedHeader(header, {name: len(header) + at for name, at in relative.items()}, len(header) + end)
+
+
+def _encode_compact_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+_ALIGNMENT: Final = {dtype.name: -position for position, dtype in enumerate(DTYPES)}
+"""The library sorts by the position in its enum `Dtype`, whose order `DTYPES` repeats."""
+
+
+def _get_file_order(array: tuple[str, DType, Sequence[int]]) -> tuple[int, str]:
+    return _ALIGNMENT[array[1].name], array[0]

@@ -1,0 +1,67 @@
+"""Plain Hugging Face safetensors: whole tensors, in files of bounded size, with an index."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.manifest import CheckpointFile, Manifest
+from shardctl.views import ViewGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.dtype import DType
+    from shardctl.libraries.arrays.form import ArrayForm
+
+NAME: Final = "hf"
+USUAL_SHARD: Final = 5_000_000_000
+"""Bytes of tensors per file, as huggingface_hub's `split_torch_state_dict_into_shards` has it."""
+
+
+def pack_hf(
+    have: Manifest, form: ArrayForm, dtypes: dict[str, DType], *, max_shard_size: int = USUAL_SHARD
+) -> Manifest:
+    """Every array of `form` whole, in the source's order of tensors."""
+    groups: list[list[TensorArray]] = [[]]
+    room = max_shard_size
+    for array in list_whole_arrays(have, form, dtypes):
+        if array.nbytes > room and groups[-1]:
+            groups.append([])
+            room = max_shard_size
+        groups[-1].append(array)
+        room -= array.nbytes
+    return _build_manifest(have, groups, dtypes)
+
+
+def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType]) -> Iterator[TensorArray]:
+    """Every array once, where its first tensor is."""
+    known: dict[int, ViewGroup] = {}
+    for tensor in have.tensors.values():
+        dtype, place = dtypes[tensor.name], form.places.get(tensor.name)
+        if place is None:
+            for name in form.names[tensor.name]:
+                yield TensorArray.of(name, tensor, dtype, Box.whole(tensor.shape))
+        elif place.position == 0:
+            held, places = tuple(have.tensors[name] for name in place.fusion.tensors), place.fusion.places
+            if id(places) not in known:
+                known[id(places)] = ViewGroup(places.views, tuple(one.shape for one in held))
+            yield TensorArray(place.array, dtype, places.shape, Box.whole(places.shape), held, known[id(places)])
+
+
+def _build_manifest(have: Manifest, groups: list[list[TensorArray]], dtypes: dict[str, DType]) -> Manifest:
+    builder = FileBuilder(build_container_metadata(have))
+    weight_map: dict[str, str] = {}
+    for number, arrays in enumerate(groups, 1):
+        path = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        builder.add(path, arrays)
+        weight_map |= {array.name: path for array in arrays}
+    if len(groups) > 1:
+        total = sum(array.dtype.nbytes(array.box.shape) for arrays in groups for array in arrays)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        content = (json.dumps(index, indent=2) + "\n").encode()
+        path = "model.safetensors.index.json"
+        builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
+    return builder.manifest(NAME, have, dtypes)

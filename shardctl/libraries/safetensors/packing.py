@@ -1,0 +1,158 @@
+"""Packing arrays into safetensors files yet to be written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from shardctl.box import Box
+from shardctl.errors import UnsupportedError
+from shardctl.libraries.safetensors.header import encode_header
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, Tensor, compute_dense_strides
+from shardctl.value import value_class
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.dtype import DType
+    from shardctl.views import ViewGroup
+
+
+@value_class
+class TensorArray:
+    """One array of a file: a box of a larger array, which is a tensor or holds several."""
+
+    name: str
+    dtype: DType
+    """The type to write, which a cast may have changed."""
+    shape: tuple[int, ...]
+    """Of the larger array."""
+    box: Box
+    tensors: tuple[Tensor, ...]
+    """Those that the box may hold elements of."""
+    views: ViewGroup | None = None
+    """Where each of them lies in the larger array; None if that is the only one of them."""
+    constant: ClassVar[bytes | None] = None
+    """Nothing: tensors fill it."""
+    padding: ClassVar[int] = 0
+    """Nothing, as well."""
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedError if an edge of the box falls inside a byte."""
+        if self.dtype.bits % 8 == 0:
+            return
+        per = self.dtype.unit_elements
+        if self.box.shape != self.shape and (self.box.origin[-1] % per or self.box.shape[-1] % per):
+            raise UnsupportedError(
+                f"{self.name} {list(self.shape)} is {self.dtype} and cannot be cut at {self.box}: "
+                f"only groups of {per} elements fill whole bytes",
+                hint=f"cut its last dim at multiples of {per}, or another dim",
+            )
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> TensorArray:
+        """A box of one tensor."""
+        return cls(name, dtype, tensor.shape, box, (tensor,))
+
+    def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
+        """What each tensor has in the box, which is stored at `region`, by the tensor's name."""
+        dtype, name, tensors = self.dtype, self.name, self.tensors
+        if self.views is None:
+            yield tensors[0].name, Chunk(self.box, dtype, region, name)
+        elif dtype.unit_elements == 1:
+            path, start = region.file, region.offset
+            for number, box, shift, strides in self.views.pulled(self.box, region.strides):
+                yield tensors[number].name, Chunk(box, dtype, Region(path, start + shift, strides), name)
+        else:
+            stored = Chunk(self.box, dtype, region, name)
+            for tensor, view in zip(tensors, self.views.views, strict=True):
+                chunk = view.pull(stored, Box.whole(tensor.shape))
+                if chunk is not None:
+                    yield tensor.name, chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.dtype.nbytes(self.box.shape)
+
+
+class PackableArray(Protocol):
+    """One array that a file is to have, whatever it is made of."""
+
+    @property
+    def name(self) -> str:
+        """As the file has it."""
+
+    @property
+    def dtype(self) -> DType:
+        """The type to write."""
+
+    @property
+    def box(self) -> Box:
+        """What of a larger array it is; its extent is the shape that the file declares."""
+
+    @property
+    def constant(self) -> bytes | None:
+        """Its bytes, if no tensor has anything of it."""
+
+    @property
+    def padding(self) -> int:
+        """How many bytes at its end are zeros that belong to no tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+
+    def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
+        """What each tensor has in it, by the tensor's name, if it is stored at `region`."""
+
+
+class FileBuilder:
+    """Collects files and the chunks that lie in them."""
+
+    def __init__(self, metadata: Mapping[str, str]) -> None:
+        self._metadata = dict(metadata)
+        self.files: dict[str, CheckpointFile] = {}
+        self._chunks: dict[str, list[Chunk]] = {}
+
+    def add(self, path: str, arrays: Sequence[PackableArray], metadata: Mapping[str, str] | None = None) -> None:
+        """A safetensors file with these arrays."""
+        said = {**self._metadata, **(metadata or {})}
+        encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
+        chunks = self._chunks
+        literals, blanks = [(0, encoded.header)], []
+        for array in arrays:
+            start = encoded.offsets[array.name]
+            region = Region(path, start, compute_dense_strides(array.dtype, array.box.shape))
+            if array.constant is not None:
+                literals.append((start, array.constant))
+                continue
+            if array.padding:
+                blanks.append((start + array.nbytes - array.padding, array.padding))
+            for tensor, chunk in array.chunks(region):
+                if tensor in chunks:
+                    chunks[tensor].append(chunk)
+                else:
+                    chunks[tensor] = [chunk]
+        self.files[path] = CheckpointFile(path, encoded.size, tuple(literals), tuple(blanks))
+
+    def stored(self) -> Iterator[tuple[str, Chunk]]:
+        """Every chunk of every file so far, by its tensor's name."""
+        for name, found in self._chunks.items():
+            for chunk in found:
+                yield name, chunk
+
+    def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:
+        """The target: the tensors of `have`, stored where they were packed."""
+        tensors = {
+            name: Tensor(
+                tensor.name, dtypes[name], tensor.shape, tuple(self._chunks.get(name, ())), tensor.ties, tensor.spelling
+            )
+            for name, tensor in have.tensors.items()
+        }
+        return Manifest(layout, tensors, self.files, have.objects, self._metadata)
+
+
+def build_container_metadata(have: Manifest) -> dict[str, str]:
+    """The free-form metadata that travels along: the source's own, and the `format` that transformers demands."""
+    kept = {key: value for key, value in have.metadata.items() if not key.startswith("DCP_")}
+    return {"format": "pt", **kept}

@@ -1,0 +1,148 @@
+"""One set of safetensors files per rank, each box with its place in the global tensor.
+
+The files are what torch's `HuggingFaceStorageWriter` writes and its `HuggingFaceStorageReader` reads into any mesh
+(torch 2.13, torch/distributed/checkpoint/hf_storage.py), and what `from_pretrained` of transformers >= 5.20 takes
+as a distributed checkpoint (transformers/distributed/checkpoint.py). Both demand both names of a tied weight.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.views import ViewGroup, merge_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from shardctl.box import Box
+    from shardctl.dtype import DType
+    from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
+    from shardctl.manifest import Manifest
+    from shardctl.pieces import PlacedCheckpoint, TensorShard
+
+NAME: Final = "ranks"
+Known = dict[object, "_AlikeArrays"]
+"""What arrays of experts have in common, by what it is worked out from."""
+
+
+def pack_ranks(
+    have: Manifest,
+    placed: PlacedCheckpoint,
+    form: ArrayForm,
+    dtypes: dict[str, DType],
+    *,
+    max_shard_size: int | None = None,
+) -> Manifest:
+    """The files of every rank that holds weights no earlier dp or cp replica holds."""
+    builder = FileBuilder(build_container_metadata(have))
+    known: Known = {}
+    for rank, held in placed.ranks():
+        files = _split_into_files(list_rank_arrays(held, form, dtypes, known), max_shard_size)
+        for number, arrays in enumerate(files, 1):
+            path = f"{format_file_prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
+            builder.add(path, arrays, _build_sharding_info(arrays))
+    return builder.manifest(NAME, have, dtypes)
+
+
+def format_file_prefix(rank: int) -> str:
+    """What the names of a rank's files begin with."""
+    return f"shard-{rank + 1:05d}-"
+
+
+def list_rank_arrays(
+    held: Sequence[TensorShard], form: ArrayForm, dtypes: dict[str, DType], known: Known
+) -> Iterator[list[TensorArray]]:
+    """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
+    order: list[TensorShard | list[tuple[TensorShard, FusedPlace]]] = []
+    shared: dict[str, list[tuple[TensorShard, FusedPlace]]] = {}
+    for piece in held:
+        place = form.places.get(piece.tensor.name)
+        if place is None:
+            order.append(piece)
+        elif place.array in shared:
+            shared[place.array].append((piece, place))
+        else:
+            shared[place.array] = [(piece, place)]
+            order.append(shared[place.array])
+    for some in order:
+        if isinstance(some, list):
+            yield _join_experts(some, dtypes[some[0][0].tensor.name], known)
+        else:
+            dtype = dtypes[some.tensor.name]
+            for name in some.names:
+                yield [TensorArray.of(name, some.tensor, dtype, box) for box in some.boxes]
+
+
+def _join_experts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType, known: Known) -> list[TensorArray]:
+    """The fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
+    name, fusion = pieces[0][1].array, pieces[0][1].fusion
+    key = (id(fusion.places), *(place.position for _, place in pieces), *(id(piece.boxes) for piece, _ in pieces))
+    alike = known.get(key)
+    if alike is None:
+        alike = known[key] = _AlikeArrays.of(pieces)
+    tensors = tuple(piece.tensor for piece, _ in pieces)
+    return [TensorArray(name, dtype, fusion.shape, box, tensors, alike.views) for box in alike.boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class _AlikeArrays:
+    """What the arrays of experts of all layers have in common on a rank."""
+
+    boxes: list[Box]
+    """Of the array."""
+    views: ViewGroup
+    """Of the tensors that have elements in them."""
+    held: tuple[tuple[Box, ...], ...]
+    """What the rank holds of each tensor; as long as these are kept, no others have their ids."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[TensorShard, FusedPlace]]) -> _AlikeArrays:
+        """From those of one layer."""
+        views = ViewGroup(
+            tuple(place.fusion.places.views[place.position] for _, place in pieces),
+            tuple(piece.tensor.shape for piece, _ in pieces),
+        )
+        held = tuple(piece.boxes for piece, _ in pieces)
+        parts = zip(views.views, views.shapes, held, strict=True)
+        return cls(merge_boxes(view.image(shape, box) for view, shape, some in parts for box in some), views, held)
+
+
+def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: int | None) -> list[list[TensorArray]]:
+    """The rank's arrays in files: a name at most once per file, and at most `max_shard_size` bytes unless alone."""
+    files: list[list[TensorArray]] = []
+    names: list[set[str]] = []
+    sizes: list[int] = []
+    for group in groups:
+        start = 0
+        for array in group:
+            nbytes = array.nbytes if max_shard_size is not None else 0
+            for number in range(start, len(files) + 1):
+                if number == len(files):
+                    files.append([])
+                    names.append(set())
+                    sizes.append(0)
+                full = max_shard_size is not None and sizes[number] + nbytes > max_shard_size
+                if array.name not in names[number] and not (full and files[number]):
+                    break
+            files[number].append(array)
+            names[number].add(array.name)
+            sizes[number] += nbytes
+            start = number + 1
+    return files
+
+
+def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
+    """The metadata that says where in its global tensor each array is; what arrays share is spelled once."""
+    spelled: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
+    entries = []
+    for array in sorted(arrays, key=lambda a: a.name):
+        place = (array.box.origin, array.shape)
+        said = spelled.get(place)
+        if said is None:
+            said = json.dumps({"saved_offsets": list(array.box.origin), "global_shape": list(array.shape)})
+            spelled[place] = said
+        entries.append(f"{json.dumps(array.name)}: {said}")
+    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": f"{{{', '.join(entries)}}}"}

@@ -1,0 +1,46 @@
+"""How other libraries spell a model: one file or folder per naming scheme, and one tuple that lists them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.arrays import binding
+from shardctl.libraries.deepseek import arrays as deepseek_mp
+from shardctl.libraries.megatron import arrays as megatron
+from shardctl.libraries.megatron import dist_arrays as torch_dist
+from shardctl.libraries.trtllm import arrays as trtllm
+from shardctl.libraries.vllm import arrays as vllm
+from shardctl.models.naming import bind_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardctl.libraries.arrays.schema import Schema
+    from shardctl.manifest import Manifest
+    from shardctl.models import Model
+
+SCHEMAS: Final[tuple[Schema, ...]] = (
+    trtllm.SCHEMA,
+    deepseek_mp.SCHEMA,
+    megatron.SCHEMA,
+    torch_dist.SCHEMA,
+    vllm.SCHEMA,
+)
+"""Every naming scheme but that of transformers, which `models` has."""
+
+
+def get_schema(name: str) -> Schema:
+    """The naming scheme of a name that a `Dialect` has."""
+    return next(each for each in SCHEMAS if each.name == name)
+
+
+def bind_checkpoint(
+    model: Model, stored: Manifest, read: Callable[[str, int, int], bytes], *, partial: bool = False
+) -> Manifest:
+    """`stored` under canonical names, whatever library's arrays it holds; `read` gives a file's bytes from an offset.
+
+    Raises as `Model.bind` and `binding.bind`.
+    """
+    if stored.dialect is not None:
+        stored = binding.bind_arrays(get_schema(stored.dialect.schema), model, stored, read)
+    return bind_manifest(model, stored, partial=partial)

@@ -1,0 +1,1 @@
+"""Files of torch.save, whose pickles are read without being run."""

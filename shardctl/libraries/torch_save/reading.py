@@ -1,0 +1,322 @@
+"""Checkpoints that torch.save wrote: one file, an index and its shards, a directory without index."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.box import Box
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.libraries.files.impostors import (
+    ADAPTERS,
+    list_unfinished_downloads,
+    refuse_adapter,
+    refuse_impostor,
+    refuse_unfinished,
+)
+from shardctl.libraries.files.index import WeightIndex, read_index
+from shardctl.libraries.files.links import check_link
+from shardctl.libraries.files.rank_files import parse_rank_file_name
+from shardctl.libraries.files.side_files import list_side_files
+from shardctl.libraries.reader import Format, find_given_file
+from shardctl.libraries.torch_save.legacy_file import MAGICS, read_legacy
+from shardctl.libraries.torch_save.pickle_budget import budget_of
+from shardctl.libraries.torch_save.state_dict import StateDict, extract_state_dict, unknown_globals
+from shardctl.libraries.torch_save.zip_file import read_torch_zip
+from shardctl.libraries.torch_save.zip_records import MAGIC
+from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
+from shardctl.storage import read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
+    from shardctl.storage import Source, Span
+
+_SUFFIXES: Final = (".bin", ".pt", ".pth")
+_SHARD: Final = ".bin"
+_INDEX_SUFFIX: Final = f"{_SHARD}.index.json"
+_WHOLE: Final = "pytorch_model.bin"
+_STANDARD_INDEX: Final = "pytorch_model.bin.index.json"
+_OTHERS: Final = re.compile(
+    r"(optimizer|scheduler|scaler|training_args|random_states|rng_state).*|.*(model|optim)_states\.pt"
+    r"|consolidated\.[0-9]+\.pth|common\.pt"
+)
+"""What Trainer and accelerate keep to resume, and the files of DeepSpeed, Meta and Megatron-LM: containers of their
+own."""
+_HEAD: Final = 512
+_END: Final = 1 << 16
+"""Bytes of either end of a file that is far away in which pickle and directory usually are."""
+_TAR: Final = slice(257, 262)
+_REPEATED: Final = 16
+_REPEATED_FREE: Final = 256 << 20
+"""Tensors may be views that repeat elements (`expand`), but all of them together hold at most this many bytes more
+than 16 times the file's: beyond, a small file would fill a disk."""
+
+
+def detect_torch_save(source: Source) -> bool:
+    """Whether the directory holds files of torch.save or an index of some, or the file looks like one."""
+    given = find_given_file(source)
+    if given is not None:
+        return given.endswith((*_SUFFIXES, _INDEX_SUFFIX)) or _has_magic(source, given)
+    return bool(
+        _list_candidates(source)
+        or any("/" not in path and path.endswith(_INDEX_SUFFIX) for path in source.files())
+        or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD))
+    )
+
+
+def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
+    """Read every pickle without running it, and say where each tensor is.
+
+    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
+
+    Names whose elements are the very same bytes (same file, offset, strides, shape and dtype) are one tensor: the
+    first is its name and the others its `ties`. Views that overlap in any other way are tensors of their own, and so
+    are empty ones.
+
+    Raises:
+        SourceError: a file is missing, malformed or not what its name says, or files contradict each other.
+        HostileError: a file tries to run code, to leave its directory or to exhaust the reader.
+        UnsupportedError: a container or a tensor of a kind that is not converted.
+    """
+    chosen = _choose_files(source)
+    source.expect(span for path in chosen.files for span in _list_end_spans(path, source.files()[path].size))
+    warnings = list(chosen.warnings)
+    read_files: dict[str, WeightsFile] = {}
+    for path in chosen.files:
+        read_files[path] = found = read_weights(source, path)
+        warnings += (*found.saved.warnings, *found.state.warnings)
+        warnings += unknown_globals(found.saved.globals, found.state, path)
+    if chosen.index is not None:
+        warnings += _check_index(chosen.index, read_files)
+    weight_map = chosen.index.weight_map if chosen.index is not None else {}
+    tensors: dict[str, Tensor] = {}
+    held: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for path, found in read_files.items():
+        for tensor in _build_tensors(found, weight_map):
+            for name in (tensor.name, *tensor.ties):
+                if name in held:
+                    raise SourceError(
+                        f"tensor {name!r} is in both {held[name]} and {path}",
+                        hint="if the files are alternatives, give one of them; parts of ranks need the format that "
+                        "wrote them",
+                    )
+                held[name] = path
+                owners[name] = tensor.name
+            tensors[tensor.name] = tensor
+    for found in read_files.values() if not prefer_index else ():
+        for name, copy in _list_copies(found, weight_map):
+            tensors[owners[name]] = with_copy(tensors[owners[name]], copy)
+    objects, left = list_side_files(source, set(read_files))
+    inside = [
+        OpaqueObject(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others
+    ]
+    return Manifest(
+        format=FORMAT.name,
+        tensors=tensors,
+        files={path: CheckpointFile(path, source.files()[path].size) for path in read_files},
+        objects=(*objects, *inside),
+        warnings=(*warnings, *left),
+    )
+
+
+def _list_end_spans(path: str, size: int) -> tuple[Span, Span]:
+    """Where the pickle of a file is, and the directory of its records."""
+    return (path, 0, _END), (path, max(size - _END, 0), _END)
+
+
+def open_saved(source: Source, path: str) -> SavedFile:
+    """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
+    refuse_unfinished(source, path)
+    check_link(source, path)
+    return read_saved(source, path)
+
+
+def read_saved(source: Source, path: str) -> SavedFile:
+    """What torch.save wrote into a file, in whichever of its containers, but for the storages.
+
+    Raises:
+        SourceError: the file is something else, truncated or malformed.
+        HostileError: it tries to run code or to exhaust the reader.
+        UnsupportedError: a container of before 2017, TorchScript, compressed or big-endian data.
+    """
+    head = _read_head(source, path)
+    if head.startswith(MAGIC):
+        return read_torch_zip(source, path)
+    if head.startswith(MAGICS):
+        return read_legacy(source, path)
+    if head[_TAR] == b"ustar":
+        raise UnsupportedError(
+            f"{path} is a tar archive, as torch.save wrote before version 0.1.10", hint="save it again with torch"
+        )
+    if not head.startswith(b"\x80"):
+        refuse_impostor(source, path, "a file of torch.save")
+    try:  # torch would unpickle any file, so an attack need not look like a checkpoint
+        return read_legacy(source, path)
+    except HostileError:
+        raise
+    except SourceError as error:
+        raise SourceError(f"{path} is neither a zip archive nor a pickle that torch.save wrote") from error
+
+
+# Which files
+
+
+def _choose_files(source: Source) -> FileChoice:
+    given = find_given_file(source)
+    if given is not None:
+        return choose_given_file(given, _SHARD)
+    names = _list_candidates(source)
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
+    index = None
+    if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and _WHOLE not in names):
+        index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
+    if index is not None and (_WHOLE not in names or index.path == _STANDARD_INDEX):
+        if _WHOLE in names and index.shards != (_WHOLE,):
+            raise SourceError(
+                f"{source.name} holds two checkpoints: {_WHOLE}, and the files that {index.path} names",
+                hint=f"give {_WHOLE} itself, or move it away",
+            )
+        return FileChoice(index.shards, index, index.warnings)
+    if _WHOLE in names:
+        return FileChoice((_WHOLE,))
+    if names:
+        _check_numbering(names)
+        return FileChoice(tuple(names))
+    refuse_adapter(source)
+    for path in list_unfinished_downloads(source, _SHARD):
+        refuse_unfinished(source, path)
+    raise SourceError(f"{source.name} holds no file of torch.save")
+
+
+def _list_candidates(source: Source) -> list[str]:
+    """The files of the root that are weights by their names or by their first bytes."""
+    whole = not {_WHOLE, _STANDARD_INDEX}.isdisjoint(source.files())
+    return [
+        path
+        for path in source.files()
+        if "/" not in path
+        and path.endswith(_SUFFIXES)
+        and path not in ADAPTERS
+        and not _OTHERS.fullmatch(path)
+        and (parse_rank_file_name(path) is None or whole)
+        and (path.startswith("pytorch_model") or _has_magic(source, path))
+    ]
+
+
+def _has_magic(source: Source, path: str) -> bool:
+    head = _read_head(source, path)
+    return head.startswith(MAGICS) or (head.startswith(MAGIC) and b"/data.pkl" in head)
+
+
+def _read_head(source: Source, path: str) -> bytes:
+    return read_bytes(source, path, 0, min(source.files()[path].size, _HEAD))
+
+
+def _check_numbering(names: Sequence[str]) -> None:
+    """Raise SourceError if a file of a numbered set is missing, or if the files come from several saves."""
+    groups = {(parts[0], parts[2]) if (parts := parse_numbered_name(name, _SHARD)) else None for name in names}
+    if len(groups) > 1 and groups != {None}:
+        raise SourceError(
+            f"the directory holds files of different saves and no index: {', '.join(names[:3])}",
+            hint="leave only the files that belong together",
+        )
+    group = groups.pop()
+    if group is not None and len(names) != int(group[1]):
+        raise SourceError(f"only {len(names)} of the {int(group[1])} files {names[0]} and so on are here")
+
+
+# What is in them
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """One file's weights."""
+
+    saved: SavedFile
+    state: StateDict
+
+
+def read_weights(source: Source, path: str) -> WeightsFile:
+    """The weights in a file of torch.save.
+
+    Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
+    """
+    saved = open_saved(source, path)
+    state = extract_state_dict(saved.tree, path)
+    check_total_size(source, path, state.views.values())
+    return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it
+
+
+def check_total_size(source: Source, path: str, views: Iterable[StorageView]) -> None:
+    """Charge the tensors of a file; raise HostileError if they are too many, or much larger than it."""
+    size = source.files()[path].size
+    known = set(views)
+    budget_of(source).take_tensors(len(known), path)
+    total = sum(prod(v.shape) * v.dtype.bits // 8 for v in known)
+    if total > _REPEATED * size + _REPEATED_FREE:
+        raise HostileError(
+            f"{path} has {size:,} bytes, but its tensors would have {total:,}: they overlap, "
+            "or their strides repeat elements",
+            hint="if that is meant, save x.clone() of the tensors that are views",
+        )
+
+
+def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
+    """The tensors of a file that the index does not place in another one."""
+    saved = found.saved
+    names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
+    for name, view in found.state.views.items():
+        if weight_map.get(name, saved.path) == saved.path:
+            region = saved.region(view, name)
+            alone = name if not prod(view.shape) else ""
+            names.setdefault((region, view.shape, f"{view.dtype} {alone}"), []).append(name)
+    for (region, shape, _), (name, *ties) in names.items():
+        dtype = found.state.views[name].dtype
+        yield Tensor(name, dtype, shape, (Chunk(_build_whole_box(shape), dtype, region, name),), ties=tuple(ties))
+
+
+def _list_copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
+    """What a file holds of tensors that the index places in another one."""
+    saved = found.saved
+    for name, view in found.state.views.items():
+        if weight_map.get(name, saved.path) != saved.path:
+            yield name, Chunk(_build_whole_box(view.shape), view.dtype, saved.region(view, name), name)
+
+
+@lru_cache(maxsize=4096)
+def _build_whole_box(shape: tuple[int, ...]) -> Box:
+    """The layers of a model repeat a few shapes, so most boxes are one object."""
+    return Box.whole(shape)
+
+
+def _check_index(index: WeightIndex, read_files: Mapping[str, WeightsFile]) -> tuple[str, ...]:
+    """The index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
+    by_name: dict[str, dict[str, int]] = {}
+    once: dict[str, dict[str, int]] = {}
+    for path, found in read_files.items():
+        seen: set[StorageView] = set()
+        by_name[path], once[path] = {}, {}
+        for name, view in found.state.views.items():
+            nbytes = view.dtype.nbytes(view.shape)
+            by_name[path][name] = nbytes
+            once[path][name] = 0 if view in seen else nbytes
+            seen.add(view)
+    total = sum(once[file].get(name, 0) for name, file in index.weight_map.items())
+    return index.check(once if index.total_size == total else by_name)
+
+
+FORMAT: Final = Format(
+    "torch",
+    "files of torch.save",
+    detect_torch_save,
+    scan_torch_save,
+    scan_indexed=partial(scan_torch_save, prefer_index=True),
+    saved=True,
+)

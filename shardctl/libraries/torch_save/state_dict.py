@@ -1,0 +1,151 @@
+"""Which part of what was saved is the model's weights, and what else there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.libraries.torch_save.pickle_names import is_harmless
+from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
+from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training scripts keep the weights, beside an epoch or an optimizer."""
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict:
+    """The weights in one file."""
+
+    views: dict[str, StorageView]
+    """By name, in the order they were saved."""
+    others: dict[str, str]
+    """What is no tensor: its kind by its name."""
+    warnings: tuple[str, ...]
+
+
+def extract_state_dict(tree: object, path: str) -> StateDict:
+    """The weights of `tree`: its own tensors if it has any, else those under the one well-known key that has some.
+
+    Names are never joined from several levels: a guess could collide or differ from what the model calls them.
+
+    Raises:
+        SourceError: there are no tensors in these places, or in several of them.
+        UnsupportedError: a whole module was saved, or a tensor that cannot be read as it is.
+    """
+    top = as_mapping(tree)
+    if top is None:
+        _refuse_module(tree, path)
+        raise SourceError(f"{path} holds {_add_article(describe_node(tree))}, not a mapping of names to tensors")
+    own = {
+        key: view for key, value in top.items() if (view := as_tensor(value, _describe_place(path, key))) is not None
+    }
+    wrapped = [key for key in WRAPPERS if key in top and _holds_tensors(top[key], path)]
+    if len(wrapped) + bool(own) > 1:
+        places = [repr(key) for key in wrapped] + ["the top level"] * bool(own)
+        raise SourceError(
+            f"{path} holds tensors in several places: {', '.join(places)}", hint="save only the one that is meant"
+        )
+    if not wrapped:
+        if not own:
+            for key in WRAPPERS:
+                _refuse_module(top.get(key), path)
+            raise SourceError(
+                f"{path} holds no tensors, only {_format_entries(top) or 'an empty mapping'}",
+                hint=f"tensors are looked for at the top level and under {', '.join(WRAPPERS)}",
+            )
+        return _build_state_dict(top, own, path)
+    held = as_mapping(top[wrapped[0]]) or {}
+    views = {
+        key: view for key, value in held.items() if (view := as_tensor(value, _describe_place(path, key))) is not None
+    }
+    inner = _build_state_dict(held, views, path)
+    outer = {key: value for key, value in top.items() if key != wrapped[0]}
+    left = f"; left behind: {_format_entries(outer)}" if outer else ""
+    warning = f"{path} holds its tensors under {wrapped[0]!r}{left}"
+    return StateDict(views, {**inner.others, **_describe_entries(outer)}, (warning, *inner.warnings))
+
+
+def unknown_globals(names: Iterable[GlobalNode], state: StateDict, path: str) -> tuple[str, ...]:
+    """A warning that names what a pickle mentions and nobody knows to be harmless, unless another warning names it."""
+    said = {view.subclass for view in state.views.values()} | set(state.others.values())
+    unknown = [str(name) for name in names if not is_harmless(name.module, name.name) and str(name) not in said]
+    if not unknown:
+        return ()
+    return (
+        f"{path} mentions names that no tensor needs, and that are left behind: {format_first_few(unknown, _SHOWN)}",
+    )
+
+
+def describe_node(node: object) -> str:
+    """What a node is, for messages."""
+    if isinstance(node, CallNode):
+        return str(node.function) if not isinstance(node.function, CallNode) else "an object made by a call of a call"
+    return "storage" if isinstance(node, PersistentNode) else type(node).__name__
+
+
+def _build_state_dict(held: dict[Any, Any], views: dict[Any, StorageView], path: str) -> StateDict:
+    for key in views:
+        if not isinstance(key, str):
+            raise SourceError(
+                f"{path} has a tensor under the {type(key).__name__} {_format_key(key)[:100]}, not under a name"
+            )
+        if not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+            raise SourceError(f"{path} has a tensor whose name {ascii(key)[:100]} is not Unicode text")
+    others = {key: value for key, value in held.items() if key not in views}
+    warnings = []
+    if others:
+        warnings.append(f"{path}: not tensors, and left behind: {_format_entries(others)}")
+    strange = {name: view.subclass for name, view in views.items() if view.subclass}
+    if strange:
+        warnings.append(
+            f"{path}: tensors of a class of their own, read as plain ones: {_format_pairs(strange.items())}"
+        )
+    return StateDict(views, _describe_entries(others), tuple(warnings))
+
+
+def _holds_tensors(node: object, path: str) -> bool:
+    held = as_mapping(node)
+    return held is not None and any(
+        as_tensor(value, _describe_place(path, key)) is not None for key, value in held.items()
+    )
+
+
+def _refuse_module(node: object, path: str) -> None:
+    """Raise UnsupportedError for a pickled object of any class, which most often is a whole module."""
+    if isinstance(node, CallNode) and as_tensor(node, path) is None and as_mapping(node) is None:
+        raise UnsupportedError(
+            f"{path} holds a whole object of the class {describe_node(node)}, not a mapping of names to tensors",
+            hint="load it where its code is trusted, and torch.save(model.state_dict(), ...)",
+        )
+
+
+def _describe_entries(entries: dict[Any, Any]) -> dict[str, str]:
+    return {_format_key(key): describe_node(value) for key, value in entries.items()}
+
+
+def _format_entries(entries: dict[Any, Any]) -> str:
+    return _format_pairs(_describe_entries(entries).items())
+
+
+def _format_pairs(entries: Iterable[tuple[str, str]]) -> str:
+    return format_first_few((f"{name!a} ({what})" for name, what in entries), _SHOWN)
+
+
+def _format_key(key: object) -> str:
+    if isinstance(key, tuple):  # it may hold the same long text many times
+        return f"({', '.join(_format_key(part) for part in key[:4])})"
+    return key[:200] if isinstance(key, str) else ascii(key[:200] if isinstance(key, bytes) else key)[:200]
+
+
+def _describe_place(path: str, key: object) -> str:
+    return f"{path}: tensor {_format_key(key)!r}"
+
+
+def _add_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

@@ -1,0 +1,1 @@
+"""The checkpoint directories of TensorRT-LLM: `rankN.safetensors` and its own `config.json`."""

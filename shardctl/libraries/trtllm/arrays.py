@@ -1,0 +1,173 @@
+"""The arrays of TensorRT-LLM's checkpoints: what each rank's `rankN.safetensors` holds of a Llama, Mistral or Qwen.
+
+Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py` and `qwen/convert.py`,
+and of NVIDIA's exporter in Megatron-LM core 0.16, `megatron/core/export/trtllm`: the query, key and value rows of a
+rank one behind another, ``mlp.fc`` the gate and ``mlp.gate`` the up projection, experts stacked with up before gate,
+layers counted anew on every stage. Ranks and stages are those of `tensorrt_llm/mapping.py` (`Mapping.pp_layers`: even
+ones).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError
+from shardctl.libraries.arrays.composite import SchemaEntry, join_arrays, round_up_to_multiple, stack_arrays
+from shardctl.libraries.arrays.schema import ModelParts, Schema, SchemaRank
+from shardctl.pieces import split_layers_evenly
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.dialect import LibraryDialect
+    from shardctl.libraries.arrays.composite import CompositeArray
+    from shardctl.models import Model
+
+NAME: Final = "trtllm"
+TITLE: Final = "TensorRT-LLM"
+PARALLEL_EMBEDDING: Final = "parallel_embedding"
+"""The fact that says whether each tp rank has a part of the embedding; else all have the whole of it."""
+EMBEDDING_DIM: Final = "embedding_dim"
+"""The fact that says which dim of a parallel embedding is cut: 0, the vocabulary, or 1."""
+FAMILIES: Final = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Those whose config and arrays are known here; others of the same names have other norms or multipliers."""
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_NORM: Final = "model.norm.weight"
+_KINDS: Final = ("weight", "bias")
+_MIXTRAL: Final = ("block_sparse_moe", ("w1", "w3", "w2"))
+_QWEN: Final = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+_ROUTER: Final = BY_NAME["F32"]
+
+
+@dataclass(frozen=True, slots=True)
+class _TrtllmRank(SchemaRank):
+    """One rank, while its arrays are named."""
+
+    experts_ranks: tuple[int, int]
+    """Over how many of them whole experts are divided, and which share is this one's."""
+    inner_ranks: tuple[int, int]
+    """The same inside each expert."""
+
+    def heads(self, name: str, like: str) -> CompositeArray:
+        """This rank's heads, or the one that it shares with its neighbours where there are fewer heads than ranks.
+
+        `like` is the weight that says how many rows a head has.
+        """
+        whole, unit = self[name], self.parts.unit(like)
+        count = whole.shape[0] // unit
+        if count % self.tp == 0:
+            return whole.share(0, self.index, self.tp)
+        if "q_proj" in name or self.tp % count:
+            raise CutError(f"{name}: {count} heads cannot be divided over tp={self.tp}")
+        first = self.index * count // self.tp
+        return whole.part(0, first * unit, (first + 1) * unit)
+
+    def vocabulary(self, name: str) -> CompositeArray:
+        """This rank's rows of an embedding or a head, zeros behind the last token."""
+        whole = self[name]
+        return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
+
+
+def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+    at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
+    tp, index = mesh.degree("tp"), at["tp"]
+    ep, etp = (mesh.ep, mesh.etp) if _has_experts(model) else (1, tp)
+    if ep * etp != tp:
+        raise CutError(
+            f"{TITLE} divides experts over the ranks of tp: ep={ep} x etp={etp} is not tp={tp}",
+            hint=f"add --etp {tp // ep}" if tp % ep == 0 else f"use a divisor of {tp} for --ep",
+        )
+    here = _TrtllmRank(ModelParts(model, TITLE), tp, index, (ep, index % ep), (etp, index // ep))
+    stages = dialect.stages or split_layers_evenly(model.layers, mesh.degree("pp"))
+    stage = at["pp"]
+    first = sum(stages[:stage])
+    if stage == 0:
+        yield SchemaEntry("transformer.vocab_embedding.weight", _cut_embedding(here, dialect))
+    for layer in range(first, first + stages[stage]):
+        yield from _list_layer_entries(here, f"model.layers.{layer}", f"transformer.layers.{layer - first}")
+    if stage == len(stages) - 1:
+        yield SchemaEntry("transformer.ln_f.weight", here[_NORM])
+        # NVIDIA's exporter leaves the head out where it is tied; TensorRT-LLM's own converters do not.
+        yield SchemaEntry("lm_head.weight", here.vocabulary(_HEAD), optional=_HEAD in model.aliases)
+
+
+def _cut_embedding(here: _TrtllmRank, dialect: LibraryDialect) -> CompositeArray:
+    if not dialect.switch(PARALLEL_EMBEDDING):
+        return here[_EMBEDDING]
+    return here.columns(_EMBEDDING) if dialect.number(EMBEDDING_DIM) else here.vocabulary(_EMBEDDING)
+
+
+def _list_layer_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    attention = f"{have}.self_attn"
+    yield SchemaEntry(f"{new}.input_layernorm.weight", here[f"{have}.input_layernorm.weight"])
+    for kind in _KINDS:
+        if f"{attention}.q_proj.{kind}" in here:
+            qkv = [here.heads(f"{attention}.{part}_proj.{kind}", f"{attention}.{part}_proj.weight") for part in "qkv"]
+            yield SchemaEntry(f"{new}.attention.qkv.{kind}", join_arrays(qkv))
+    yield from here.row_layer(f"{attention}.o_proj", f"{new}.attention.dense")
+    for part in "qk":
+        if f"{attention}.{part}_norm.weight" in here:
+            yield SchemaEntry(f"{new}.attention.{part}_layernorm.weight", here[f"{attention}.{part}_norm.weight"])
+    yield SchemaEntry(f"{new}.post_layernorm.weight", here[f"{have}.post_attention_layernorm.weight"])
+    if f"{have}.mlp.gate_proj.weight" in here:
+        yield from here.column_layer(f"{have}.mlp.gate_proj", f"{new}.mlp.fc")
+        yield from here.column_layer(f"{have}.mlp.up_proj", f"{new}.mlp.gate")
+        yield from here.row_layer(f"{have}.mlp.down_proj", f"{new}.mlp.proj")
+    else:
+        yield from _list_expert_entries(here, have, f"{new}.mlp")
+
+
+def _list_expert_entries(here: _TrtllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    module, (gate, up, down) = _MIXTRAL if f"{have}.{_MIXTRAL[0]}.gate.weight" in here else _QWEN
+    router = here[f"{have}.{module}.gate.weight"]
+    count, (ranks, mine), (inner, part) = router.shape[0], here.experts_ranks, here.inner_ranks
+    if count % ranks:
+        raise CutError(f"{have}.{module}: {count} experts cannot be divided over ep={ranks}")
+    held = range(mine * count // ranks, (mine + 1) * count // ranks)
+    names = [f"{have}.{module}.experts.{expert}" for expert in held]
+    over = [join_arrays([here[f"{e}.{p}.weight"].share(0, part, inner) for p in (up, gate)]) for e in names]
+    yield SchemaEntry(f"{new}.router.weight", router, dtype=_ROUTER)
+    yield SchemaEntry(f"{new}.fc.weight", stack_arrays(over))
+    yield SchemaEntry(
+        f"{new}.proj.weight", stack_arrays([here[f"{e}.{down}.weight"].share(1, part, inner) for e in names])
+    )
+    shared = f"{have}.mlp.shared_expert"
+    if f"{shared}.gate_proj.weight" in here:
+        halves = [here.rows(f"{shared}.{name}.weight") for name in ("up_proj", "gate_proj")]
+        yield SchemaEntry(f"{new}.shared_expert.fc.weight", join_arrays(halves))
+        yield SchemaEntry(f"{new}.shared_expert.proj.weight", here.columns(f"{shared}.down_proj.weight"))
+        yield SchemaEntry(f"{new}.shared_expert_gate.weight", here[f"{have}.mlp.shared_expert_gate.weight"])
+
+
+def _has_experts(model: Model) -> bool:
+    return any(
+        f"model.layers.{layer}.{module}.gate.weight" in model.tensors
+        for layer in range(model.layers)
+        for module in ("mlp", "block_sparse_moe")
+    )
+
+
+def _check_model(model: Model) -> None:
+    """Raise UnsupportedError for a model that is not laid out as here."""
+    if model.unquantised:
+        raise UnsupportedError(
+            f"{TITLE} has forms of its own for quantised weights, which are not known here",
+            hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",
+        )
+    if model.family not in FAMILIES or not model.architecture.endswith("ForCausalLM"):
+        raise UnsupportedError(
+            f"{TITLE}'s arrays of {model.architecture or 'this model'} are not known here",
+            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+        )
+    if _has_experts(model):
+        dense = next(
+            (n for n in range(model.layers) if f"model.layers.{n}.mlp.gate_proj.weight" in model.tensors), None
+        )
+        if dense is not None:
+            raise UnsupportedError(f"{TITLE} has experts in every layer or in none, but layer {dense} has none")
+
+
+SCHEMA: Final = Schema(NAME, TITLE, _check_model, _list_entries)

@@ -1,0 +1,241 @@
+"""What TensorRT-LLM's `config.json` says of ranks and model, and the config of transformers that follows from it.
+
+The fields are those of NVIDIA/TensorRT-LLM `tensorrt_llm/models/modeling_utils.py` (`PretrainedConfig`),
+`models/llama/config.py`, `models/qwen/config.py` and `mapping.py`; older files, and those of the exporter in
+Megatron-LM core 0.16, have the fields of experts without an object around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import format_rank_prefix
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, PARALLEL_EMBEDDING, TITLE
+from shardctl.manifest import OwnConfig
+from shardctl.mesh import MOST_RANKS, Mesh
+from shardctl.models.config import ModelConfig
+from shardctl.pieces import split_layers_evenly
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from shardctl.dialect import Fact
+
+_LLAMAS: Final = frozenset({"LlamaForCausalLM", "LLaMAForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"})
+_QWENS: Final = frozenset(
+    {"QWenForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"}
+)
+_CLASSES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+_ACTIVATIONS: Final = {"swiglu": "silu", "geglu": "gelu"}
+"""What a gated activation is called without its gate."""
+_MULTIPLIERS: Final = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "output_multiplier_scale",
+)
+_RENORMALISE: Final = 1
+"""`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE` of tensorrt_llm/layers/moe.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrtllmDescription:
+    """What the config says."""
+
+    mesh: Mesh
+    ranks: Mapping[int, str]
+    """The ranks of the mesh that have files, and what stands before the names of their arrays."""
+    stages: tuple[int, ...]
+    facts: Mapping[str, Fact]
+    config: OwnConfig
+
+
+def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDescription:
+    """The meaning of a config beside files with these `arrays`, by their names there.
+
+    Raises SourceError for what is malformed or contradicts itself, UnsupportedError for what is not converted.
+    """
+    _refuse_quantised(config)
+    mesh = _build_mesh(_get_object(config, "mapping"))
+    layers = config.size("num_hidden_layers")
+    tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
+    if pp > layers:
+        raise SourceError(f"config.json has {pp} stages for {layers} layers")
+    return TrtllmDescription(
+        mesh=mesh,
+        ranks={stage * cp * tp + n: format_rank_prefix(stage * tp + n) for stage in range(pp) for n in range(tp)},
+        stages=split_layers_evenly(layers, pp),
+        facts={
+            PARALLEL_EMBEDDING: config.switch("use_parallel_embedding", default=False),
+            EMBEDDING_DIM: config.count("embedding_sharding_dim", 0),
+        },
+        config=_build_own_config(config, arrays),
+    )
+
+
+def _get_object(config: ModelConfig, key: str) -> ModelConfig:
+    value = config.values.get(key)
+    if value is None:
+        return ModelConfig({})
+    if not isinstance(value, dict):
+        raise SourceError(f"config.json has {key} = {ascii(value)[:40]} where an object is expected")
+    return ModelConfig(value)
+
+
+def _refuse_quantised(config: ModelConfig) -> None:
+    settings = _get_object(config, "quantization")
+    for key in ("quant_algo", "kv_cache_quant_algo"):
+        found = settings.values.get(key)
+        if found is not None:
+            raise UnsupportedError(
+                f"config.json says that the checkpoint is quantised ({key} is {ascii(found)[:40]}): "
+                f"quantised checkpoints of {TITLE} are not read",
+                hint="convert the model that was quantised",
+            )
+    if config.switch("is_pruned", default=False):
+        raise UnsupportedError(
+            "config.json says that the checkpoint is pruned: its weights are left out",
+            hint="give the checkpoint that trtllm-prune was given",
+        )
+
+
+def _build_mesh(mapping: ModelConfig) -> Mesh:
+    tp, pp, cp = (mapping.size(f"{axis}_size", 1) for axis in ("tp", "pp", "cp"))
+    for key in ("auto_parallel", "enable_attention_dp"):
+        if mapping.switch(key, default=False):
+            raise UnsupportedError(f"config.json has a mapping with {key}, whose cuts are not known")
+    if _find_degree(mapping, "moe_cluster_size", 1) != 1:
+        raise UnsupportedError("config.json has a mapping with clusters of experts, whose cuts are not known")
+    world = mapping.size("world_size", tp * pp * cp)
+    if world > MOST_RANKS:
+        raise SourceError(f"config.json has a mapping of {world:,} ranks; more than {MOST_RANKS:,} are not read")
+    if world != tp * pp * cp:
+        raise SourceError(f"config.json has a mapping of {world} ranks, but tp={tp} x pp={pp} x cp={cp}")
+    etp, ep = _find_degree(mapping, "moe_tp_size", None), _find_degree(mapping, "moe_ep_size", None)
+    ep = ep or (tp // etp if etp else 1)
+    etp = etp or tp // ep
+    if etp * ep != tp:
+        raise SourceError(f"config.json has a mapping of experts to moe_tp={etp} x moe_ep={ep} ranks, but tp={tp}")
+    return Mesh.of(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp)
+
+
+def _find_degree(mapping: ModelConfig, key: str, default: int | None) -> int | None:
+    """A degree; what stands for none given is -1."""
+    return default if mapping.values.get(key) in (None, -1) else mapping.size(key)
+
+
+def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig:
+    """The `config.json` of transformers."""
+    kind = _choose_model_type(config, arrays)
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    head = config.size("head_size", hidden // heads)
+    _refuse_unlike(config, head)
+    activation = config.text("hidden_act", "silu")
+    said: dict[str, object] = {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "dtype": config.text("dtype", "bfloat16"),
+        "hidden_act": _ACTIVATIONS.get(activation, activation),
+        "hidden_size": hidden,
+        "intermediate_size": config.size("intermediate_size", hidden * 4),
+        "num_hidden_layers": config.size("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.size("num_key_value_heads", heads),
+        "head_dim": head,
+        "vocab_size": config.size("vocab_size") if config.values.get("vocab_size") is not None else None,
+        "rms_norm_eps": config.values.get("norm_epsilon", 1e-5),
+        "max_position_embeddings": config.size("max_position_embeddings", 2048),
+        "rope_theta": config.values.get("rotary_base", 10_000.0),
+        "tie_word_embeddings": _is_tied(config, arrays),
+    }
+    scaling = _get_object(config, "rotary_scaling").values
+    if scaling:
+        kind_of_scaling = scaling.get("rope_type", scaling.get("type"))
+        said["rope_scaling"] = {**{k: v for k, v in scaling.items() if k != "type"}, "rope_type": kind_of_scaling}
+    if kind in ("llama", "qwen3", "qwen3_moe"):
+        said["attention_bias"] = _has_array(arrays, "attention.dense.bias")
+    if kind == "llama":
+        said["mlp_bias"] = _has_array(arrays, "mlp.proj.bias")
+    else:
+        said["sliding_window"] = None
+    said |= _build_expert_settings(config, kind)
+    guessed = "the tokens that begin and end texts" + ("" if kind == "llama" else ", nor a sliding window")
+    return OwnConfig(
+        said, (f"config.json is made from {TITLE}'s, which does not say {guessed} (or use --config)",), True
+    )
+
+
+def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
+    """The model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
+    architecture = config.text("architecture", "")
+    if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
+        raise UnsupportedError(
+            f"config.json describes {ascii(architecture)[:60]}, whose arrays are not known here",
+            hint=f"known are {', '.join(_CLASSES.values())}",
+        )
+    experts = _has_array(arrays, "mlp.router.weight")
+    if _has_array(arrays, "attention.q_layernorm.weight"):
+        return "qwen3_moe" if experts else "qwen3"
+    shared = _has_array(arrays, "mlp.shared_expert.fc.weight")
+    if shared or (_has_array(arrays, "attention.qkv.bias") and not _has_array(arrays, "attention.dense.bias")):
+        return "qwen2_moe" if experts else "qwen2"
+    if experts:
+        return "mixtral"
+    return "mistral" if architecture == "MistralForCausalLM" else "llama"
+
+
+def _has_array(arrays: Collection[str], name: str) -> bool:
+    return f"transformer.layers.0.{name}" in arrays
+
+
+def _is_tied(config: ModelConfig, arrays: Collection[str]) -> bool:
+    shared = config.switch("share_embedding_table", default=False)
+    return config.switch("tie_word_embeddings", default=shared) or "lm_head.weight" not in arrays
+
+
+def _refuse_unlike(config: ModelConfig, head: int) -> None:
+    """Raise UnsupportedError for what no config of transformers' class would say."""
+    position = config.text("position_embedding_type", "rope_gpt_neox")
+    turned = config.values.get("rotary_embedding_dim")
+    if position != "rope_gpt_neox" or turned not in (None, head) or config.values.get("rotary_pct", 1.0) != 1.0:
+        raise UnsupportedError(
+            f"config.json has positions of another kind ({ascii(position)[:40]}) than Llama and Qwen"
+        )
+    odd = next((key for key in _MULTIPLIERS if config.values.get(key, 1.0) != 1.0), None)
+    odd = odd or ("residual_mlp" if config.values.get("residual_mlp") else None)
+    if odd is not None:
+        raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen have not")
+
+
+def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:
+    """What the config says of experts."""
+    settings = _get_object(config, "moe").values or {
+        key.removeprefix("moe_"): value for key, value in config.values.items() if key.startswith("moe_")
+    }
+    moe = ModelConfig(settings)
+    if kind == "mixtral":
+        return {"num_local_experts": moe.size("num_experts"), "num_experts_per_tok": moe.size("top_k", 2)}
+    if not kind.endswith("_moe"):
+        return {}
+    inner = config.size("moe_intermediate_size") if config.values.get("moe_intermediate_size") else None
+    said: dict[str, object] = {
+        "num_experts": moe.size("num_experts"),
+        "num_experts_per_tok": moe.size("top_k"),
+        "moe_intermediate_size": inner or config.size("intermediate_size"),
+        "norm_topk_prob": moe.values.get("normalization_mode") == _RENORMALISE,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if kind == "qwen2_moe":
+        said["shared_expert_intermediate_size"] = config.size("moe_shared_expert_intermediate_size")
+    return said

@@ -1,0 +1,193 @@
+"""Directories that `trtllm-build` reads: `rankN.safetensors` of every tp and pp rank, and TensorRT-LLM's `config.json`.
+
+The config's fields are those that its own converters write (NVIDIA/TensorRT-LLM `tensorrt_llm/models/llama/config.py`
+and `qwen/config.py`, `from_hugging_face`); what stands in the files is in `schemas/trtllm`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dialect import LibraryDialect, format_rank_prefix
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError, UsageError
+from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.safetensors.packing import FileBuilder
+from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE
+from shardctl.manifest import CheckpointFile
+from shardctl.mesh import Mesh
+from shardctl.models.config import ModelConfig
+from shardctl.models.rope import parse_rope
+from shardctl.pieces import split_layers_evenly
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.dialect import Fact
+    from shardctl.libraries.arrays.composing import PackRequest
+    from shardctl.manifest import Manifest
+
+_CONFIG: Final = "config.json"
+_ORDER: Final = ("pp", "cp", "tp")
+_EMBEDDING: Final = "trtllm_embedding"
+_CUTS: Final = {"whole": None, "vocabulary": 0, "hidden": 1}
+"""By option the dim of the embedding that is cut."""
+_TYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SCALINGS: Final = frozenset({"linear", "dynamic", "llama3", "yarn"})
+_ROUTED: Final = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+_GPUS_PER_NODE: Final = 8
+"""What TensorRT-LLM assumes where nobody says; it only decides how ranks reach each other."""
+_NONE, _RENORMALISE = 0, 1
+"""`MoeConfig.ExpertScaleNormalizationMode` of tensorrt_llm/layers/moe.py."""
+
+
+def pack_trtllm(order: PackRequest) -> Manifest:
+    """The file of every tp and pp rank, and `config.json`.
+
+    Raises as `Layout.pack` says.
+    """
+    SCHEMA.check(order.model)
+    mesh = _build_mesh(order)
+    stages = split_layers_evenly(order.model.layers, mesh.degree("pp"))
+    if order.stages not in (None, stages):
+        raise UsageError(
+            f"{TITLE} divides layers over stages by itself, as {','.join(map(str, stages))}", hint="leave --stages out"
+        )
+    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+    numbers = {stage * cp * tp + n: stage * tp + n for stage in range(mesh.degree("pp")) for n in range(tp)}
+    facts = _build_facts(order.options.get(_EMBEDDING, "whole"))
+    dialect = LibraryDialect(NAME, mesh, {rank: format_rank_prefix(n) for rank, n in numbers.items()}, stages, facts)
+    builder = FileBuilder({"format": "pt"})
+    arrays = compose_arrays(order, SCHEMA, dialect)
+    for rank, number in numbers.items():
+        builder.add(f"rank{number}.safetensors", arrays[rank])
+    content = (json.dumps(_build_config(order, dialect), indent=4) + "\n").encode()
+    files = {**builder.files, _CONFIG: CheckpointFile(_CONFIG, len(content), ((0, content),))}
+    return build_manifest(NAME, order, SCHEMA, dialect, files, builder.stored())
+
+
+def _build_facts(embedding: str) -> dict[str, Fact]:
+    """What `--trtllm-embedding` asks for."""
+    if embedding not in _CUTS:
+        raise UsageError(f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_CUTS)}")
+    dim = _CUTS[embedding]
+    return {PARALLEL_EMBEDDING: dim is not None, EMBEDDING_DIM: dim or 0}
+
+
+def _build_mesh(order: PackRequest) -> Mesh:
+    """The mesh that TensorRT-LLM numbers ranks by."""
+    mesh = order.mesh
+    for axis, degree in mesh.axes:
+        if degree > 1 and axis not in _ORDER:
+            raise CutError(
+                f"{TITLE} has ranks of tp, pp and cp, but the mesh is {mesh}",
+                hint=f"leave --{axis} out: every replica loads the same directory",
+            )
+    named = [axis for axis, degree in mesh.axes if degree > 1]
+    if named != [axis for axis in _ORDER if axis in named]:
+        raise CutError(
+            f"{TITLE} numbers the ranks of tp innermost, and those of pp outermost", hint="use --tp and --pp"
+        )
+    if mesh.ep > 1 and mesh.degree("cp") > 1:
+        raise CutError(f"{TITLE} does not divide experts over the ranks of cp", hint="leave --cp or --ep out")
+    return Mesh.of(**{axis: mesh.degree(axis) for axis in _ORDER}, ep=mesh.ep, etp=mesh.etp)
+
+
+def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, object]:
+    """The content of `config.json`."""
+    config, model, mesh = ModelConfig(order.config), order.model, dialect.mesh
+    heads = config.size("num_attention_heads")
+    routed = model.family in _ROUTED
+    ep, etp = (mesh.ep, mesh.etp) if routed else (1, mesh.degree("tp"))
+    tp, pp, cp = (mesh.degree(axis) for axis in ("tp", "pp", "cp"))
+    q, k = (model.tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in ("q", "k"))
+    theta, scaling = _describe_rope(order.config)
+    return {
+        "architecture": model.architecture,
+        "dtype": _choose_dtype(order),
+        "logits_dtype": "float32",
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": k.shape[0] * heads // q.shape[0],
+        "head_size": q.shape[0] // heads,
+        "hidden_size": q.shape[1],
+        "intermediate_size": config.size("intermediate_size"),
+        "vocab_size": model.tensors["model.embed_tokens.weight"].shape[0],
+        "max_position_embeddings": config.values.get("max_position_embeddings"),
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": theta,
+        "rotary_scaling": scaling,
+        "hidden_act": "swiglu" if routed else config.text("hidden_act", "silu"),
+        "norm_epsilon": config.values.get("rms_norm_eps", 1e-6),
+        "qk_layernorm": "model.layers.0.self_attn.q_norm.weight" in model.tensors,
+        "attn_bias": "model.layers.0.self_attn.q_proj.bias" in model.tensors,
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in model.tensors,
+        "tie_word_embeddings": "lm_head.weight" in model.aliases,
+        "use_parallel_embedding": dialect.switch(PARALLEL_EMBEDDING),
+        "embedding_sharding_dim": dialect.number(EMBEDDING_DIM),
+        "mapping": {
+            "world_size": mesh.world,
+            "gpus_per_node": _GPUS_PER_NODE,
+            "cp_size": cp,
+            "tp_size": tp,
+            "pp_size": pp,
+            "moe_tp_size": etp,
+            "moe_ep_size": ep,
+        },
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        **_build_expert_settings(config, model.family),
+    }
+
+
+def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object]:
+    """What TensorRT-LLM's Qwen has besides, and what its experts are."""
+    said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
+    if family not in _ROUTED:
+        return said
+    count = config.values.get("num_local_experts" if family == "mixtral" else "num_experts")
+    weighed = family == "mixtral" or config.switch("norm_topk_prob", default=False)
+    moe = {
+        "num_experts": count if count is not None else config.size("num_local_experts"),
+        "top_k": config.size("num_experts_per_tok", 2),
+        "normalization_mode": _RENORMALISE if weighed else _NONE,
+    }
+    if family != "mixtral":
+        said |= {
+            "moe_intermediate_size": config.size("moe_intermediate_size"),
+            "moe_shared_expert_intermediate_size": config.count("shared_expert_intermediate_size", 0),
+        }
+    return {**said, "moe": moe}
+
+
+def _choose_dtype(order: PackRequest) -> str:
+    """The type of the layers' weights."""
+    found = order.dtypes.get("model.layers.0.self_attn.q_proj.weight", BY_NAME["BF16"])
+    if found.name not in _TYPES:
+        raise UnsupportedError(
+            f"{TITLE} computes in bfloat16, float16 or float32, not in {found}", hint="use --dtype bf16"
+        )
+    return _TYPES[found.name]
+
+
+def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
+    """Theta and scaling of rotary embeddings, as older configs of transformers say them.
+
+    Raises UnsupportedError for a scaling that TensorRT-LLM does not know, and for embeddings of a part of each head.
+    """
+    said = parse_rope(config)
+    if said.part != 1.0:
+        raise UnsupportedError(f"{TITLE} turns whole heads of Llama and Qwen, but the config turns {said.part} of each")
+    if said.kind == "default":
+        return said.theta, None
+    if said.kind not in _SCALINGS:
+        raise UnsupportedError(f"{TITLE} has no rotary embeddings of the type {said.kind!r}")
+    return said.theta, {"type": said.kind, "rope_type": said.kind, **said.settings}
+
+
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    """TensorRT-LLM's own number of a rank leaves out those of cp."""
+    return f"{dialect.ranks.get(rank, '').rstrip('/')}."
+
+
+LAYOUT: Final = Layout(NAME, pack_trtllm, SCHEMA, _format_file_prefix, frozenset({_EMBEDDING}))

@@ -1,0 +1,87 @@
+"""The arrays of vLLM's sharded state: what `ShardedStateLoader` reads into each tensor-parallel rank's model.
+
+They are those of the model's class before any kernel's own order, which vLLM makes after it has read them. Which ones
+there are differs between its versions; a *profile* is one such set, named after the version whose set it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import CutError, UnsupportedError
+from shardctl.libraries.arrays.schema import ModelParts, Schema
+from shardctl.libraries.vllm.decoders import list_decoder_entries
+from shardctl.libraries.vllm.fused_qkv import list_bloom_entries, list_gpt2_entries, list_gpt_neox_entries
+from shardctl.libraries.vllm.rank import VllmRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from shardctl.dialect import LibraryDialect
+    from shardctl.libraries.arrays.composite import SchemaEntry
+    from shardctl.models import Model
+
+NAME: Final = "vllm"
+TITLE: Final = "vLLM's sharded state"
+PROFILE: Final = "profile"
+"""The fact that says whose arrays these are, one of `PROFILES`."""
+PROFILES: Final = ("0.25", "0.11")
+"""Each checked with that version of vLLM (0.25.1, 0.11.2); the first is written if nothing else is asked for."""
+LATENT: Final = "latent"
+"""The fact that says whether latent attention is done as such; vLLM does so unless ``VLLM_MLA_DISABLE=1``."""
+VOCABULARY_TYPE: Final = "vocabulary_type"
+"""The fact that names the type of the embedding, for ranks that only have zeros of it."""
+BIAS_TYPE: Final = "bias_type"
+"""The fact that names the type of biases that are zeros on all ranks but the first."""
+FAMILIES: Final[Mapping[str, Callable[[VllmRank, Model], Iterator[SchemaEntry]]]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), list_decoder_entries
+    ),
+    **dict.fromkeys(("granite", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"), list_decoder_entries),
+    "deepseek_v3": list_decoder_entries,
+    "gpt2": list_gpt2_entries,
+    "gpt_neox": list_gpt_neox_entries,
+    "bloom": list_bloom_entries,
+    "falcon": list_bloom_entries,
+}
+"""Those whose arrays vLLM itself has shown; others of the same names may have norms or heads of another kind."""
+_HEADS: Final = ("ForCausalLM", "LMHeadModel")
+
+
+def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
+    """The arrays of one rank; see `Schema.entries`."""
+    tp = dialect.mesh.degree("tp")
+    if dialect.mesh.ep not in (1, tp):
+        raise CutError(
+            f"vLLM divides experts over all ranks of tp or over none, but the mesh is {dialect.mesh}",
+            hint=f"use --ep {tp}, or leave --ep out",
+        )
+    here = VllmRank(
+        parts=ModelParts(model, TITLE),
+        tp=tp,
+        index=dialect.mesh.coordinate(rank)["tp"],
+        whole_experts=dialect.mesh.ep > 1,
+        modern=dialect.text(PROFILE, PROFILES[0]) != "0.11",
+        latent=dialect.switch(LATENT),
+        vocabulary_dtype=BY_NAME[dialect.text(VOCABULARY_TYPE, "BF16")],
+        bias_dtype=BY_NAME[dialect.text(BIAS_TYPE, "BF16")],
+    )
+    yield from FAMILIES[model.family](here, model)
+
+
+def check_model(model: Model) -> None:
+    """Raise UnsupportedError for a model whose arrays are not known."""
+    if model.unquantised:
+        raise UnsupportedError(
+            "vLLM gives quantised weights an order of their own, by the kernel that it chooses",
+            hint="serve the original files, which vLLM quantises or reads quantised by itself",
+        )
+    if model.family not in FAMILIES or not model.architecture.endswith(_HEADS):
+        raise UnsupportedError(
+            f"{TITLE} of {model.architecture or 'this model'} is not known here",
+            hint=f"known are models for text of {', '.join(sorted(FAMILIES))}",
+        )
+
+
+SCHEMA: Final = Schema(NAME, TITLE, check_model, list_entries)

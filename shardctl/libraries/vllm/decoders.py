@@ -1,0 +1,181 @@
+"""vLLM's arrays of Llama and of those who took over its names, with one MLP a layer or with experts.
+
+Names and orders are those of vLLM 0.25.1, `model_executor/models/` (`llama.py`, `phi3.py`, `gemma2.py`, `mixtral.py`,
+`qwen3_moe.py`, `gpt_oss.py`, `deepseek_v2.py`); what 0.11.2 calls otherwise stands beside it. Of two names for one
+array, `ShardedStateLoader` keeps the one that sorts first: a tied head, but not the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.libraries.arrays.composite import CompositeArray, SchemaEntry, join_arrays
+from shardctl.libraries.vllm.rank import HeadRun, QkvRows, build_zero_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardctl.libraries.vllm.rank import VllmRank
+    from shardctl.models import Model
+
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_USUAL: Final = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL: Final = ("w1", "w3", "w2")
+_NORMS: Final = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_KINDS: Final = ("weight", "bias")
+_LATENT_DOWN: Final = ("q_a_proj", "kv_a_proj_with_mqa")
+_HEADLESS: Final = frozenset({"gemma", "gemma2"})
+"""Families whose class has no head at all, but asks the embedding; in 0.11, that of Gemma 3, too."""
+
+
+def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
+    """The arrays of a rank."""
+    embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
+    headless = model.family in _HEADLESS or (model.family == "gemma3_text" and not here.modern)
+    if _HEAD not in model.aliases or headless:
+        yield here.vocabulary(_EMBEDDING, embedding)
+    if not headless:
+        yield here.vocabulary(_HEAD)
+    yield from here.same("model.norm.weight")
+    for number in range(model.layers):
+        layer = f"model.layers.{number}"
+        yield from here.same(*(f"{layer}.{norm}.weight" for norm in _NORMS))
+        if model.family == "gpt_oss":
+            yield from _list_gpt_oss_layer(here, layer)
+        elif f"{layer}.self_attn.kv_b_proj.weight" in here:
+            yield from (_list_latent_attention if here.latent else _list_expanded_attention)(here, f"{layer}.self_attn")
+            yield from _list_mlp(here, f"{layer}.mlp")
+        else:
+            yield from _list_attention(here, f"{layer}.self_attn", f"{layer}.self_attn")
+            yield from _list_mlp(here, f"{layer}.mlp")
+            yield from _list_mixtral_experts(here, f"{layer}.block_sparse_moe")
+
+
+def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    for kind in _KINDS:
+        if f"{have}.q_proj.{kind}" in here:
+            parts = (
+                HeadRun((here[f"{have}.{part}_proj.{kind}"],), here.parts.unit(f"{have}.{part}_proj.weight"))
+                for part in "qkv"
+            )
+            yield here.attention(f"{new}.qkv_proj.{kind}", QkvRows(*parts))
+        elif f"{have}.qkv_proj.{kind}" in here:
+            yield here.attention(f"{new}.qkv_proj.{kind}", _build_heads(here, f"{have}.qkv_proj.{kind}"))
+    yield from here.row_layer(f"{have}.o_proj", f"{new}.o_proj")
+    yield from here.same(f"{have}.q_norm.weight", f"{have}.k_norm.weight")
+    yield from here.scales(f"{new}.attn")
+
+
+def _build_heads(here: VllmRank, name: str) -> QkvRows:
+    """The heads of an array that has all queries, then all keys, then all values."""
+    return QkvRows(*(HeadRun((part,), unit) for part, unit in list_sections(here, name)))
+
+
+def list_sections(here: VllmRank, name: str, dim: int = 0) -> Iterator[tuple[CompositeArray, int]]:
+    """The sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
+    whole, start = here[name], 0
+    for section in here.parts.model.tensors[name].spec.cuts[dim][0].sections:
+        yield whole.part(dim, start, start + section.size), section.unit
+        start += section.size
+
+
+def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """An MLP of a layer, or its experts; nothing if it has neither under this name."""
+    if f"{have}.gate_proj.weight" in here:
+        yield from _list_gated_mlp(here, have, have)
+    elif f"{have}.gate_up_proj.weight" in here:
+        halves = (part.share(0, here.index, here.tp) for part, _ in list_sections(here, f"{have}.gate_up_proj.weight"))
+        yield SchemaEntry(f"{have}.gate_up_proj.weight", join_arrays(list(halves)))
+        yield from here.row_layer(f"{have}.down_proj")
+    elif f"{have}.gate.weight" in here:
+        yield from _list_experts(here, have, _USUAL)
+        yield from _list_router(here, have)
+        shared = f"{have}.experts._shared_experts{'._layer' if here.modern else ''}"
+        if f"{have}.shared_experts.down_proj.weight" in here:
+            yield from _list_gated_mlp(here, f"{have}.shared_experts", shared)
+        elif f"{have}.shared_expert.down_proj.weight" in here:
+            yield from _list_gated_mlp(here, f"{have}.shared_expert", shared)
+            yield SchemaEntry(f"{shared}.expert_gate.weight", here[f"{have}.shared_expert_gate.weight"])
+
+
+def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """The router, which some classes give to the module of the experts, whose name for it sorts first."""
+    shared = f"{have}.shared_experts.down_proj.weight" in here
+    given = shared or (here.modern and f"{have}.shared_expert.down_proj.weight" not in here)
+    gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
+    for name in ("weight", "e_score_correction_bias"):
+        if f"{have}.gate.{name}" in here:
+            yield SchemaEntry(f"{gate}.{name}", here[f"{have}.gate.{name}"])
+
+
+def _list_gated_mlp(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry]:
+    yield from here.merged(f"{new}.gate_up_proj", [f"{have}.gate_proj", f"{have}.up_proj"])
+    yield from here.row_layer(f"{have}.down_proj", f"{new}.down_proj")
+
+
+def _list_mixtral_experts(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    if f"{have}.gate.weight" in here:
+        yield from _list_experts(here, have, _MIXTRAL)
+        yield from here.same(f"{have}.gate.weight")
+
+
+def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str]) -> Iterator[SchemaEntry]:
+    count = here[f"{have}.gate.weight"].shape[0]
+    yield from here.experts(f"{have}.experts", [f"{have}.experts.{number}" for number in range(count)], parts)
+
+
+def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """Latent attention done with whole heads, as under ``VLLM_MLA_DISABLE=1``."""
+    names = (f"{part}.weight" for part in ("q_a_layernorm", "kv_a_layernorm", *_LATENT_DOWN))
+    yield from here.same(*(f"{have}.{name}" for name in names))
+    for part in ("q_proj", "q_b_proj", "kv_b_proj"):
+        yield from here.column_layer(f"{have}.{part}")
+    yield from here.row_layer(f"{have}.o_proj")
+    yield from here.scales(f"{have}.attn")
+
+
+def _list_latent_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
+    """Latent attention: its inner module has the same layers under names of its own, some of which sort first."""
+    inner = f"{have}.mla_attn"
+    yield from here.same(f"{have}.kv_a_layernorm.weight")
+    yield from here.column_layer(f"{have}.kv_b_proj")
+    if f"{have}.q_a_proj.weight" in here:
+        down = [here[f"{have}.{part}.weight"] for part in _LATENT_DOWN]
+        yield SchemaEntry(f"{have}.fused_qkv_a_proj.weight", join_arrays(down))
+        yield SchemaEntry(f"{inner}.q_a_layernorm.weight", here[f"{have}.q_a_layernorm.weight"])
+        yield SchemaEntry(f"{inner}.q_b_proj.weight", here.rows(f"{have}.q_b_proj.weight"))
+    else:
+        yield from here.same(f"{have}.kv_a_proj_with_mqa.weight")
+        yield SchemaEntry(f"{inner}.q_proj.weight", here.rows(f"{have}.q_proj.weight"))
+    yield from here.row_layer(f"{have}.o_proj", f"{inner}.o_proj")
+    yield from here.scales(f"{inner}.mla_attn")
+
+
+def _list_gpt_oss_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
+    """A layer of gpt-oss, whose gate and up rows take turns in the file and in the array."""
+    have, new = f"{layer}.self_attn", f"{layer}.attn"
+    yield from _list_attention(here, have, new)
+    yield SchemaEntry(f"{new}.sinks", here.rows(f"{have}.sinks"))
+    yield from here.same(f"{layer}.mlp.router.weight", f"{layer}.mlp.router.bias")
+    experts, module = f"{layer}.mlp.experts", here.routed(f"{layer}.mlp.experts")
+    count = here[f"{layer}.mlp.router.weight"].shape[0]
+    held = here.held(count)
+
+    def mine(name: str) -> CompositeArray:
+        return here[f"{experts}.{name}"].part(0, held.start, held.stop)
+
+    yield SchemaEntry(f"{module}.w13_weight", here.inside(mine("gate_up_proj").transposed, 1))
+    yield SchemaEntry(f"{module}.w13_bias", here.inside(mine("gate_up_proj_bias"), 1))
+    yield SchemaEntry(f"{module}.w2_weight", here.inside(mine("down_proj").transposed, 2))
+    bias = mine("down_proj_bias")
+    if here.index and not here.whole_experts:  # the first rank adds it
+        yield build_zero_entry(f"{module}.w2_bias", bias.shape, here.bias_dtype)
+    else:
+        yield SchemaEntry(f"{module}.w2_bias", bias)
+    yield from here.expert_map(experts, count)

@@ -1,0 +1,1 @@
+"""Loads tensors of a checkpoint into this process or onto devices, and checks that they arrived."""

@@ -1,0 +1,308 @@
+"""The levels of `verify` that use devices: every rank loaded where it will live, and the model that they form run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.digest import compute_tensor_digest
+from shardctl.errors import CutError, Mismatch, UnsupportedError
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.inventory import build_inventory
+from shardctl.loading.state_dict import list_expert_names
+from shardctl.mesh import HOLDING
+from shardctl.record import RECORD
+from shardctl.verify import rank_files
+from shardctl.verify.finding import CheckFinding
+from shardctl.verify.level import LevelResult, LoadedRank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.manifest import Chunk
+    from shardctl.options import VerifyOptions
+    from shardctl.verify.load import LoadedTensors
+    from shardctl.verify.loaded import Array, LoadedBox, LoadedDigests
+    from shardctl.workers import ExecutionOptions
+
+
+_BATCH: Final = 256 << 20
+"""Bytes that are loaded at once where no device was asked for and none is there, so that memory stays bounded."""
+
+
+def run_load_level(
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    digests: Mapping[str, str],
+    trial: VerifyOptions,
+    effort: ExecutionOptions,
+    *,
+    strict: bool,
+) -> LevelResult:
+    """Load what each rank holds onto its device, and compare it there with `other`, or by the digests.
+
+    `digests` are those that the level before measured, of tensors that no record has. Ranks follow one another, each on
+    the device of its number modulo that of devices; replicas by dp and cp are loaded once.
+    """
+    from shardctl.verify.load import list_devices
+
+    level, began = LevelResult("load", strict=strict), time.monotonic()
+    try:
+        places = list_devices(trial.device or "auto")
+        began = time.monotonic()  # importing torch is no part of it
+        most = _BATCH if trial.device in {None, "auto"} and places == ["cpu"] else None
+        if most is not None:
+            level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
+        _load_ranks(level, checkpoint, other, digests, places, trial.device_memory, effort, most=most)
+    except UnsupportedError as error:
+        level.skip(_format_reason(error))
+    level.seconds = time.monotonic() - began
+    return level
+
+
+def _format_reason(error: UnsupportedError) -> str:
+    return f"{error.message}; {error.hint}" if error.hint else error.message
+
+
+def _load_ranks(
+    level: LevelResult,
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    digests: Mapping[str, str],
+    places: Sequence[str],
+    limit: int | None,
+    effort: ExecutionOptions,
+    *,
+    most: int | None,
+) -> None:
+    from shardctl.verify.load import WantedTensor, empty_device_cache, load_tensors
+    from shardctl.verify.loaded import LoadedDigests, collect_arrays, find_array_parts, place_loaded_arrays
+
+    every = collect_arrays(checkpoint.stored)
+    parts = find_array_parts(checkpoint.manifest, every)
+    planned, summed = compute_planned_bytes(checkpoint), LoadedDigests()
+    tensors = {name: tensor.digest for name, tensor in checkpoint.record.tensors.items()} if checkpoint.record else {}
+    for rank, held in _list_rank_arrays(checkpoint, every):
+        device = places[(rank or 0) % len(places)]
+        told = LoadedRank(rank, _format_rank_label(checkpoint, rank), device, 0, 0.0, 0, planned.get(rank))
+        try:
+            for batch in _split_batches(held, every, most):
+                wanted = {key: WantedTensor.part(key[1], [every[key]]) for key in batch}
+                loaded = load_tensors(wanted, checkpoint.source, device, effort)
+                told = _add_loaded(told, loaded)
+                boxes = list(place_loaded_arrays(parts, every, loaded.tensors))
+                level.add(_find_differences(checkpoint, other, rank, boxes, summed, device, effort))
+                del loaded, boxes
+        except Mismatch as error:
+            level.add(iter([CheckFinding("error", "memory", f"{_name_holder(checkpoint, rank)}: {error.message}")]))
+            continue
+        level.nbytes += told.nbytes
+        level.ranks.append(told)
+        level.add(_find_over_budget(told, limit))
+        empty_device_cache(device)
+    level.tensors = len(checkpoint.manifest.tensors)
+    if other is None:
+        level.add(_find_digest_changes(checkpoint, summed, {**digests, **tensors}))
+
+
+def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
+    """The arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
+    batch: list[Array] = []
+    size = 0
+    for key in held:
+        nbytes = every[key].dtype.nbytes(every[key].box.shape)
+        if batch and most is not None and size + nbytes > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(key)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _add_loaded(told: LoadedRank, loaded: LoadedTensors[Array]) -> LoadedRank:
+    """A rank that was loaded in several groups takes as much as all of them."""
+    return replace(
+        told,
+        nbytes=told.nbytes + loaded.nbytes,
+        seconds=told.seconds + loaded.seconds,
+        peak_bytes=told.peak_bytes + loaded.peak_bytes,
+    )
+
+
+def _list_rank_arrays(
+    checkpoint: OpenedCheckpoint, every: Mapping[Array, Chunk]
+) -> Iterator[tuple[int | None, list[Array]]]:
+    """Each rank that holds something of its own, and the arrays that it holds."""
+    from shardctl.verify.loaded import identify_array
+
+    dialect = checkpoint.stored.dialect
+    if dialect is not None and len(dialect.ranks) > 1:
+        own: dict[int, list[Array]] = {rank: [] for rank in dialect.ranks}
+        ranks = {prefix: rank for rank, prefix in dialect.ranks.items()}
+        for name, tensor in checkpoint.stored.tensors.items():
+            rank = next(number for prefix, number in ranks.items() if name.startswith(prefix))
+            own[rank] += [identify_array(chunk) for chunk in tensor.chunks if hasattr(chunk.where, "file")]
+        yield from own.items()
+        return
+    if not rank_files.list_ranks(checkpoint.stored):
+        yield None, list(every)
+        return
+    mesh, divided = checkpoint.record.mesh if checkpoint.record else None, list_expert_names(checkpoint)
+    for rank in rank_files.list_distinct_ranks(checkpoint.stored, mesh):
+        chunks = rank_files.list_held_chunks(rank, checkpoint.stored, mesh, divided)
+        yield rank, [identify_array(chunk) for _, chunk in chunks if hasattr(chunk.where, "file")]
+
+
+def _format_rank_label(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
+    said = checkpoint.record or checkpoint.stored.dialect
+    mesh = said.mesh if said else None
+    return mesh.label(rank) if mesh is not None and rank is not None else ""
+
+
+def _find_over_budget(loaded: LoadedRank, limit: int | None) -> Iterator[CheckFinding]:
+    if limit is not None and loaded.peak_bytes > limit:
+        rank = f"rank {loaded.rank} ({loaded.label})" if loaded.rank is not None else "the checkpoint"
+        message = f"{rank} took {loaded.peak_bytes:,} bytes of {loaded.device}, of which it may take {limit:,}"
+        yield CheckFinding("error", "memory", message)
+
+
+def _find_differences(
+    checkpoint: OpenedCheckpoint,
+    other: OpenedCheckpoint | None,
+    rank: int | None,
+    parts: list[LoadedBox],
+    summed: LoadedDigests,
+    device: str,
+    effort: ExecutionOptions,
+) -> Iterator[CheckFinding]:
+    """What of a rank's memory is not as in the source, or not as in the first rank that holds the same."""
+    from shardctl.verify.loaded import compare_loaded
+
+    who = _name_holder(checkpoint, rank)
+    if other is None:
+        for one in summed.add(parts, effort):
+            message = f"{one.tensor} {one.first} on {who}, from {one.file}, is not what another rank has of it"
+            yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
+        return
+    for one in compare_loaded(parts, other.manifest, other.source, device, effort):
+        message = (
+            f"{one.tensor} on {who}, from {one.file}, differs from the source in {one.count:,} elements, "
+            f"first at {one.first}"
+        )
+        yield CheckFinding("error", "load", message, one.tensor, one.file, str(one.first))
+
+
+def _find_digest_changes(
+    checkpoint: OpenedCheckpoint, summed: LoadedDigests, digests: Mapping[str, str]
+) -> Iterator[CheckFinding]:
+    for name, tensor in checkpoint.manifest.tensors.items():
+        found = compute_tensor_digest(summed.of(tensor), tensor.dtype, tensor.shape)
+        if digests.get(name, found) != found:
+            message = f"{name} as loaded has digest {found}, not {digests[name]}; it is in {', '.join(tensor.files)}"
+            yield CheckFinding("error", "load", message, name, next(iter(tensor.files), ""))
+
+
+def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]:
+    """Bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
+    mesh = checkpoint.record.mesh if checkpoint.record else None
+    tensors = checkpoint.manifest.tensors
+    if checkpoint.stored.dialect is not None and len(checkpoint.stored.dialect.ranks) > 1:
+        return {}  # what other libraries repeat and pad is not what `plan` counts
+    if not rank_files.list_ranks(checkpoint.stored):
+        return {None: sum(tensor.nbytes for tensor in tensors.values())}
+    model = checkpoint.model
+    if mesh is None or model is None or checkpoint.record is None or not tensors.keys() <= model.tensors.keys():
+        return {}
+    specs = {name: model.tensors[name].spec for name in tensors}
+    try:
+        holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
+    except CutError:  # cut by rules that are not known here
+        return {}
+    by_place = {_build_place_key(holding.coordinate): holding.nbytes for holding in holdings}
+    return {rank: by_place[_build_place_key(mesh.coordinate(rank))] for rank in range(mesh.world)}
+
+
+def _build_place_key(coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(coordinate[axis] for axis in HOLDING)
+
+
+def _name_holder(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
+    if rank is None:
+        return "the device"
+    label = _format_rank_label(checkpoint, rank)
+    return f"rank {rank} ({label})" if label else f"rank {rank}"
+
+
+def run_forward_level(
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions, *, strict: bool
+) -> LevelResult:
+    """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
+    level, began = LevelResult("forward", strict=strict), time.monotonic()
+    try:
+        _run_forward(level, checkpoint, other, trial)
+    except UnsupportedError as error:
+        level.skip(_format_reason(error))
+    level.seconds = time.monotonic() - began
+    return level
+
+
+def _run_forward(
+    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions
+) -> None:
+    from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
+    from shardctl.verify.forward.by_processes import choose_process_count
+    from shardctl.verify.load import list_devices
+
+    right = other or checkpoint
+    original = OriginalCheckpoint(
+        stored=right.stored,
+        manifest=right.manifest,
+        reader=right.source,
+        config=right.config or checkpoint.config,
+        model=right.model or checkpoint.model,
+        folder=right.source.folder or checkpoint.source.folder,  # side files travel along
+    )
+    record, ranks = checkpoint.record, rank_files.list_ranks(checkpoint.stored)
+    candidate = CandidateCheckpoint(
+        manifest=checkpoint.manifest,
+        reader=checkpoint.source,
+        model=checkpoint.model,
+        mesh=record.mesh if record is not None and ranks else None,
+        stages=record.stages if record is not None else (),
+    )
+    device = list_devices(trial.device or "auto")[0]
+    nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
+    processes = trial.processes if trial.processes is not None else choose_process_count(device, nbytes)
+    options = ForwardOptions(
+        dtype=trial.dtype,
+        device=device,
+        prompt=trial.prompt or "",
+        tokens=trial.tokens,
+        second_opinion=trial.second_opinion,
+        processes=0 if trial.virtual else processes,
+    )
+    result = compare_forward_passes(candidate, original, options)
+    level.forward = result
+    if result.status != "skipped":
+        level.notes += _note_limits(checkpoint, other, ranks)
+    level.notes += result.notes
+    level.tensors, level.nbytes = len(checkpoint.manifest.tensors), result.read_bytes
+    level.add(iter(result.findings))
+    if result.status == "skipped":
+        level.skip(result.reason)
+    elif result.status == "failed":
+        level.status = "failed"
+
+
+def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:
+    """What the pass does not show."""
+    if len(ranks) > 1 and checkpoint.record is None:
+        yield f"no {RECORD} says what mesh the ranks form: what they hold was put together, and no rank computed"
+    alone = len(ranks) < 2 or checkpoint.record is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all
+    if other is None and alone:
+        yield "compared with itself, which shows only that it runs; --against SRC compares with the source"
+    elif other is None:
+        yield "compared with the same elements on one device; --against SRC compares with the source"

@@ -1,0 +1,1 @@
+"""What a plan says of an opened checkpoint: its workload, what every rank needs, what would have to change."""

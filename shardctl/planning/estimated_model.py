@@ -1,0 +1,124 @@
+"""From an opened checkpoint to what an estimate is about, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from shardctl.conversion.conversion_plan import choose_dtypes, filter_tensors
+from shardctl.dtype import FLOATS
+from shardctl.errors import UnsupportedError
+from shardctl.estimate.inventory import TensorInventory, build_inventory
+from shardctl.estimate.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
+from shardctl.manifest import Tensor
+from shardctl.models import ModelConfig, count_parameters
+from shardctl.models.anatomy import build_anatomy
+from shardctl.models.counting import is_quantised, list_meant_parameters
+from shardctl.placement import PartitionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.manifest import Manifest
+    from shardctl.models.anatomy import ModelAnatomy
+    from shardctl.options import ReshardOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatedModel:
+    """A model as estimates see it."""
+
+    inventory: TensorInventory
+    parameters: int
+    """Elements that can be trained, however they are stored."""
+    anatomy: ModelAnatomy | None
+    unmodelled: str
+    """Why there is no anatomy, if so."""
+    dtype: str
+    """Of activations; safetensors' name."""
+    dequantised: bool = False
+    """Whether weights stand for codes that are stored, as training would have them."""
+    quantised: QuantisedLayout | None = None
+    """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
+
+    def if_quantised(self, name: str | None) -> EstimatedModel:
+        """The same model as if its linear weights were in the type `name`; itself for None.
+
+        Raises UsageError for an unknown type, and for a model that is quantised already.
+        """
+        if name is None:
+            return self
+        return replace(self, inventory=narrow_inventory(self.inventory, name), quantised=find_quantised_layout(name))
+
+
+def build_estimated_model(
+    checkpoint: OpenedCheckpoint, wish: ReshardOptions, *, trained: bool = False
+) -> EstimatedModel:
+    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of.
+
+    `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
+    """
+    have = filter_tensors(checkpoint.manifest, wish)
+    if trained and has_coded_weights(checkpoint):
+        return _build_dequantised_model(checkpoint, have, wish)
+    dtypes, model = choose_dtypes(have, wish), checkpoint.model
+    if model is None:
+        specs: Mapping[str, PartitionSpec] = {
+            n: PartitionSpec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()
+        }
+        inventory = build_inventory(have.tensors.values(), specs, 0, dtypes=dtypes)
+        elements = inventory.elements
+    else:
+        specs = {name: model.tensors[name].spec for name in have.tensors}
+        buffers = frozenset(n for n in have.tensors if model.tensors[n].row.buffer)
+        inventory = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
+        elements = count_parameters(model, checkpoint.config, have.tensors)
+    made_of, why = _find_anatomy(checkpoint)
+    return EstimatedModel(inventory, elements, made_of, why, _choose_activation_dtype(checkpoint, wish, inventory))
+
+
+def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:
+    """Whether codes are stored, of which the config says what weights they stand for."""
+    return checkpoint.model is not None and is_quantised(checkpoint.model, checkpoint.config)
+
+
+def _build_dequantised_model(checkpoint: OpenedCheckpoint, have: Manifest, wish: ReshardOptions) -> EstimatedModel:
+    """The model as it was before it was quantised."""
+    model = checkpoint.require_model("a plan of training")
+    plain = list_meant_parameters(model, checkpoint.config or {}, have.tensors)
+    dtypes = {t.name: FLOATS.get(wish.dtype, t.dtype) for t in plain}
+    tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in plain]
+    inventory = build_inventory(tensors, {t.name: t.spec for t in plain}, model.layers, dtypes=dtypes)
+    made_of, why = _find_anatomy(checkpoint)
+    active = _choose_activation_dtype(checkpoint, wish, inventory)
+    return EstimatedModel(inventory, inventory.elements, made_of, why, active, dequantised=True)
+
+
+def _choose_activation_dtype(checkpoint: OpenedCheckpoint, wish: ReshardOptions, inventory: TensorInventory) -> str:
+    """The type that is asked for, else the declared one; of a config that declares none, that of most weights."""
+    if wish.dtype in FLOATS:
+        return FLOATS[wish.dtype].name
+    if checkpoint.config is None:
+        return ""
+    declared = ModelConfig(checkpoint.config).declared()
+    if declared is not None:
+        return declared.name
+    sizes: Counter[str] = Counter()
+    for kind in inventory.kinds:
+        if kind.trainable:
+            sizes[kind.dtype.name] += kind.count * prod(kind.shape)
+    return sizes.most_common(1)[0][0] if sizes else "F32"
+
+
+def _find_anatomy(checkpoint: OpenedCheckpoint) -> tuple[ModelAnatomy | None, str]:
+    if checkpoint.config is None:
+        return None, "there is no config.json"
+    if checkpoint.model is None or not checkpoint.model.family:
+        return None, "the architecture is not known"
+    try:
+        return build_anatomy(checkpoint.config), ""
+    except UnsupportedError as error:
+        return None, error.message

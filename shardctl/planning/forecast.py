@@ -1,0 +1,199 @@
+"""What every rank of a mesh needs for a purpose, whether that fits, and how much more would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.dtype import BY_NAME
+from shardctl.errors import SourceError, UnsupportedError, UsageError
+from shardctl.estimate.calibrate import FittedCalibration, PeakMeasurement, fit_calibration, parse_measurements
+from shardctl.estimate.comparison import USUAL_GRADIENT, ShardingStrategy, list_strategies
+from shardctl.estimate.cost import REFERENCE
+from shardctl.estimate.devices import get_device
+from shardctl.estimate.forecast import estimate_ranks
+from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.estimate.holding import list_holdings
+from shardctl.estimate.offload import LinkNeed, sum_heaviest_node
+from shardctl.estimate.offload import list_link_needs as links
+from shardctl.estimate.operations import compute_used_share
+from shardctl.estimate.optimizers import get_optimizer
+from shardctl.estimate.rank_estimate import build_estimate
+from shardctl.estimate.search import WeightTotals
+from shardctl.estimate.serving import find_largest_batch, find_longest_context
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.planning.workload import plan_workload
+from shardctl.storage.bounded_text import CONFIG_TEXT, read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardctl.estimate.devices import DeviceSpec
+    from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.rank_estimate import MeshEstimate
+    from shardctl.estimate.term import MemorySum, MemoryTerm, Tier
+    from shardctl.mesh import Mesh
+    from shardctl.options import PlanOptions
+    from shardctl.planning.estimated_model import EstimatedModel
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadEstimate:
+    """What every device needs for a purpose."""
+
+    estimate: MeshEstimate
+    work: ServingWorkload | TrainingWorkload | None
+    """None if only the weights are stated."""
+    dtype: str
+    """Of activations; safetensors' name."""
+    device: DeviceSpec | None = None
+    unmodelled: str = ""
+    """Why only the weights are stated, or in training all but activations, if so."""
+    longest_context: int | None = None
+    """In serving, the most tokens per sequence that fit the device at this batch; None if memory does not limit it."""
+    largest_batch: int | None = None
+    """The most sequences that fit at this context; None likewise."""
+    positions: int | None = None
+    """The most tokens per sequence that the model was made for, where its config says so."""
+    strategies: tuple[ShardingStrategy, ...] = ()
+    """In training, what plain data parallelism and ZeRO-1 to 3 would leave of the model's states on each device."""
+    quantised: str = ""
+    """The type that the weights are taken to have, though nobody has quantised them yet."""
+    dequantised: bool = False
+    """Whether the weights are those that stored codes stand for, because codes cannot be trained."""
+    calibration: FittedCalibration | None = None
+    """What measured peaks made of the estimate."""
+    links: tuple[LinkNeed, ...] = ()
+    """Where training offloads states, what must be moved how fast for a device to compute `BUSY` of the time."""
+    peak: float = 0.0
+    """The operations per second of the device that `list_link_needs` keep busy."""
+    nodes: Mapping[Tier, MemorySum] = field(default_factory=dict)
+    """By tier what the ranks of that node offload which offloads most."""
+
+
+BUSY: Final = 0.9
+"""The part of the time that a device computes while states are moved, for which links are to suffice."""
+
+
+def estimate_workload(
+    about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None
+) -> WorkloadEstimate:
+    """What every rank of `mesh` needs; without a purpose, the weights alone.
+
+    Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
+    SourceError for measurements that cannot be read.
+    """
+    holdings = list_holdings(about.inventory, mesh, stages)
+    if purpose is None:
+        return WorkloadEstimate(
+            estimate_ranks(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype
+        )
+    work, unmodelled = plan_workload(purpose, about, mesh), about.unmodelled
+    try:
+        estimate = estimate_needs(about, holdings, mesh, stages, work)
+    except UnsupportedError as error:
+        unmodelled = error.message
+        estimate = estimate_needs(about, holdings, mesh, stages, work, passes=False)
+    seen = WorkloadEstimate(
+        estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.quantised_type or ""
+    )
+    seen = replace(seen, dequantised=about.dequantised)
+    if about.anatomy is not None:
+        seen = replace(seen, positions=about.anatomy.positions)
+    if isinstance(work, TrainingWorkload):
+        if purpose.calibration is not None:
+            fit = calibrate_from_log(about, work, mesh, purpose.calibration)
+            seen = replace(seen, estimate=apply_calibration(estimate, fit), calibration=fit)
+        states, devices = get_optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
+        gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else USUAL_GRADIENT
+        compared = list_strategies(about.parameters, devices, gradient=gradient, optimizer=states)
+        seen = replace(seen, strategies=compared)
+        seen = _add_offload(seen, about, work, mesh)
+    if purpose.device is None:
+        return seen
+    budget = purpose.device.usable_bytes
+    # Of a model whose layers nobody knows, only the weights are counted.
+    partial = seen.estimate.partial or work is None
+    seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))
+    if not isinstance(work, ServingWorkload) or about.anatomy is None:
+        return seen
+    context, batch = (
+        most(about.anatomy, holdings, mesh, work, dtype=about.dtype, budget=budget)
+        for most in (find_longest_context, find_largest_batch)
+    )
+    return replace(seen, longest_context=context, largest_batch=batch)
+
+
+def _add_offload(seen: WorkloadEstimate, about: EstimatedModel, work: TrainingWorkload, mesh: Mesh) -> WorkloadEstimate:
+    """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
+    if work.offload == "none":
+        return seen
+    on = seen.device if seen.device is not None and seen.device.timed else get_device(REFERENCE)
+    tiers: tuple[Tier, ...] = ("host", "nvme")
+    nodes = {tier: sum_heaviest_node(seen.estimate, mesh, tier, per_node=on.per_node) for tier in tiers}
+    held = {tier: some for tier, some in nodes.items() if some.high}
+    share = compute_used_share(about.anatomy, seen.estimate.binding.holding, mesh) if about.anatomy is not None else 1.0
+    moved = links(mesh, work, peak=on.flops_bf16, target=BUSY, used=share)
+    return replace(seen, links=moved, peak=on.flops_bf16, nodes=held)
+
+
+def estimate_needs(
+    about: EstimatedModel,
+    holdings: tuple[RankHolding, ...],
+    mesh: Mesh,
+    stages: tuple[int, ...],
+    work: ServingWorkload | TrainingWorkload | None,
+    *,
+    passes: bool = True,
+) -> MeshEstimate:
+    """What the ranks of `holdings` need, without `passes` but for activations.
+
+    The weights of a model that nobody has quantised yet are modelled.
+    """
+    estimate = estimate_ranks(holdings, about.anatomy, mesh, stages, work, dtype=about.dtype, passes=passes)
+    layout = about.quantised
+    if layout is None:
+        return estimate
+
+    def modelled(term: MemoryTerm) -> MemoryTerm:
+        if term.category != "weights" or not term.exact:
+            return term
+        return replace(term, interval=(term.nbytes, term.nbytes), formula=layout.formula, source=layout.source)
+
+    return replace(
+        build_estimate(holdings, [[modelled(t) for t in r.terms] for r in estimate.ranks]), partial=estimate.partial
+    )
+
+
+def calibrate_from_log(
+    about: EstimatedModel, work: TrainingWorkload, mesh: Mesh, log: Path | FittedCalibration
+) -> FittedCalibration:
+    """What the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
+
+    Raises SourceError for a log that cannot be read, and UsageError for one that nothing can be fitted to.
+    """
+    if isinstance(log, FittedCalibration):
+        return log
+    try:
+        text = read_file(log, CONFIG_TEXT).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{log} cannot be read: {error}") from error
+    heaviest, bulk = HeaviestRanks(about.inventory), WeightTotals(about.inventory)
+
+    def terms(run: PeakMeasurement) -> tuple[MemoryTerm, ...]:
+        stages = bulk.stages(run.mesh)
+        return estimate_needs(about, heaviest.hold(run.mesh, stages), run.mesh, stages, run.work).binding.terms
+
+    found = parse_measurements(text, work, mesh)
+    if not found:
+        raise UsageError(f"{log} has no measured peak", hint="write one JSON object a line; docs/planning.md says how")
+    return fit_calibration(found, terms)
+
+
+def apply_calibration(estimate: MeshEstimate, calibration: FittedCalibration | None) -> MeshEstimate:
+    """The estimate with fitted coefficients, if any are."""
+    if calibration is None:
+        return estimate
+    ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in estimate.ranks)
+    return replace(estimate, ranks=ranks)

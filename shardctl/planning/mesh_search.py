@@ -1,0 +1,227 @@
+"""From a purpose and a number of devices to the meshes that are worth having."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError, UsageError
+from shardctl.estimate.activations import estimate_activations
+from shardctl.estimate.allowed_degrees import AllowedDegrees
+from shardctl.estimate.cost import MeshCost, price_mesh
+from shardctl.estimate.devices import DeviceSpec, get_device
+from shardctl.estimate.heaviest import HeaviestRanks
+from shardctl.estimate.holding import RankHolding
+from shardctl.estimate.rank_estimate import MeshEstimate
+from shardctl.estimate.search import (
+    SERVING,
+    TRAINING,
+    MeshCandidate,
+    QuickChecks,
+    SearchResult,
+    SearchSpace,
+    count_microbatches,
+    find_fewest_devices,
+    search_meshes,
+    set_equal_tokens,
+)
+from shardctl.estimate.term import sum_terms
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.mesh import EXPERT_FSDP, Mesh
+from shardctl.planning.forecast import apply_calibration, calibrate_from_log, estimate_needs
+from shardctl.planning.workload import plan_workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from shardctl.estimate.calibrate import FittedCalibration
+    from shardctl.estimate.rank_estimate import RankEstimate
+    from shardctl.options import PlanOptions
+    from shardctl.planning.estimated_model import EstimatedModel
+
+_USUAL: Final = "h100-80g"
+"""Whose nodes and speed are assumed if no device is named."""
+
+_SHARE_ALL: Final = 3
+"""The ZeRO stage that shares parameters, too."""
+_STATES: Final = frozenset({"weights", "gradients", "optimizer"})
+
+
+@dataclass(frozen=True, slots=True)
+class MeshExploration:
+    """What was found among all meshes of some devices."""
+
+    found: SearchResult
+    fewest: MeshCandidate | None
+    """The mesh of the fewest devices on which anything fits; None without a device, or if nothing does."""
+    sequences: int | None = None
+    """In training, the sequences of one optimizer step, which are the same for every mesh."""
+    calibration: FittedCalibration | None = None
+    """What measured peaks made of the estimates."""
+
+    def compared(self, purpose: PlanOptions, mesh: Mesh) -> PlanOptions:
+        """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
+        if self.sequences is None:
+            return purpose
+        many = count_microbatches(mesh, self.sequences, purpose.batch or 1)
+        return replace(purpose, microbatches=many, calibration=self.calibration)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshExplorer:
+    """What a search asks of each mesh."""
+
+    about: EstimatedModel
+    work: ServingWorkload | TrainingWorkload | None
+    device: DeviceSpec
+    heaviest: HeaviestRanks
+    known: dict[Mesh, dict[int, RankEstimate]] = field(default_factory=dict)
+    """What was estimated: by mesh and stage."""
+    calibration: FittedCalibration | None = None
+    """What measured peaks make of estimates."""
+
+    def law(self) -> AllowedDegrees:
+        """Which degrees the model allows."""
+        return AllowedDegrees(
+            self.about.inventory, self.work.sequence if isinstance(self.work, TrainingWorkload) else None
+        )
+
+    def space(self) -> SearchSpace:
+        """What is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
+        if not isinstance(self.work, TrainingWorkload):
+            return SearchSpace(SERVING, self.device.per_node, stored=True)
+        return SearchSpace(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
+
+    def work_on(self, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
+        """What a mesh does: in training, meshes of as many ranks take as many sequences a step."""
+        if not isinstance(self.work, TrainingWorkload):
+            return self.work
+        return set_equal_tokens(self.work, mesh, count_step_sequences(self.work, mesh.world))
+
+    def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
+        """What the heaviest rank of each stage needs."""
+        ranks = {one.ranks[0].holding.stage: one.ranks[0] for one in self.glances(mesh, stages)}
+        return MeshEstimate(tuple(ranks[stage] for stage in range(len(stages))))
+
+    def glances(self, mesh: Mesh, stages: tuple[int, ...]) -> Iterator[MeshEstimate]:
+        """The same stage by stage: the first holds most microbatches, and the last has the head."""
+        found, last = self.known.setdefault(mesh, {}), len(stages) - 1
+        held = self.heaviest.hold(mesh, stages, most=1) if not found else ()
+        for stage in dict.fromkeys((0, last, *range(1, last))):
+            if stage not in found:
+                if stage >= len(held):
+                    held = self.heaviest.hold(mesh, stages)
+                seen = self._known(held[stage : stage + 1], mesh, stages)
+                (found[stage],) = apply_calibration(seen, self.calibration).ranks
+            yield MeshEstimate((found[stage],))
+
+    def _known(self, held: tuple[RankHolding, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
+        """What the ranks of `held` need.
+
+        Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
+        UnsupportedError where it is of no mesh.
+        """
+        work = self.work_on(mesh)
+        try:
+            return estimate_needs(self.about, held, mesh, stages, work)
+        except UnsupportedError as error:
+            alone, layers = Mesh.of(), (self.about.inventory.layers,)
+            estimate_needs(self.about, self.heaviest.hold(alone, layers), alone, layers, work)
+            raise UsageError(error.message, hint=error.hint) from error
+
+    def once(self, *, expert: bool) -> int:
+        """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
+        kinds = tuple(kind for kind in self.about.inventory.kinds if kind.spec.of_expert == expert)
+        if not isinstance(self.work, TrainingWorkload) or self.work.offload != "none" or not kinds:
+            return 0
+        alone, layers = Mesh.of(), (self.about.inventory.layers,)
+        held = HeaviestRanks(replace(self.about.inventory, kinds=kinds)).hold(alone, layers)
+        try:
+            terms = estimate_needs(self.about, held, alone, layers, self.work, passes=False).binding.terms
+        except UsageError:  # nothing of them can be trained
+            return 0
+        # Of Megatron's states nothing but the padding is not exact; of other runtimes' what comes and goes.
+        lasts = self.work.profile == "megatron"
+        return sum(t.low for t in terms if (t.exact or lasts) and t.category in _STATES and t.tier == "device")
+
+    def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
+        """Of a mesh, the states that some rank must have: the mean over all, of `dense` and `expert` bytes once."""
+        shared = isinstance(self.work, TrainingWorkload) and self.work.zero > 0
+
+        def floor(mesh: Mesh) -> int:
+            apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)
+            alike = prod(mesh.degree(axis) for axis in ("pp", "fsdp", "tp"))
+            return dense // (mesh.world if shared else alike) + expert // (mesh.world if shared else apart)
+
+        return floor
+
+    def passing(self, floor: Callable[[Mesh], int]) -> Callable[[Mesh, tuple[int, ...]], int] | None:
+        """Of a mesh, the activations that its first stage must have, and where that is the only one, its states, too.
+
+        None where activations are not what the formulas say, or not known.
+        """
+        work, anatomy = self.work, self.about.anatomy
+        if not isinstance(work, TrainingWorkload) or anatomy is None or self.calibration is not None:
+            return None
+        known: dict[tuple[object, ...], int] = {}
+
+        def passing(mesh: Mesh, stages: tuple[int, ...]) -> int:
+            replicas = mesh.degree("dp") * mesh.degree("fsdp")
+            key = (stages, replicas, mesh.degree("cp"), mesh.degree("tp"), mesh.ep, mesh.etp)
+            if key not in known:
+                first = RankHolding(0, "", {}, 1, 0, range(stages[0]), ())
+                at = self.work_on(mesh)
+                assert isinstance(at, TrainingWorkload)  # noqa: S101 - as `work` is
+                try:
+                    known[key] = sum_terms(estimate_activations(anatomy, first, mesh, at, stages=stages)).nbytes
+                except UnsupportedError:
+                    known[key] = 0
+            return known[key] + (floor(mesh) if len(stages) == 1 else 0)
+
+        return passing
+
+    def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
+        """What a mesh costs, for a model whose layers are described."""
+        assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
+        work = self.work_on(mesh)
+        assert work is not None  # noqa: S101
+        return price_mesh(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
+
+
+def explore_meshes(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> MeshExploration:
+    """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
+
+    Raises UsageError for a purpose that contradicts itself.
+    """
+    work = plan_workload(purpose, about, mesh or Mesh.of())
+    if about.anatomy is None:  # compared by weights
+        work = None
+    explorer = MeshExplorer(about, work, purpose.device or get_device(_USUAL), HeaviestRanks(about.inventory))
+    if isinstance(work, TrainingWorkload) and purpose.calibration is not None:
+        explorer = replace(
+            explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), purpose.calibration)
+        )
+    law, space = explorer.law(), explorer.space()
+    budget = purpose.device.usable_bytes if purpose.device is not None else None
+    fewest, quick = None, QuickChecks()
+    if budget is not None:
+        dense, expert = explorer.once(expert=False), explorer.once(expert=True)
+        floor = explorer.floor(dense, expert)
+        quick = QuickChecks(explorer.glances, floor, explorer.passing(floor))
+        fewest = find_fewest_devices(
+            law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
+        )
+    devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
+    pricer = explorer.price if work is not None else None
+    # In serving the heaviest stage, which rejections name, may be any, and is found soon.
+    found = search_meshes(
+        devices, law, explorer.estimate, pricer, space=space, budget=budget, quick=None if space.stored else quick
+    )
+    step = count_step_sequences(work, devices) if isinstance(work, TrainingWorkload) else None
+    return MeshExploration(found, fewest[1] if fewest else None, step, explorer.calibration)
+
+
+def count_step_sequences(work: TrainingWorkload, devices: int) -> int:
+    """The sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
+    return devices * work.micro_batch * (work.microbatches or 1)

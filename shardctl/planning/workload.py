@@ -1,0 +1,138 @@
+"""What the devices of a plan are for: the workload that the options of `plan` come to for a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+from shardctl.errors import UsageError
+from shardctl.estimate.inventory import FLOATING
+from shardctl.estimate.workload import ServingWorkload, TrainingWorkload
+from shardctl.options import PlanOptions
+from shardctl.options.declaration import HelpPanel, find_flag, given_options
+
+if TYPE_CHECKING:
+    from shardctl.mesh import Mesh
+    from shardctl.planning.estimated_model import EstimatedModel
+
+Use = Literal["serve", "train"]
+Value = TypeVar("Value")
+
+
+_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
+"""Safetensors' names of the types of caches and gradients."""
+USUAL_CONTEXT: Final = 8192
+"""Tokens per sequence if nobody says, unless the model was made for fewer."""
+
+
+def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
+    """What the devices are for: as said, else training where something is asked that only training has."""
+    if options.use is not None:
+        return options.use
+    return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
+
+
+def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
+    """What the devices do, with the defaults that the model decides; None to serve one that is not described.
+
+    Raises UsageError for options that contradict each other.
+    """
+    use = decide_use(options, mesh)
+    _check_about_use(options, use)
+    if use == "serve" and not options.search and options.devices not in {None, mesh.world}:
+        raise UsageError(
+            f"--gpus {options.devices} is about --search, and the mesh is of {mesh.world:,}",
+            hint=f"add --search, or say what they do, such as --tp {options.devices}",
+        )
+    if about.anatomy is None and use == "serve":
+        return None
+    if about.anatomy is None and not about.dequantised:
+        _check_no_codes(about)
+    limit = about.anatomy.positions if about.anatomy is not None else None
+    tokens = options.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
+    if use == "serve":
+        return _build_serving(options, about, tokens)
+    return _build_training(options, about, tokens)
+
+
+def _check_about_use(options: PlanOptions, use: Use) -> None:
+    """Refuse options of serving in a plan of training, and the other way round."""
+    foreign = given_options(options, HelpPanel.TRAINING if use == "serve" else HelpPanel.SERVING)
+    if foreign:
+        flag = find_flag(PlanOptions, foreign[0])
+        here, there = ("serving", "training") if use == "serve" else ("training", "serving")
+        other = "train" if use == "serve" else "serve"
+        raise UsageError(f"{flag} is about {there}, and this is about {here}", hint=f"add --for {other}")
+    if use == "train" and options.quantised_type is not None:
+        raise UsageError(
+            f"--dtype {options.quantised_type} is about serving, and this is about training",
+            hint="codes have no gradients; --optimizer adamw-8bit narrows what training keeps",
+        )
+
+
+def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> ServingWorkload:
+    """The work of serving a model that is described; raises UsageError for what it has not."""
+    assert about.anatomy is not None  # noqa: S101 - there is no serving of others
+    if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
+        raise UsageError("--encoder-len needs a model with an encoder and a decoder", hint="leave it out")
+    if options.encoder_len is not None and about.anatomy.source_positions:
+        raise UsageError(
+            f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
+            hint="leave --encoder-len out",
+        )
+    unkept = next((name for name in ("kv_dtype", "max_seqs") if getattr(options, name) is not None), "")
+    if unkept and not about.anatomy.generates:
+        raise UsageError(f"{find_flag(PlanOptions, unkept)} needs a model that generates", hint="leave it out")
+    if options.max_seqs is not None and (options.batch or 1) > options.max_seqs:
+        raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}", hint="raise --max-seqs")
+    work = ServingWorkload(
+        tokens,
+        options.batch or 1,
+        _DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
+        source=options.encoder_len,
+        rows=options.max_seqs,
+    )
+    return replace(work, batched_tokens=_choose_value(options.batched_tokens, work.batched_tokens))
+
+
+def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:
+    """The work of training; what was not asked for is as `TrainingWorkload` has it."""
+    computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
+    usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
+    stages = _choose_value(options.virtual_stages, usual.virtual_stages)
+    schedule = _choose_value(options.schedule, "interleaved" if stages > 1 else usual.schedule)
+    if stages > 1 and schedule != "interleaved":
+        raise UsageError(
+            f"--vp {stages} is about interleaved pipelines, and this is about {schedule}",
+            hint="give --schedule interleaved, or leave --schedule out",
+        )
+    return replace(
+        usual,
+        microbatches=options.microbatches,
+        profile=_choose_value(options.profile, usual.profile),
+        optimizer=_choose_value(options.optimizer, usual.optimizer),
+        zero=_choose_value(options.zero, usual.zero),
+        recompute=_choose_value(options.recompute, usual.recompute),
+        schedule=schedule,
+        virtual_stages=stages,
+        offload=_choose_value(options.offload, usual.offload),
+        offload_parameters=options.offload_parameters,
+        gradient_dtype=_DTYPES[options.gradient_dtype] if options.gradient_dtype is not None else None,
+        sequence_parallel=not options.no_sequence_parallel,
+        flash=options.attention != "eager",
+    )
+
+
+def _choose_value(value: Value | None, usual: Value) -> Value:
+    """What was asked for, else what is usual."""
+    return usual if value is None else value
+
+
+def _check_no_codes(about: EstimatedModel) -> None:
+    """Raises UsageError for matrices of codes where nobody knows which weights they stand for."""
+    for kind in about.inventory.kinds:
+        if kind.matrix and kind.dtype.name not in {*FLOATING, "I64", "BOOL"}:
+            raise UsageError(
+                f"{kind.example} is {kind.dtype}, and codes cannot be trained",
+                hint="name the model's config with --config, which says what the codes stand for",
+            )

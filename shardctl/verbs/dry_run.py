@@ -1,0 +1,47 @@
+"""What `reshard` would do: its plan, and every check that needs no writing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardctl.conversion.conversion_plan import prepare_source_options
+from shardctl.conversion.preparing import open_conversion
+from shardctl.errors import AccessError
+from shardctl.execute.staging import StagingArea
+from shardctl.options import ReshardOptions
+from shardctl.storage.cloud import is_bucket
+from shardctl.storage.free_space import find_existing_parent
+from shardctl.verbs.plan import describe_conversion
+
+if TYPE_CHECKING:
+    from shardctl.conversion.plan_file import PlanFile
+    from shardctl.options import SourceOptions
+    from shardctl.verbs.plan import PlanResult
+
+
+def rehearse_reshard(
+    path: str | Path,
+    destination: str | Path,
+    wish: ReshardOptions | None = None,
+    *,
+    reading: SourceOptions | None = None,
+    overwrite: bool = False,
+    plan: PlanFile | None = None,
+) -> PlanResult:
+    """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
+    wanted = wish or (plan.wish if plan else ReshardOptions())
+    reading = prepare_source_options(reading or (plan.reading if plan else None), wanted)
+    with open_conversion(path, destination, wish, reading, plan) as work:
+        if is_bucket(destination):
+            from shardctl.conversion.bucket_output import check_bucket
+
+            return describe_conversion(str(path), work, check_bucket(work, destination, overwrite=overwrite))
+        staging = StagingArea(Path(destination), overwrite=overwrite)
+        planned = describe_conversion(str(path), work, Path(destination))
+        place = find_existing_parent(staging.root.parent)
+        if not staging.root.exists() and not os.access(place, os.W_OK | os.X_OK):
+            raise AccessError(f"{place} cannot be written", hint="choose another destination")
+        staging.require_space(work.write_bytes)
+        return planned
