@@ -15,6 +15,7 @@ from stored_bytes import scan
 
 from fixtures.meta import make as make_meta
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.formats.meta.params import MetaParams
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
@@ -188,3 +189,11 @@ def test_a_link_that_leaves_the_directory_is_hostile(place, tmp_path):
     (place / "consolidated.01.pth").symlink_to(tmp_path / "elsewhere.pth")
     with pytest.raises(HostileError, match="leaves the checkpoint's directory"):
         scan(place)
+
+
+@pytest.mark.parametrize("name", ["rope_theta", "norm_eps", "multiple_of", "ffn_dim_multiplier", "hidden_dim"])
+def test_a_field_that_is_null_is_as_good_as_none(name):
+    params = MetaParams(32, 1, 4, 4, 8, None, {"dim": 32, "n_layers": 1, "n_heads": 4, name: None})
+    without = MetaParams(32, 1, 4, 4, 8, None, {"dim": 32, "n_layers": 1, "n_heads": 4})
+    shapes = {"tok_embeddings.weight": (96, 32)}
+    assert params.config(shapes) == without.config(shapes)

@@ -70,7 +70,10 @@ def test_an_entry_that_is_none(hub, entry):
 
 
 @pytest.mark.usefixtures("hub")
-@pytest.mark.parametrize(("name", "value"), [("SSL_CERT_FILE", "/none"), ("HTTPS_PROXY", "abc://x")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SSL_CERT_FILE", "/none"), ("HTTPS_PROXY", "abc://x"), ("HTTP_PROXY", "\n"), ("HTTP_PROXY", "caf\udce9")],
+)
 def test_a_setting_with_which_no_connection_can_be_made(monkeypatch, name, value):
     close_session()
     monkeypatch.setenv(name, value)

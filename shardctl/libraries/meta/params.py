@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from shardctl.storage import Source
 
 PARAMS: Final = "params.json"
+_TOO_LARGE: Final = 1e30
+"""Beyond any field that may be a fraction, and far from what no float can hold."""
 _TOO_MANY: Final = 1 << 31
 _KNOWN: Final = frozenset(
     {
@@ -54,7 +56,7 @@ class MetaParams:
         """
         if not self.given.keys() <= _KNOWN:
             return None
-        theta, scaled = self.given.get("rope_theta", 10_000.0), bool(self.given.get("use_scaled_rope"))
+        theta, scaled = self.given.get("rope_theta") or 10_000.0, bool(self.given.get("use_scaled_rope"))
         vocabulary = shapes["tok_embeddings.weight"][0]
         version, context = _guess_llama_version(vocabulary, theta, scaled=scaled)
         config: dict[str, object] = {
@@ -68,7 +70,7 @@ class MetaParams:
             "head_dim": self.head,
             "intermediate_size": self._ffn(shapes),
             "vocab_size": vocabulary,
-            "rms_norm_eps": self.given.get("norm_eps", 1e-5),
+            "rms_norm_eps": self.given.get("norm_eps") or 1e-5,
             "max_position_embeddings": context,
             "rope_theta": theta,
             "attention_bias": False,
@@ -100,7 +102,7 @@ class MetaParams:
         stored = shapes.get("layers.0.feed_forward.w1.weight")
         if stored is not None:
             return stored[0]
-        multiple = self.given.get("multiple_of", 256)
+        multiple = self.given.get("multiple_of") or 256
         hidden = int((self.given.get("ffn_dim_multiplier") or 1) * int(8 * self.dim / 3))
         return int(self.given.get("hidden_dim") or -(-hidden // multiple) * multiple)
 
@@ -135,7 +137,8 @@ def read_params(source: Source) -> MetaParams | None:
     head = _parse_count(given, "head_dim") if given.get("head_dim") is not None else dim // heads
     for name in ("rope_theta", "norm_eps", "ffn_dim_multiplier", "multiple_of", "hidden_dim", "rope_scaling_factor"):
         value = given.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _TOO_LARGE
+        if value is not None and not number:
             raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
     vocabulary = given.get("vocab_size")
     known = isinstance(vocabulary, int) and not isinstance(vocabulary, bool) and vocabulary > 0

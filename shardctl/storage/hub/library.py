@@ -6,6 +6,9 @@ The connections are those of `get_session`, an httpx client that users may have 
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Final
+
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.errors import HTTPError as TransportError  # type: ignore[attr-defined] # what httpx raises
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
@@ -15,8 +18,12 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     validate_repo_id,
 )
 
+InvalidURL: Final[type[Exception]] = import_module(TransportError.__module__).InvalidURL
+"""What httpx raises for an address that is none, such as that of a proxy; it is none of its other errors."""
+
 __all__ = [
     "HfHubHTTPError",
+    "InvalidURL",
     "TransportError",
     "build_hf_headers",
     "get_session",

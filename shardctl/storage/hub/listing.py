@@ -119,11 +119,11 @@ def _list_from_hub(address: HubAddress, stop: StopRequest) -> HubListing:
 
 def _check_connections() -> None:
     """Raise UsageError for certificates or proxies of the environment with which no connection can be made."""
-    from shardctl.storage.hub.library import get_session
+    from shardctl.storage.hub.library import InvalidURL, get_session
 
     try:
         get_session()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, InvalidURL) as error:
         raise UsageError(
             f"the Hub's library cannot make connections: {error}",
             hint="check SSL_CERT_FILE, SSL_CERT_DIR, HTTPS_PROXY, HTTP_PROXY and ALL_PROXY, or unset them",
