@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from shardctl.formats.meta.params import MetaParams
 from stored_bytes import scan
 
 from fixtures.meta import make as make_meta
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.formats.meta.params import MetaParams
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
