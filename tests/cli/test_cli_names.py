@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardctl.conversion.bucket_output import _require_object_names
+from shardctl.conversion.bucket_output import require_object_names
 from shardctl.errors import DestinationError, UsageError
 from shardctl.storage.addresses import check_destination, open_source
 from shardctl.storage.byte_names import name_from_text
@@ -122,7 +122,7 @@ def test_a_name_that_no_object_can_have_is_refused_for_a_bucket():
         carried = (type("Side", (), {"name": "caf\udce9.md"}),)
 
     with pytest.raises(DestinationError, match="not UTF-8"):
-        _require_object_names(Work)
+        require_object_names(Work)
 
 
 @pytest.mark.parametrize("length", [245, 246, 250, 255])

@@ -26,14 +26,14 @@ COUNT = """
 """
 VERB = """
 from shardctl.cli.program import run
-from shardctl.verbs import opening
+from shardctl.checkpoint import opening
 import sys
 
-opened = opening._open
+opened = opening._read_checkpoint
 def open_and_say(source, reading, *rest):
     print("reading", reading.skip_empty)
     return opened(source, reading, *rest)
-opening._open = open_and_say
+opening._read_checkpoint = open_and_say
 sys.exit(run(sys.argv[1:]))
 """
 """The program with a verb that uses the option: how a checkpoint is opened is the same for all of them."""

@@ -242,7 +242,7 @@ CHILD = """
 import resource, sys
 from pathlib import Path
 from shardctl.errors import SourceError
-from shardctl.formats.safetensors_header import read_header
+from shardctl.libraries.safetensors.header import read_header
 from shardctl.storage.local import LocalSource
 path = Path(sys.argv[1])
 try:

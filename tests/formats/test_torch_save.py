@@ -419,11 +419,11 @@ def peak():  # ru_maxrss counts what the parent had when it forked, the status o
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
-from shardctl.formats import torch_save
+from shardctl.libraries.torch_save.reading import scan_torch_save
 from shardctl.storage.local import LocalSource
 begun = time.process_time()
 try:
-    torch_save.scan(LocalSource(Path(sys.argv[1])))
+    scan_torch_save(LocalSource(Path(sys.argv[1])))
 except HostileError as error:
     print(error)
     print(time.process_time() - begun, peak())

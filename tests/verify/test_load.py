@@ -311,7 +311,7 @@ def test_the_package_is_as_quick_to_import_as_before():
 MEASURE = """
 import resource, sys, torch
 import shardctl
-from shardctl.verbs.load import load
+from shardctl.loading.state_dict import load
 from shardctl.workers import ExecutionOptions
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) * 1024
