@@ -5,7 +5,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "benchmarks" / "names.py"
 MOST = 0.25
-"""The share of names of one word that the house rules allow; verbs of the command line and words of the glossary are."""
+"""The share of names of one word that the house rules allow: verbs of the command line, and words of the glossary."""
 
 
 def test_names_of_the_package():
