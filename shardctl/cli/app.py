@@ -1,4 +1,4 @@
-"""The program's commands, its help, and its exit codes."""
+"""Registers the commands of the program, and says in its help what the exit codes mean."""
 
 from typing import Annotated
 
@@ -13,12 +13,12 @@ Exit codes:
   0         done; the answer is yes
   1         unexpected failure (a bug)
   2         usage
-  3         done; the answer is no: does not fit, is not right, differs
+  3         done; the answer is no: does not fit, is not correct, differs
   4         source missing, unreadable, malformed, hostile or unsupported
   5         not allowed: token, gated model, permissions
-  6         destination refused: exists and is not ours, no space, read-only
-  7         passing trouble after all retries: the same command resumes
-  130, 143  interrupted, terminated: state kept, the same command resumes
+  6         destination refused: not written by shardctl, no space, read-only
+  7         temporary failure after all retries: the same command resumes
+  130, 143  interrupted, terminated: the same command resumes
 
 Examples:
   shardctl inspect ./llama
@@ -27,7 +27,7 @@ Examples:
 
 app = typer.Typer(
     name="shardctl",
-    help="Plan, reshard and verify model checkpoints: any layout in, any layout out, nothing lost, and proof of it.",
+    help="Plan, reshard and verify model checkpoints, from any layout to any other, and prove that nothing is lost.",
     epilog=EXIT_CODES,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,11 +47,11 @@ def shardctl(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and stop."
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
-    """Hold what stands before the command."""
+    """Take the options that stand before the command."""
 
 
 for verb in (inspect, plan, reshard, finish, verify, diff, digest):

@@ -1,4 +1,4 @@
-"""`shardctl diff`."""
+"""Defines the command line of `shardctl diff`."""
 
 from typing import Annotated
 
@@ -18,15 +18,17 @@ Examples:
 
 def diff(
     a: Annotated[
-        str, typer.Argument(metavar="A", parser=arguments.parse_place, show_default=False, help="A checkpoint.")
+        str, typer.Argument(metavar="A", parser=arguments.parse_place, show_default=False, help="One checkpoint.")
     ],
-    b: Annotated[str, typer.Argument(metavar="B", parser=arguments.parse_place, show_default=False, help="Another.")],
+    b: Annotated[
+        str, typer.Argument(metavar="B", parser=arguments.parse_place, show_default=False, help="The other checkpoint.")
+    ],
     *,
     json: arguments.Json = False,
     threads: Threads = None,
     reading: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
 ) -> int:
-    """Say which tensors of two checkpoints differ, in whatever layouts the two are. Exit code 3 if any does."""
+    """List the tensors that differ between two checkpoints in any layouts. Exits with 3 if there are any."""
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report.difference import render_difference

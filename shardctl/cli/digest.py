@@ -1,4 +1,4 @@
-"""`shardctl digest`."""
+"""Defines the command line of `shardctl digest`."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ def digest(
     threads: Threads = None,
     reading: arguments.StoredSource,
 ) -> None:
-    """Print the digest of a checkpoint's elements: the same for every layout of the same tensors."""
+    """Print the digest of a checkpoint, which is the same for every layout of the same tensors."""
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report.digests import render_digests

@@ -1,4 +1,4 @@
-"""`shardctl finish`."""
+"""Defines the command line of `shardctl finish`."""
 
 import time
 from typing import Annotated
@@ -18,15 +18,18 @@ def finish(
     dst: Annotated[
         str,
         typer.Argument(
-            metavar="DST", parser=arguments.parse_place, show_default=False, help="What the workers were told to write."
+            metavar="DST",
+            parser=arguments.parse_place,
+            show_default=False,
+            help="The destination that the workers write to.",
         ),
     ],
     *,
     json: arguments.Json = False,
 ) -> None:
-    """Check that all workers of reshard --worker are done, write shardctl.json, and publish.
+    """Check that all workers of reshard --worker are done, write shardctl.json, and publish the result.
 
-    Exit code 3 if workers are missing, which it names; 4 if none has begun; 6 while one is running.
+    Exits with 3 and names the workers if some are missing, with 4 if none has begun, and with 6 if one is running.
     """
     from shardctl.report import documents
     from shardctl.report.conversion import render_finished

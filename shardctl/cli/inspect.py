@@ -1,4 +1,4 @@
-"""`shardctl inspect`."""
+"""Defines the command line of `shardctl inspect`."""
 
 from typing import Annotated
 
@@ -19,11 +19,11 @@ def inspect(
     src: arguments.Source,
     *,
     tensors: Annotated[bool, typer.Option("--tensors", metavar="", help="List every tensor.")] = False,
-    show_rules: Annotated[bool, typer.Option("--show-rules", metavar="", help="List the rules in force.")] = False,
+    show_rules: Annotated[bool, typer.Option("--show-rules", metavar="", help="List the rules that apply.")] = False,
     json: arguments.Json = False,
     reading: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
-    """Say what a checkpoint is: format, layout, model, types, ties; from its headers only."""
+    """Show the format, layout, model, types and ties of a checkpoint. Reads headers only."""
     from shardctl.report import documents
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb

@@ -1,4 +1,4 @@
-"""`shardctl plan`."""
+"""Defines the command line of `shardctl plan`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from shardctl.errors import UsageError
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 
 _PAGES = (".html", ".htm")
-"""What a report is called; a mistaken name would be that of a file that is dear."""
+"""The suffixes of a report; with another suffix, the name may be a mistake that would overwrite a valuable file."""
 
 EXAMPLES = """
 Examples:
@@ -22,14 +22,16 @@ Examples:
 def plan(
     src: arguments.Source,
     *,
-    detail: Annotated[Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much to show.")] = "rank",
+    detail: Annotated[
+        Literal["summary", "stage", "rank", "tensor"], typer.Option(help="How much detail to show.")
+    ] = "rank",
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             parser=arguments.parse_output_file,
             show_default=False,
-            help="Write the plan, for reshard --plan FILE.",
+            help="Write the plan to a file, for reshard --plan FILE.",
         ),
     ] = None,
     report: Annotated[
@@ -38,7 +40,7 @@ def plan(
             metavar="FILE.html",
             parser=arguments.parse_output_file,
             show_default=False,
-            help="Write a self-contained page, too.",
+            help="Write a self-contained HTML report as well.",
         ),
     ] = None,
     json: arguments.Json = False,
@@ -46,13 +48,13 @@ def plan(
     options: PlanOptions,
     reading: SourceOptions,
 ) -> int:
-    """Say what each device will hold, whether it fits, and what the conversion will cost; moves nothing."""
+    """Estimate what each device will hold, whether it fits, and what the conversion will cost. Moves nothing."""
     from shardctl.report import plan_document
     from shardctl.report.planning import render_plan
     from shardctl.verbs.plan import plan as verb
 
     if report is not None and report.suffix.lower() not in _PAGES:
-        raise UsageError(f"--report writes a page of HTML, and {report} is not called so", hint="name it FILE.html")
+        raise UsageError(f"--report writes HTML, and {report} has another suffix", hint="name it FILE.html")
     planned = verb(src, conversion, reading=reading, purpose=options, out=out)
     streams.print_warnings(planned.warnings)
     if report is not None:

@@ -84,5 +84,5 @@ def _translate_parser_error(error: Exception) -> Exception:
     message = message.strip().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, which typer repeats
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "shardctl"
-    hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help shows what there is"
+    hint = f"did you mean {guess.rstrip('?')}?" if guess else f"{path} --help lists the arguments"
     return UsageError(message[:1].lower() + message[1:], hint=hint)

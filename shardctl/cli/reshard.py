@@ -1,4 +1,4 @@
-"""`shardctl reshard`."""
+"""Defines the command line of `shardctl reshard`."""
 
 import os
 import time
@@ -26,7 +26,7 @@ Examples:
   shardctl reshard ./llama-tp4 ./llama-bf16 --to hf --dtype bf16
 """
 _Way = tuple[Callable[..., Any], Callable[[Any, float], dict[str, Any]], Callable[[Any, float], Any]]
-"""A verb that moves bytes, and what makes a document and a text of its result and the seconds that it took."""
+"""A verb that moves bytes, and two functions that render its result and seconds as a document and as text."""
 
 
 def reshard(
@@ -39,17 +39,17 @@ def reshard(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="Do what a plan file says, as shardctl plan wrote it; SRC is in it.",
+            help="Follow a plan that shardctl plan --out wrote; SRC may be left out.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar="", help="Check everything and print the plan; write nothing.")
+        bool, typer.Option("--dry-run", metavar="", help="Check everything and print the plan, but write nothing.")
     ] = (False),
     overwrite: Annotated[
         bool, typer.Option("--overwrite", metavar="", help="Replace a checkpoint that shardctl wrote.")
     ] = False,
     no_resume: Annotated[
-        bool, typer.Option("--no-resume", metavar="", help="Start anew where an earlier run stopped.")
+        bool, typer.Option("--no-resume", metavar="", help="Start again instead of resuming an earlier run.")
     ] = False,
     checksums: Annotated[
         Literal["sha256"] | None, typer.Option("--hash", help="Write SHA256SUMS as well.", show_default=False)
@@ -59,19 +59,19 @@ def reshard(
     ] = False,
     conversion: ReshardOptions,
     engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Threads of this machine, or tasks of a Ray cluster.")
+        Literal["local", "ray"], typer.Option(help="Run threads on this machine, or tasks on a Ray cluster.")
     ] = "local",
     worker: Annotated[
         str | None,
         typer.Option(
             metavar="I/N|auto",
             show_default=False,
-            help="Write the part of one of N machines, I from 0; then shardctl finish DST.",
+            help="Write the part of worker I of N, counted from 0. When all are done, run shardctl finish DST.",
         ),
     ] = None,
     reading: SourceOptions,
 ) -> None:
-    """Move the bytes into a new directory, in another layout; resumes where an earlier run stopped."""
+    """Convert a checkpoint to another layout in a new directory. Resumes an interrupted run."""
     file = _read_followed_plan(context, plan) if plan is not None else None
     if file is not None:
         conversion = file.with_effort(conversion, _list_given_parameters(context))
@@ -82,7 +82,7 @@ def reshard(
         )
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
-        raise UsageError("missing argument 'DST'", hint="shardctl reshard --help shows what there is")
+        raise UsageError("missing argument 'DST'", hint="shardctl reshard --help lists the arguments")
     crew = _parse_worker(worker)
     if crew is not None and engine == "ray":
         raise UsageError(
@@ -130,7 +130,7 @@ def _parse_worker(text: str | None) -> "WorkerId | None":
 
 
 def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
-    """The plan to follow; raises UsageError for any other option that would shape the result."""
+    """Read the plan to follow; raises UsageError for any other option that would change the result."""
     from shardctl.conversion.plan_file import read_plan_file
 
     declared = (*flat_options(ReshardOptions), *flat_options(SourceOptions))
@@ -139,13 +139,13 @@ def _read_followed_plan(context: typer.Context, path: Path) -> "PlanFile":
         if name in shaping:
             raise UsageError(
                 f"--plan and {shaping[name]} are both given",
-                hint="the plan says what is made: leave the option out, or make another plan",
+                hint="the plan decides the result: leave the option out, or make another plan",
             )
     return read_plan_file(path)
 
 
 def _list_given_parameters(context: typer.Context) -> tuple[str, ...]:
-    """The parameters that the command line has, by the names of the options' fields."""
+    """List the parameters given on the command line, by the names of the options' fields."""
     names = (parameter.name or "" for parameter in context.command.params)
     sources = ((name, context.get_parameter_source(name)) for name in names)
     return tuple(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
@@ -183,7 +183,7 @@ def _build_local_way() -> _Way:
 
 
 def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:
-    """The part of one worker of several; `launched` if what started it told it which one it is."""
+    """Choose the verb for one worker of several; `launched` says that a launcher told it which one it is."""
     from shardctl.conversion.worker_part import contribute as verb
     from shardctl.execute.worker import find_job_name
     from shardctl.report.conversion import render_contribution

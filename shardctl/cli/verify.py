@@ -1,4 +1,4 @@
-"""`shardctl verify`."""
+"""Defines the command line of `shardctl verify`."""
 
 import os
 from pathlib import Path
@@ -24,15 +24,15 @@ def verify(
     *,
     level: Annotated[
         LevelName,
-        typer.Option(help="Headers; every element too; loaded onto devices too; the model run too."),
+        typer.Option(help="Check headers; then every element; then load it onto devices; then run the model."),
     ] = "quick",
     against: Annotated[
         str | None,
-        typer.Option(metavar="SRC", help="Compare every element with this checkpoint, in whatever layout it is."),
+        typer.Option(metavar="SRC", help="Compare every element with this checkpoint, which may have any layout."),
     ] = None,
     require: Annotated[
         LevelName | None,
-        typer.Option(help="Run this level too, and exit with 3 if it has to be skipped."),
+        typer.Option(help="Run this level as well, and exit with 3 if it cannot be run."),
     ] = None,
     trial: VerifyOptions,
     junit: Annotated[
@@ -41,7 +41,7 @@ def verify(
             metavar="FILE",
             parser=arguments.parse_output_file,
             rich_help_panel=HelpPanel.REPORTS,
-            help="Write the outcome as JUnit XML.",
+            help="Write the result as JUnit XML.",
         ),
     ] = None,
     summary: Annotated[
@@ -50,14 +50,14 @@ def verify(
             metavar="FILE",
             parser=arguments.parse_output_file,
             rich_help_panel=HelpPanel.REPORTS,
-            help="Write the outcome as Markdown.",
+            help="Write the result as Markdown.",
         ),
     ] = None,
     json: arguments.Json = False,
     threads: Threads = None,
     reading: arguments.StoredSource,
 ) -> int:
-    """Prove a checkpoint: structure, content, that it equals its source, loads and computes. Exit code 3 if not."""
+    """Check that a checkpoint is complete, equals its source, loads and computes. Exits with 3 if not."""
     from shardctl.cli.progress import watch_effort
     from shardctl.report import documents
     from shardctl.report import junit as junit_xml

@@ -1,4 +1,4 @@
-"""The options of every verb, each declared once: its type, default, flag, help text and place in the help."""
+"""Declares every option once: its type, default, flag, help text and place in the help."""
 
 from shardctl.options.plan_options import PlanOptions
 from shardctl.options.reshard_options import ReshardOptions

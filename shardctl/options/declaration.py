@@ -1,11 +1,11 @@
-"""How an option is declared: on the field of a dataclass that a verb takes.
+"""Declares options on the fields of the dataclasses that verbs take.
 
     config: Annotated[Path | None, CommandOption(HelpPanel.SOURCE, "The model's config.json.", metavar="PATH")] = None
 
 The command line (`cli/signature.py`) and the plan file (`conversion/plan_file.py`) are made from such fields. A field
-without a `CommandOption` is no option: the verb sets it itself. A type may be a string where importing it would be
-slow, if the option has a parser. Modules that declare options do without `from __future__ import annotations`, because
-their types are looked at when the program starts.
+without a `CommandOption` is not an option: the verb sets it. The type of an option with a parser may be a string if
+importing it would be slow. Modules that declare options do not use `from __future__ import annotations`, because the
+program inspects their types when it starts.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ class HelpPanel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CommandOption:
-    """What the command line says of an option, beside its type and default, which are those of the field."""
+    """What the command line says of an option besides its type and default, which the field has."""
 
     panel: HelpPanel
     help: str
     _: KW_ONLY
     flag: str = ""
-    """What it is called, such as `--from`; by default as the field, with hyphens."""
+    """The flag, such as `--from`; by default the name of the field with hyphens."""
     metavar: str | None = None
     least: int | None = None
     """The smallest number that is accepted."""
     most: int | None = None
     """The largest number that is accepted."""
     parser: Callable[[str], object] | None = None
-    """Makes the field's value of what is typed; it raises UsageError. The help does not show the default then."""
+    """Turns the text into the field's value and raises UsageError; the help then does not show the default."""
     accepts: object = None
-    """The type on the command line, where the field's own allows more, or is only a string."""
+    """The type on the command line, if the field's type allows more or is a string."""
     key: str = ""
-    """What plan files call it; by default as the field."""
+    """The key in plan files; by default the name of the field."""
     shapes_result: bool = True
-    """Whether a plan file decides it; an option that shapes no byte may be given beside a plan."""
+    """Whether a plan file decides it; options that do not change the result may be given beside a plan."""
 
 
 class ValueFlags(Protocol):
-    """A dataclass of several flags that make one value."""
+    """A dataclass of several flags that together make one value."""
 
     def make_value(self) -> object:
-        """The value; raises UsageError for flags that contradict each other."""
+        """Make the value; raises UsageError if flags contradict each other."""
 
 
 class OptionGroup(NamedTuple):
-    """Several flags of the command line that make the value of one field, as `--tp` and `--mesh` make the mesh."""
+    """Several flags that together make the value of one field, as `--tp` and `--mesh` make the mesh."""
 
     flags: type[ValueFlags]
     key: str = ""
-    """What plan files call the value; by default as the field."""
+    """The key in plan files; by default the name of the field."""
 
 
 class DeclaredOption(NamedTuple):
@@ -97,7 +97,7 @@ class DeclaredOption(NamedTuple):
 
 
 def declared_options(kind: type[object]) -> tuple[DeclaredOption, ...]:
-    """The fields of a dataclass that are options, in order."""
+    """List the fields of a dataclass that are options, in order."""
     found = []
     for field in fields(kind):  # type: ignore[arg-type]  # of a dataclass, as its callers know
         option = read_option(field.type)
@@ -108,7 +108,7 @@ def declared_options(kind: type[object]) -> tuple[DeclaredOption, ...]:
 
 
 def flat_options(kind: type[object]) -> Iterator[tuple[DeclaredOption, CommandOption]]:
-    """Every option of a dataclass as the command line has it: the several flags of a group instead of the group."""
+    """Go through the options of a dataclass as the command line has them: the flags of a group instead of the group."""
     for declared in declared_options(kind):
         if isinstance(declared.option, OptionGroup):
             yield from flat_options(declared.option.flags)
@@ -117,19 +117,19 @@ def flat_options(kind: type[object]) -> Iterator[tuple[DeclaredOption, CommandOp
 
 
 def read_option(annotation: object) -> CommandOption | OptionGroup | None:
-    """What an annotation declares; None if it is that of no option."""
+    """Read what an annotation declares; None if it declares no option."""
     assert not isinstance(annotation, str), "options are declared without postponed annotations"  # noqa: S101
     metadata = getattr(annotation, "__metadata__", ())
     return next((each for each in metadata if isinstance(each, CommandOption | OptionGroup)), None)
 
 
 def effort_options(kind: type[object]) -> tuple[str, ...]:
-    """The fields that shape no byte of a result, and may be others when a plan file is followed."""
+    """List the fields that do not change the result, which may be given beside a plan file."""
     return tuple(declared.name for declared, option in flat_options(kind) if not option.shapes_result)
 
 
 def find_flag(kind: type[object], name: str) -> str:
-    """What the command line calls the option of a field.
+    """Find the flag of the option of a field.
 
     >>> from shardctl.options import PlanOptions
     >>> find_flag(PlanOptions, "virtual_stages")
@@ -139,7 +139,7 @@ def find_flag(kind: type[object], name: str) -> str:
 
 
 def given_options(options: object, panel: HelpPanel) -> tuple[str, ...]:
-    """The fields of a panel of the help that do not have their defaults, in order."""
+    """List the fields in a panel of the help whose values are not their defaults, in order."""
     return tuple(
         declared.name
         for declared, option in flat_options(type(options))
@@ -148,6 +148,6 @@ def given_options(options: object, panel: HelpPanel) -> tuple[str, ...]:
 
 
 def make_options(kind: type[Chosen], values: Mapping[str, object]) -> Chosen:
-    """The dataclass with the values of some of its fields; the others have their defaults."""
+    """Make the dataclass from the values of some of its fields; the others keep their defaults."""
     make: Callable[..., Chosen] = kind
     return make(**values)

@@ -1,4 +1,4 @@
-"""The flags that make a mesh: a degree for each axis, or all of it in one text."""
+"""Declares the flags that make a mesh: a degree for each axis, or the whole mesh in one text."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,18 +14,22 @@ def _build_degree_option(text: str) -> CommandOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFlags:
-    """The degrees of axes that were given, or the text."""
+    """The degrees that were given, one per axis, or the text of `--mesh`."""
 
-    tp: Annotated[int | None, _build_degree_option("Tensor parallel ranks.")] = None
-    pp: Annotated[int | None, _build_degree_option("Pipeline stages.")] = None
-    dp: Annotated[int | None, _build_degree_option("Data parallel replicas.")] = None
-    fsdp: Annotated[int | None, _build_degree_option("Ranks that share each tensor's first dim.")] = None
-    cp: Annotated[int | None, _build_degree_option("Context parallel ranks.")] = None
-    ep: Annotated[int | None, _build_degree_option("Expert parallel ranks, of those of a stage.")] = None
-    etp: Annotated[int | None, _build_degree_option("Tensor parallel ranks within an expert.")] = None
+    tp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks.")] = None
+    pp: Annotated[int | None, _build_degree_option("Number of pipeline stages.")] = None
+    dp: Annotated[int | None, _build_degree_option("Number of data-parallel replicas.")] = None
+    fsdp: Annotated[int | None, _build_degree_option("Number of ranks that share the first dim of each tensor.")] = None
+    cp: Annotated[int | None, _build_degree_option("Number of context-parallel ranks.")] = None
+    ep: Annotated[int | None, _build_degree_option("Number of expert-parallel ranks; they are ranks of the stage.")] = (
+        None
+    )
+    etp: Annotated[int | None, _build_degree_option("Number of tensor-parallel ranks within each expert.")] = None
     mesh: Annotated[
         str | None,
-        CommandOption(HelpPanel.MESH, "All of it: pp=2,fsdp=2,tp=4, outermost first.", metavar="AXES"),
+        CommandOption(
+            HelpPanel.MESH, "The whole mesh, outermost axis first, such as pp=2,fsdp=2,tp=4.", metavar="AXES"
+        ),
     ] = None
 
     def make_value(self) -> Mesh | None:

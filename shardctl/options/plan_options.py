@@ -1,4 +1,4 @@
-"""What the devices of a plan are for, and what they are: the options that only `plan` has."""
+"""Declares the options that only `plan` has: what the devices are used for, and what they are."""
 
 import re
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from shardctl.estimate.calibrate import FittedCalibration
     from shardctl.estimate.devices import DeviceSpec
 
-_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion, ..."
+_OPTIMIZERS = "adamw, adamw-8bit, sgd, adafactor, muon, lion and others"
 _SIZE = re.compile(r"[\d.]+\s*[A-Za-z]+$")
 """A number alone may be a device's name (4090), and a size has a unit."""
 
 
 def find_device(text: str) -> "DeviceSpec":
-    """What `--gpu` names: a device of the table, a size, or what this machine has."""
+    """Find what `--gpu` names: a device in the table, a memory size, or the device of this machine."""
     if text == "auto":
         from shardctl.estimate.local_device import find_local_device
 
@@ -36,7 +36,7 @@ class PlanOptions:
         Literal["serve", "train"] | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "Default: train if fsdp ranks or anything of training is asked for, else serve.",
+            "What to estimate. Default: train if --fsdp or a training option is given, else serve.",
             flag="--for",
         ),
     ] = None
@@ -44,7 +44,7 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "Tokens per sequence. Default: 8192, or the model's own limit if that is less.",
+            "Tokens per sequence. Default: 8192, or the model's limit if that is lower.",
             metavar="TOKENS",
             least=1,
         ),
@@ -53,20 +53,20 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.PURPOSE,
-            "Sequences served at once, or per forward pass of a data-parallel rank. Default: 1.",
+            "Sequences served at once; in training, per forward pass of a data-parallel rank. Default: 1.",
             metavar="N",
             least=1,
         ),
     ] = None
     kv_dtype: Annotated[
         Literal["bf16", "fp16", "fp8", "fp32"] | None,
-        CommandOption(HelpPanel.SERVING, "Of the key/value cache. Default: the model's."),
+        CommandOption(HelpPanel.SERVING, "Type of the key/value cache. Default: the model's type."),
     ] = None
     encoder_len: Annotated[
         int | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Tokens per sequence of an encoder with a decoder. Default: --seq-len.",
+            "Tokens per sequence in the encoder of an encoder-decoder model. Default: --seq-len.",
             metavar="TOKENS",
             least=1,
         ),
@@ -75,7 +75,7 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Most tokens of a forward pass (vLLM: max_num_batched_tokens). Default: 8192.",
+            "Maximum tokens per forward pass (vLLM: max_num_batched_tokens). Default: 8192.",
             metavar="N",
             least=1,
         ),
@@ -84,7 +84,8 @@ class PlanOptions:
         int | None,
         CommandOption(
             HelpPanel.SERVING,
-            "Most sequences at once, for all of which the sampler makes room (vLLM: max_num_seqs). Default: --batch.",
+            "Maximum sequences at once; the sampler reserves memory for all of them (vLLM: max_num_seqs). "
+            "Default: --batch.",
             metavar="N",
             least=1,
         ),
@@ -93,32 +94,35 @@ class PlanOptions:
         "DeviceSpec | None",
         CommandOption(
             HelpPanel.DEVICES,
-            "h100-80g, a100-40g, ..., 80GiB, or auto for what this machine has. Exit code 3 if it does not fit.",
+            "Device name (h100-80g, a100-40g, ...), memory size (80GiB), or auto for this machine's device. "
+            "Exits with 3 if the model does not fit.",
             flag="--gpu",
             metavar="NAME|SIZE|auto",
             parser=find_device,
         ),
     ] = None
-    """What each rank runs on; without one, needs are stated and nothing is said to fit."""
+    """The device of every rank; without one, the plan states needs and does not say whether they fit."""
     devices: Annotated[
         int | None,
         CommandOption(
             HelpPanel.DEVICES,
-            "Devices for --search and for the comparison. Default: the mesh's ranks.",
+            "Number of devices for --search and for the comparison. Default: the ranks of the mesh.",
             flag="--gpus",
             metavar="N",
             least=1,
         ),
     ] = None
-    search: Annotated[bool, CommandOption(HelpPanel.DEVICES, "Rank all meshes of --gpus devices.")] = False
+    search: Annotated[bool, CommandOption(HelpPanel.DEVICES, "Compare all meshes of --gpus devices and rank them.")] = (
+        False
+    )
     optimizer: Annotated[
-        str | None, CommandOption(HelpPanel.TRAINING, f"{_OPTIMIZERS}. Default: adamw.", metavar="NAME")
+        str | None, CommandOption(HelpPanel.TRAINING, f"Optimizer: {_OPTIMIZERS}. Default: adamw.", metavar="NAME")
     ] = None
     zero: Annotated[
         int | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "What dp ranks share: 1 optimizer states, 2 and gradients, 3 and parameters. Default: 0.",
+            "What dp ranks share: 1 is optimizer states, 2 adds gradients, 3 adds parameters. Default: 0.",
             metavar="0..3",
             least=0,
             most=3,
@@ -126,30 +130,30 @@ class PlanOptions:
     ] = None
     profile: Annotated[
         Literal["megatron", "hf", "fsdp2", "deepspeed"] | None,
-        CommandOption(HelpPanel.TRAINING, "Whose runtime. Default: fsdp2."),
+        CommandOption(HelpPanel.TRAINING, "Training runtime to estimate. Default: fsdp2."),
     ] = None
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
-        CommandOption(HelpPanel.TRAINING, "Activations that are not kept. Default: none."),
+        CommandOption(HelpPanel.TRAINING, "Which activations are recomputed instead of kept. Default: none."),
     ] = None
     microbatches: Annotated[
         int | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Forward passes per optimizer step. Default: as many as there are stages.",
+            "Forward passes per optimizer step. Default: the number of stages.",
             metavar="N",
             least=1,
         ),
     ] = None
     schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved"] | None,
-        CommandOption(HelpPanel.TRAINING, "Of the pipeline. Default: 1f1b."),
+        CommandOption(HelpPanel.TRAINING, "Pipeline schedule. Default: 1f1b."),
     ] = None
     virtual_stages: Annotated[
         int | None,
         CommandOption(
             HelpPanel.TRAINING,
-            "Model chunks per stage, interleaved. Default: 1.",
+            "Model chunks per stage, for the interleaved schedule. Default: 1.",
             flag="--vp",
             metavar="N",
             least=1,
@@ -157,27 +161,28 @@ class PlanOptions:
     ] = None
     offload: Annotated[
         Literal["none", "cpu", "nvme"] | None,
-        CommandOption(HelpPanel.TRAINING, "Where optimizer states go. Default: none."),
+        CommandOption(HelpPanel.TRAINING, "Where optimizer states are offloaded to. Default: none."),
     ] = None
-    offload_parameters: Annotated[bool, CommandOption(HelpPanel.TRAINING, "Offload parameters, too.")] = False
+    offload_parameters: Annotated[bool, CommandOption(HelpPanel.TRAINING, "Offload parameters as well.")] = False
     gradient_dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        CommandOption(HelpPanel.TRAINING, "Of gradients. Default: the profile's."),
+        CommandOption(HelpPanel.TRAINING, "Type of gradients. Default: the type that the profile uses."),
     ] = None
-    no_sequence_parallel: Annotated[bool, CommandOption(HelpPanel.TRAINING, "tp ranks repeat norms and dropouts.")] = (
-        False
-    )
+    no_sequence_parallel: Annotated[
+        bool, CommandOption(HelpPanel.TRAINING, "Every tp rank repeats norms and dropouts on whole sequences.")
+    ] = False
     attention: Annotated[
         Literal["fused", "eager"] | None,
         CommandOption(
-            HelpPanel.TRAINING, "Whether scores are kept: FlashAttention and sdpa keep none. Default: fused."
+            HelpPanel.TRAINING,
+            "Attention kernel: eager keeps the scores, fused (FlashAttention, sdpa) does not. Default: fused.",
         ),
     ] = None
     calibration: Annotated[
         "Path | FittedCalibration | None",
         CommandOption(
             HelpPanel.TRAINING,
-            "Fit the profile to measured peaks.",
+            "Fit the estimate to the measured peaks in a log.",
             flag="--calibrate",
             metavar="LOG",
             parser=Path,
@@ -188,10 +193,10 @@ class PlanOptions:
         Literal["keep", "bf16", "fp16", "fp32", "fp8", "int8", "int4"],
         CommandOption(
             HelpPanel.WRITING,
-            "Cast floating-point tensors; fp8, int8 and int4 say what a quantised model would need.",
+            "Type to cast floating-point tensors to; fp8, int8 and int4 only estimate a quantised model.",
         ),
     ] = "keep"
-    """What is said here is said instead of the conversion's `dtype`; `keep` leaves that as it is."""
+    """This replaces the `dtype` of the conversion; `keep` leaves that as it is."""
 
     @property
     def cast_type(self) -> Literal["bf16", "fp16", "fp32"] | None:

@@ -1,4 +1,4 @@
-"""What to make of a checkpoint: the options that `plan`, `reshard` and the plan file share."""
+"""Declares what a checkpoint is converted to: the options that `plan`, `reshard` and the plan file share."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ Threads = Annotated[
     int | None,
     CommandOption(
         HelpPanel.EFFORT,
-        "Default: cores and one more, up to eight.",
+        "Number of threads. Default: one more than there are cores, at most eight.",
         metavar="N",
         least=1,
         shapes_result=False,
@@ -22,91 +22,99 @@ Threads = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """What to make of a checkpoint."""
+    """What a checkpoint is converted to."""
 
     mesh: Annotated[Mesh | None, OptionGroup(MeshFlags)] = None
     stages: Annotated[
         str | None,
-        CommandOption(HelpPanel.MESH, "Layers per stage. Default: balanced by bytes.", metavar="N,N,..."),
+        CommandOption(HelpPanel.MESH, "Number of layers in each stage. Default: balanced by bytes.", metavar="N,N,..."),
     ] = None
     to: Annotated[
         str | None,
         CommandOption(
             HelpPanel.WRITING,
             "hf, ranks, dcp, universal, meta, trtllm, deepseek, megatron, torch_dist or vllm. "
-            "Default: ranks for a mesh.",
+            "Default: ranks for a mesh, else hf.",
             metavar="LAYOUT",
         ),
     ] = None
     """The layout; by default `ranks` for a mesh and `hf` for one device."""
     names: Annotated[
         Literal["transformers", "keep"],
-        CommandOption(HelpPanel.WRITING, "Names in rank files: canonical, or the source's own."),
+        CommandOption(HelpPanel.WRITING, "Tensor names in rank files: those of transformers, or those of the source."),
     ] = "transformers"
     experts: Annotated[
         Literal["keep", "fused", "split"],
-        CommandOption(HelpPanel.WRITING, "Experts of a layer in one array, or each in its own."),
+        CommandOption(
+            HelpPanel.WRITING, "Write the experts of a layer as one array (fused), or each by itself (split)."
+        ),
     ] = "keep"
-    """The form of experts: `fused` as transformers 5 holds them, `split` each with names of its own, or as they are."""
+    """The form of experts: `fused` as in transformers 5, `split` with a tensor for each, `keep` as in the source."""
     max_shard_size: Annotated[
         int | None,
         CommandOption(
-            HelpPanel.WRITING, "Tensor bytes per file. Default: 5GB for hf.", metavar="SIZE", parser=parse_size
+            HelpPanel.WRITING,
+            "Maximum bytes of tensors per file. Default: 5GB for hf.",
+            metavar="SIZE",
+            parser=parse_size,
         ),
     ] = None
     vllm_profile: Annotated[
         Literal["0.25", "0.11"] | None,
-        CommandOption(HelpPanel.WRITING, "Whose names --to vllm writes. Default: 0.25."),
+        CommandOption(HelpPanel.WRITING, "vLLM version whose names --to vllm writes. Default: 0.25."),
     ] = None
     """Which version of vLLM the files are for."""
     trtllm_embedding: Annotated[
         Literal["whole", "vocabulary", "hidden"] | None,
-        CommandOption(HelpPanel.WRITING, "Whether and along which dim --to trtllm cuts the embedding. Default: whole."),
+        CommandOption(
+            HelpPanel.WRITING, "How --to trtllm stores the embedding: whole, or cut along a dim. Default: whole."
+        ),
     ] = None
     megatron: Annotated[
         str | None,
         CommandOption(
             HelpPanel.WRITING,
-            "What --to megatron is for, such as layers=local,virtual=2,experts=grouped.",
+            "How Megatron-LM will run the model, for --to megatron, such as layers=local,virtual=2.",
             metavar="TEXT",
         ),
     ] = None
-    """Which of Megatron-LM layers the files are for and how it runs them, as `MegatronOptions` reads it."""
+    """Which implementation of layers Megatron-LM uses and how it runs them; `MegatronOptions` reads this text."""
     dtype: Annotated[
         Literal["keep", "bf16", "fp16", "fp32"],
-        CommandOption(HelpPanel.WRITING, "Cast floating-point tensors."),
+        CommandOption(HelpPanel.WRITING, "Type to cast floating-point tensors to."),
     ] = "keep"
     keep_fp32: Annotated[
-        str | None, CommandOption(HelpPanel.WRITING, "Tensors that stay in fp32.", metavar="REGEX")
+        str | None, CommandOption(HelpPanel.WRITING, "Keep tensors with a matching name in fp32.", metavar="REGEX")
     ] = None
-    """Tensors whose name matches this regular expression are not cast."""
+    """Tensors whose names match this regular expression are not cast."""
     include: Annotated[
-        str | None, CommandOption(HelpPanel.WRITING, "Only tensors whose name matches.", metavar="REGEX")
+        str | None, CommandOption(HelpPanel.WRITING, "Write only tensors with a matching name.", metavar="REGEX")
     ] = None
     exclude: Annotated[
-        str | None, CommandOption(HelpPanel.WRITING, "No tensors whose name matches.", metavar="REGEX")
+        str | None, CommandOption(HelpPanel.WRITING, "Leave out tensors with a matching name.", metavar="REGEX")
     ] = None
     allow_expansion: Annotated[
         bool,
         CommandOption(
             HelpPanel.WRITING,
-            "Write tensors that take more than four times the bytes of the source.",
+            "Allow a result of more than four times the bytes of the source.",
             shapes_result=False,
         ),
     ] = False
-    """Many names of one storage, or strides that repeat elements, turn a small file into a full disk."""
+    """Several names for one storage, or strides that repeat elements, can make a small file fill a disk."""
     optimizer_states: Annotated[
         Literal["keep", "drop"] | None,
         CommandOption(
-            HelpPanel.WRITING, "What a training checkpoint has beside weights. Default: drop for hf and ranks."
+            HelpPanel.WRITING,
+            "Whether to convert optimizer states as well. Default: keep for dcp and universal, else drop.",
         ),
     ] = None
-    """Whether the optimizer's states travel along; by default they do into layouts that trainers read."""
+    """Whether optimizer states are converted; by default they are for layouts that trainers read."""
     host_memory: Annotated[
         int,
         CommandOption(
             HelpPanel.EFFORT,
-            "Host memory to use at most. Default: 1GiB.",
+            "Maximum host memory to use. Default: 1GiB.",
             flag="--memory",
             metavar="SIZE",
             parser=parse_size,
@@ -114,5 +122,5 @@ class ReshardOptions:
             shapes_result=False,
         ),
     ] = 1 << 30
-    """Bytes of anonymous memory of this machine; what devices need is for `plan` to estimate."""
+    """Bytes of anonymous memory on this machine; `plan` estimates what devices need."""
     threads: Threads = None

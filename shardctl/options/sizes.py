@@ -25,13 +25,13 @@ _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Bytes.
+    """Read a size and return bytes.
 
     >>> parse_size("1GiB"), parse_size("1.5 GB"), parse_size("256MiB")
     (1073741824, 1500000000, 268435456)
 
-    Raises UsageError for a unit that is missing or not known: a bare number is as likely meant in MB as in bytes,
-    and ``Gb`` means bits.
+    Raises UsageError if the unit is missing or unknown: a number without a unit could mean MB as well as bytes, and
+    ``Gb`` means bits.
     """
     found = _SIZE.fullmatch(text)
     if not found:

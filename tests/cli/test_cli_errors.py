@@ -41,7 +41,7 @@ def broken(monkeypatch, say):
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
-        (["plan"], "missing argument '{SRC}'", "shardctl plan --help shows what there is"),
+        (["plan"], "missing argument '{SRC}'", "shardctl plan --help lists the arguments"),
         (["plan", "x", "--tpp", "2"], "no such option: --tpp", "did you mean --tp or --pp or --etp?"),
         (["inspct", "x"], "no such command 'inspct'", "did you mean 'inspect'?"),
         (["plan", "x", "--memory", "3"], "size '3' has no unit", "write 3GB, 3GiB, 3MB or 3MiB"),
@@ -65,8 +65,8 @@ def broken(monkeypatch, say):
             "--mesh and --pp are both given",
             "write every axis in --mesh, or leave it out",
         ),
-        (["inspect", ""], "a path is empty", "is a shell variable not set?"),
-        (["reshard", "x", ""], "a path is empty", "is a shell variable not set?"),
+        (["inspect", ""], "a path is empty", "an unset shell variable gives an empty path"),
+        (["reshard", "x", ""], "a path is empty", "an unset shell variable gives an empty path"),
     ],
 )
 def test_usage_errors_are_two_lines_and_exit_code_2(say, args, error, hint):
