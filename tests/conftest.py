@@ -1,7 +1,9 @@
 """What all tests share."""
 
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shardctl", deadline=None)  # a busy machine is not a failure
@@ -10,3 +12,14 @@ settings.load_profile("shardctl")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would every program that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SLOW = Path(__file__).with_name("slow_tests.txt")
+"""Files and tests that took more than five seconds on a quiet machine, one a line; what follows `[` may be left out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow tests, so that `-m "not slow"` leaves them out."""
+    slow = {line for line in SLOW.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
+    for item in items:
+        if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)
