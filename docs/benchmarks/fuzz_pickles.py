@@ -16,6 +16,7 @@ import io
 import pickle
 import pickletools
 import random
+import resource
 import struct
 import sys
 import time
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+MEMORY = 4 << 30
+"""Bytes of address space of the whole run: some changed files make an unpickler ask for tens of gigabytes."""
 FAR = 1 << 20
 """Bytes of a tensor that are still compared; strides can repeat elements."""
 
@@ -459,6 +462,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     begun = time.monotonic()
     counted, faults = run(options.cases, options.seed, options.first)
     print("| outcome | files |\n| --- | ---: |")
