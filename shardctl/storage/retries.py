@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from shardctl.errors import TransientError
 from shardctl.workers import raise_if_stopped
 
 if TYPE_CHECKING:
+    from tenacity import RetryCallState, Retrying
+
     from shardctl.errors import ShardctlError
     from shardctl.workers import StopRequest
 
@@ -26,46 +27,70 @@ _LOOK: Final = 0.1
 
 
 class TroubleError(Exception):
-    """Something that may be gone the next time; `after` is how many seconds the other side asks to wait."""
+    """Something that may be gone the next time."""
 
-    def __init__(self, what: str, after: float | None = None) -> None:
+    def __init__(self, what: str, after: float | None = None, *, last: ShardctlError | None = None) -> None:
+        """`after` is how many seconds the other side asks to wait; `last` is what to raise after the last try."""
         super().__init__(what)
         self.after = after
+        self.last = last
 
 
-class RetryBackoff:
-    """Waits between the tries of one transfer, ever longer, until it succeeds or the tries are used up."""
+def make_retrying(doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> Retrying:
+    """What calls a function again that raises TroubleError, after ever longer waits, until it succeeds.
 
-    def __init__(self, doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> None:
-        self._doing = doing
-        self._stop = stop
-        self._tries = tries
-        self._failures = 0
+    When so many tries in a row have failed, it raises the trouble's `last`, or TransientError if that has none; after a
+    signal, Interrupted.
+    """
+    from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+    from tenacity import wait_random_exponential as wait_randomly
 
-    def succeed(self) -> None:
-        """Begin to count anew."""
-        self._failures = 0
+    # one half of the wait is sure, and the other is random, so that threads do not return all at once
+    first, longest = FIRST_WAIT / 2, LONGEST_WAIT / 2
+    usual = wait_exponential(first, longest) + wait_randomly(first, longest)
 
-    def wait(self, trouble: TroubleError, *, last: ShardctlError | None = None) -> None:
-        """Sleep before the next try; raises `last`, or TransientError, if there is none, Interrupted after a signal."""
-        self._failures += 1
-        if trouble.after is not None and trouble.after > LONGEST_ASKED:
-            raise TransientError(
-                f"{self._doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
-                hint="run the same command again then: it goes on where this one stopped",
-            ) from trouble
-        if self._failures >= self._tries:
-            raise last or TransientError(
-                f"{self._doing} failed {self._failures} times, the last time because {trouble}",
-                hint="run the same command again later: it goes on where this one stopped",
-            ) from trouble
-        usual = min(FIRST_WAIT * 2 ** (self._failures - 1), LONGEST_WAIT)
-        spread = random.uniform(0.5, 1.0)  # noqa: S311 - so that threads do not return all at once
-        self._sleep(usual * spread if trouble.after is None else trouble.after)
+    last_try = stop_after_attempt(tries)
 
-    def _sleep(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            raise_if_stopped(self._stop)
-            time.sleep(min(left, _LOOK))
-        raise_if_stopped(self._stop)
+    def choose_wait(state: RetryCallState) -> float:
+        after = _get_trouble(state).after
+        return usual(state) if after is None else after
+
+    return Retrying(
+        retry=retry_if_exception_type(TroubleError),
+        wait=choose_wait,
+        stop=lambda state: last_try(state) or _is_asked_too_long(state),
+        sleep=lambda seconds: sleep_unless_stopped(seconds, stop),
+        retry_error_callback=lambda state: _give_up(doing, state),
+    )
+
+
+def sleep_unless_stopped(seconds: float, stop: StopRequest) -> None:
+    """Sleep; raises Interrupted as soon as a signal asks to stop."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        raise_if_stopped(stop)
+        time.sleep(min(left, _LOOK))
+    raise_if_stopped(stop)
+
+
+def _get_trouble(state: RetryCallState) -> TroubleError:
+    trouble = state.outcome.exception() if state.outcome is not None else None
+    assert isinstance(trouble, TroubleError)  # noqa: S101 - nothing else is tried again
+    return trouble
+
+
+def _is_asked_too_long(state: RetryCallState) -> bool:
+    return (_get_trouble(state).after or 0) > LONGEST_ASKED
+
+
+def _give_up(doing: str, state: RetryCallState) -> NoReturn:
+    trouble = _get_trouble(state)
+    if _is_asked_too_long(state):
+        raise TransientError(
+            f"{doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
+            hint="run the same command again then: it goes on where this one stopped",
+        ) from trouble
+    raise trouble.last or TransientError(
+        f"{doing} failed {state.attempt_number} times, the last time because {trouble}",
+        hint="run the same command again later: it goes on where this one stopped",
+    ) from trouble

@@ -8,62 +8,83 @@ import pytest
 from shardctl.errors import Interrupted, SourceError, TransientError
 from shardctl.storage import retries as patience
 from shardctl.storage.hub.statuses import parse_retry_after
-from shardctl.storage.retries import RetryBackoff, TroubleError
+from shardctl.storage.retries import TroubleError, make_retrying
 from shardctl.workers import StopRequest
 
 
 @pytest.fixture
 def slept(monkeypatch):
     slept = []
-    monkeypatch.setattr(RetryBackoff, "_sleep", lambda _, seconds: slept.append(seconds))
+    monkeypatch.setattr(patience, "sleep_unless_stopped", lambda seconds, _: slept.append(seconds))
     return slept
 
 
+def fail_with(*troubles):
+    """A function that raises one trouble after another, and then gives 7."""
+    left = list(troubles)
+
+    def act():
+        if left:
+            raise left.pop(0)
+        return 7
+
+    return act
+
+
 def test_waits_double_up_to_half_a_minute(slept):
-    waiting = RetryBackoff("reading", StopRequest(), tries=12)
-    for _ in range(11):
-        waiting.wait(TroubleError("busy"))
+    retrying = make_retrying("reading", StopRequest(), tries=12)
+    with pytest.raises(TransientError, match="reading failed 12 times, the last time because busy"):
+        retrying(fail_with(*[TroubleError("busy")] * 12))
+    assert len(slept) == 11
     for number, seconds in enumerate(slept):
         usual = min(0.5 * 2**number, 30)
         assert usual / 2 <= seconds <= usual
-    with pytest.raises(TransientError, match="reading failed 12 times, the last time because busy"):
-        waiting.wait(TroubleError("busy"))
+    assert len({seconds / min(0.5 * 2**number, 30) for number, seconds in enumerate(slept)}) == 11  # none like another
 
 
 def test_a_server_may_ask_for_more(slept):
-    waiting = RetryBackoff("reading", StopRequest())
-    waiting.wait(TroubleError("busy", 77.0))
-    waiting.wait(TroubleError("busy", patience.LONGEST_ASKED))
-    assert slept == [77.0, patience.LONGEST_ASKED]
+    troubles = TroubleError("busy", 77.0), TroubleError("busy", patience.LONGEST_ASKED), TroubleError("busy", 0.0)
+    assert make_retrying("reading", StopRequest())(fail_with(*troubles)) == 7
+    assert slept == [77.0, patience.LONGEST_ASKED, 0.0]
 
 
 def test_one_that_asks_for_an_hour_is_not_waited_for_in_silence(slept):
     with pytest.raises(
         TransientError, match="reading failed because busy, and another try is asked for in 3,600 s"
     ) as e:
-        RetryBackoff("reading", StopRequest()).wait(TroubleError("busy", 3600.0))
+        make_retrying("reading", StopRequest())(fail_with(TroubleError("busy", 3600.0)))
     assert "run the same command again then" in e.value.hint
     assert slept == []
 
 
-def test_success_counts_anew(slept):
-    waiting = RetryBackoff("reading", StopRequest(), tries=2)
-    for _ in range(5):
-        waiting.wait(TroubleError("busy"))
-        waiting.succeed()
+def test_progress_counts_anew(slept):
+    failed = 0
+    for attempt in make_retrying("reading", StopRequest(), tries=2):
+        with attempt:
+            failed += 1
+            attempt.retry_state.attempt_number = 1
+            if failed <= 5:
+                raise TroubleError("busy")
     assert len(slept) == 5
+    assert max(slept) <= 0.5
+
+
+def test_only_trouble_is_tried_again(slept):
+    with pytest.raises(SourceError, match="mine"):
+        make_retrying("reading", StopRequest())(fail_with(SourceError("mine")))
+    assert slept == []
 
 
 def test_the_last_error_may_be_another_one():
     with pytest.raises(SourceError, match="mine"):
-        RetryBackoff("reading", StopRequest(), tries=1).wait(TroubleError("busy"), last=SourceError("mine"))
+        make_retrying("reading", StopRequest(), tries=1)(fail_with(TroubleError("busy", last=SourceError("mine"))))
 
 
 def test_a_signal_ends_a_wait():
     stop = StopRequest()
     stop.signal = 15
     with pytest.raises(Interrupted) as ended:
-        RetryBackoff("reading", stop).wait(TroubleError("busy", 100))
+        make_retrying("reading", stop)(fail_with(TroubleError("busy", 100)))
     assert ended.value.exit_code == 143
 
 

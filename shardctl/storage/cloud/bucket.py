@@ -20,7 +20,7 @@ from shardctl.storage.bounded_text import RECORD_TEXT, check_size
 from shardctl.storage.cloud.refusals import RefusalReader
 from shardctl.storage.cloud.settings import HOW_ALLOWED, build_store_options
 from shardctl.storage.durable import translate_os_errors
-from shardctl.storage.retries import RetryBackoff, TroubleError
+from shardctl.storage.retries import TroubleError, make_retrying
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
@@ -249,13 +249,7 @@ class CloudBucket:
     def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
         """The result of `act`, which is done again where the trouble may pass."""
         where = f"{self.name}/{path}" if path else self.name
-        patience = RetryBackoff(f"{doing} {where}", self.stop)
-        while True:
-            try:
-                with self._told(f"{doing} {where}"):
-                    return act()
-            except TroubleError as trouble:
-                patience.wait(trouble)
+        return make_retrying(f"{doing} {where}", self.stop)(self._told(f"{doing} {where}")(act))
 
     @contextlib.contextmanager
     def _told(self, doing: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
 from shardctl.storage.hub.statuses import PASSING, parse_retry_after
-from shardctl.storage.retries import RetryBackoff, TroubleError
+from shardctl.storage.retries import TroubleError, make_retrying
 from shardctl.version import __version__
 
 if TYPE_CHECKING:
@@ -153,24 +153,23 @@ def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop:
 
     from shardctl.storage.hub.library import TransportError
 
-    patience = RetryBackoff(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)
-    while True:
+    def ask() -> Answer:
         try:
             return question()
         except HfHubHTTPError as error:
             if error.response.status_code not in PASSING:
                 raise build_refusal_error(error, address) from error
             trouble = f"it answered HTTP {error.response.status_code}"
-            patience.wait(TroubleError(trouble, parse_retry_after(error.response.headers)))
+            raise TroubleError(trouble, parse_retry_after(error.response.headers)) from error
         except TransportError as error:
             cause = build_unreachable_error(error, address)
-            patience.wait(TroubleError(str(error) or type(error).__name__), last=cause)
+            raise TroubleError(str(error) or type(error).__name__, last=cause) from error
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
-        except TroubleError as trouble:
-            patience.wait(trouble)
         except _NOT_AN_ANSWER as error:
-            patience.wait(TroubleError(f"its answer is not what the Hub would say: {error}"))
+            raise TroubleError(f"its answer is not what the Hub would say: {error}") from error
+
+    return make_retrying(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)(ask)
 
 
 def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:

@@ -30,7 +30,7 @@ from shardctl.storage.hub.refusals import build_refusal_error
 from shardctl.storage.hub.sockets import BROKEN, ResponseBody, SocketPool
 from shardctl.storage.hub.statuses import EXPIRED, PASSING, REDIRECTS, parse_retry_after
 from shardctl.storage.hub.xet import XetRanges, has_xet, needs_xet
-from shardctl.storage.retries import RetryBackoff, TroubleError
+from shardctl.storage.retries import TroubleError, make_retrying
 from shardctl.version import __version__
 from shardctl.workers import raise_if_stopped
 
@@ -90,28 +90,28 @@ class RangeReader:
         Raises SourceError for what the Hub does not have or gives otherwise than it should, ChangedError for a file
         that is not the one of the listing, AccessError, TransientError after the last try, Interrupted.
         """
-        patience = RetryBackoff(f"reading {path} of {self._address.repository}", stop)
         file = self._listing.files[path]
         by_xet = bool(file.xet) and needs_xet(file) and has_xet()
         done = recent = 0
-        while done < len(into):
-            raise_if_stopped(stop)
-            try:
-                if by_xet:
-                    got = self._by_xet(path, offset + done, into[done:], stop)
+        for attempt in make_retrying(f"reading {path} of {self._address.repository}", stop) if into else ():
+            with attempt:
+                raise_if_stopped(stop)
+                try:
+                    if by_xet:
+                        got = self._by_xet(path, offset + done, into[done:], stop)
+                    else:
+                        with self._answer(path, offset + done, offset + len(into)) as (response, skip):
+                            got = self._take(response, skip, into[done:], stop)
+                except TroubleError as trouble:
+                    got, problem = 0, trouble
                 else:
-                    with self._answer(path, offset + done, offset + len(into)) as (response, skip):
-                        got = self._take(response, skip, into[done:], stop)
-            except TroubleError as trouble:
-                got, problem = 0, trouble
-            else:
-                problem = TroubleError(f"the connection ended {len(into) - done - got:,} bytes too early")
-            done, recent = done + got, recent + got
-            if recent >= _PROGRESS:
-                patience.succeed()
-                recent = 0
-            if done < len(into):
-                patience.wait(problem, last=self._too_large(path) if needs_xet(file) and not by_xet else None)
+                    problem = TroubleError(f"the connection ended {len(into) - done - got:,} bytes too early")
+                done, recent = done + got, recent + got
+                if recent >= _PROGRESS:
+                    attempt.retry_state.attempt_number, recent = 1, 0
+                if done < len(into):
+                    problem.last = self._too_large(path) if needs_xet(file) and not by_xet else None
+                    raise problem
 
     def _by_xet(self, path: str, offset: int, into: memoryview, stop: StopRequest) -> int:
         from shardctl.storage.hub.library import HfHubHTTPError, TransportError
