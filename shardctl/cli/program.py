@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,9 +17,6 @@ from shardctl.report.failure import FailureReport, describe_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_PARSER_ERROR: Final = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-"""The base of the parser's own errors; typer does not export it, and since 0.26 click is not where it comes from."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -75,7 +72,7 @@ def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
 
 def _translate_parser_error(error: Exception) -> Exception:
     """A parser's error as one of ours, with its suggestion as the hint."""
-    if not isinstance(error, _PARSER_ERROR):
+    if not isinstance(error, typer.TyperException):
         return error
     message, _, guess = str(getattr(error, "message", error)).partition(". Did you mean ")
     if not guess:
