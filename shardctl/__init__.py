@@ -1,4 +1,4 @@
-"""One tool from any checkpoint layout to any other: plan, reshard, verify."""
+"""Converts model checkpoints between any two layouts: plans, reshards and verifies."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The named changes between what a file stores and what the model means: norms whose weights are kept less one.
+"""Names the changes between stored values and the model's values, such as norms stored as weight minus one.
 
 Megatron's `layernorm_zero_centered_gamma` and NVIDIA's LayerNorm1p store ``gamma - 1``, so that weight decay pulls a
 norm towards the identity; transformers stores gamma for the same models. Nothing else is ever changed, and this is

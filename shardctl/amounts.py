@@ -1,4 +1,4 @@
-"""Numbers as people read them: files in decimal units, memory in binary ones, counts, rates and times."""
+"""Formats numbers for people: files in decimal units, memory in binary ones, counts, rates and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public Python API: every verb as a function that returns a dataclass and raises a `ShardctlError`."""
+"""Offers every verb as a function that returns a dataclass and raises a `ShardctlError`: the public Python API."""
 
 from shardctl.conversion.worker_part import ContributeResult, contribute
 from shardctl.errors import ShardctlError

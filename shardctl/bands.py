@@ -1,4 +1,9 @@
-"""Bands: the row-major stretches in which tensors are read, compared and written, one block at a time."""
+"""Reads, compares and writes tensors in bands: row-major stretches of at most one block.
+
+>>> from shardctl.dtype import BY_NAME
+>>> [str(box) for box in split_bands((4, 8), BY_NAME["F32"], block=64)]
+['[0:2, 0:8]', '[2:4, 0:8]']
+"""
 
 from __future__ import annotations
 

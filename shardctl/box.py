@@ -1,4 +1,9 @@
-"""Rectangular regions of a tensor's index space, and the arithmetic that proves coverage."""
+"""Describes rectangular parts of a tensor's index space, and computes what they cover.
+
+>>> from shardctl.box import Box, subtract_all
+>>> subtract_all(Box((0, 0), (4, 8)), [Box((0, 0), (4, 6))])  # what remains
+[Box(origin=(0, 6), shape=(4, 2))]
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,11 @@
 Values round to nearest, ties to even; subnormals, signed zeros and infinities are kept; F64 goes through F32, as
 ``torch.Tensor.to`` does. What is finite and becomes infinite is counted. A NaN becomes the quiet NaN of its sign,
 without payload: torch 2.13 drops signs or keeps payloads, depending on the dtypes and even on the number of elements.
+
+    >>> from shardctl.dtype import BY_NAME
+    >>> source, out = np.array([1.0, 1e39]).view(np.uint8), np.empty(8, np.uint8)
+    >>> cast_elements(source, BY_NAME["F64"], BY_NAME["F32"], out)
+    CastReport(overflowed=1)
 """
 
 from __future__ import annotations

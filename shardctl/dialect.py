@@ -1,4 +1,4 @@
-"""Which library's arrays a checkpoint consists of, where those are not the model's own tensors."""
+"""Says which library's arrays a checkpoint holds, if they are not the model's own tensors."""
 
 from __future__ import annotations
 

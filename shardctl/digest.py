@@ -1,9 +1,15 @@
-"""The layout-independent digest: position-keyed sums over the elements of a global tensor, whoever holds them.
+"""Computes the digest, which is the same for every layout: position-keyed sums over a tensor's elements.
 
 The definition, its guarantees with their proofs, and test vectors are in ``docs/design/digest.md``; a reader of that
 page alone must be able to compute the same numbers. This module is the fast way to do it: a block of elements becomes
 float64 in a thread's scratch, BLAS takes the inner product of each row with the column keys (exact, since it stays
 below 2^53), and integers modulo 2^64 do the rest.
+
+    >>> from shardctl.box import Box
+    >>> from shardctl.dtype import BY_NAME
+    >>> sums = compute_box_sums(bytes(16), BY_NAME["F32"], Box((0,), (4,)), (4,))
+    >>> len(compute_tensor_digest(sums, BY_NAME["F32"], (4,)))
+    32
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The element types a checkpoint can hold: names, widths, and what NumPy can do with each.
+"""Lists the element types that a checkpoint can hold: their names, widths, and what NumPy can do with each.
 
 The names are those of the safetensors format (safetensors 0.8, `safetensors/src/tensor.rs`, enum `Dtype`).
 """

@@ -1,4 +1,4 @@
-"""Every way shardctl can fail on purpose, each with its exit code."""
+"""Defines every error that shardctl raises on purpose, each with its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""What a checkpoint contains and where each byte of it is, on disk or yet to be written."""
+"""Describes what a checkpoint contains and where each byte of it is, on disk or yet to be written.
+
+>>> from shardctl.box import Box
+>>> from shardctl.dtype import BY_NAME
+>>> strides = compute_dense_strides(BY_NAME["F32"], (2, 4))
+>>> chunk = Chunk(Box((0, 0), (2, 4)), BY_NAME["F32"], Region("model.safetensors", 64, strides))
+>>> narrow_chunk(chunk, Box((1, 0), (1, 4))).where
+Region(file='model.safetensors', offset=80, strides=(16, 4))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The mesh of devices: named axes, ranks, and how expert axes re-factor the ranks of a stage."""
+"""Describes the mesh of devices: named axes, ranks, and how expert axes divide the ranks of a stage.
+
+>>> mesh = Mesh.parse("pp=2,tp=4")
+>>> mesh.world, mesh.coordinate(5)["pp"], mesh.coordinate(5)["tp"]
+(8, 1, 1)
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Rules and a mesh made concrete: which boxes of which tensors each rank holds, and which layers each stage."""
+"""Applies rules to a mesh: computes which boxes each rank holds, and which layers each stage has.
+
+>>> balance_stages([1, 1, 1, 1], first=2, last=0, count=2)  # layers per stage
+(1, 3)
+>>> parse_stages("3,1", layers=4, count=2)
+(3, 1)
+"""
 
 from __future__ import annotations
 

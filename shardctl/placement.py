@@ -1,4 +1,10 @@
-"""Who holds what: how named cuts of a tensor's dims become the boxes of one rank of a mesh."""
+"""Computes the boxes that one rank of a mesh holds, from the named cuts of a tensor's dims.
+
+>>> from shardctl.mesh import Mesh
+>>> mesh, rows = Mesh.of(tp=2), PartitionSpec(((AxisCut("tp"),), ()))
+>>> compute_rank_boxes((8, 4), rows, mesh, mesh.coordinate(1))
+[Box(origin=(4, 0), shape=(4, 4))]
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer settings: the values that every optimizer can be told, and that JSON and every pickle can hold."""
+"""Defines the values that optimizer settings can have, in JSON and in every pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares: one copy plan divided among several workers, so that each file of the result has one writer."""
+"""Divides a copy plan among several workers, so that each file of the result has one writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decorator of classes whose instances are made by the hundred thousand: frozen to the type checker alone."""
+"""Decorates classes with hundreds of thousands of instances: frozen for the type checker only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where a tensor lies inside a larger array: the one class for stacked, joined, permuted and interleaved storage."""
+"""Describes how a tensor runs through a larger array: stacked, joined, permuted or interleaved.
+
+>>> view = ArrayView((3, 0, 0), (1, 2))  # expert 3 of a stack
+>>> view.image((4, 8))
+Box(origin=(3, 0, 0), shape=(1, 4, 8))
+"""
 
 from __future__ import annotations
 
@@ -23,9 +28,9 @@ class ArrayView:
     lies at an index of dim 0, the up half of a fused gate and up at a row offset, a transposed weight has its axes
     swapped, and every second row has a step of 2:
 
-    >>> View((3, 0, 0), (1, 2)).image((4, 8))  # expert 3
+    >>> ArrayView((3, 0, 0), (1, 2)).image((4, 8))  # expert 3
     Box(origin=(3, 0, 0), shape=(1, 4, 8))
-    >>> View((0, 1), (1, 0), (1, 2)).image((8, 4))  # odd columns, transposed
+    >>> ArrayView((0, 1), (1, 0), (1, 2)).image((8, 4))  # odd columns, transposed
     Box(origin=(0, 1), shape=(7, 8))
     """
 

@@ -1,4 +1,4 @@
-"""Threads that share a queue of work, stop at the first error, and can be asked to stop."""
+"""Runs threads that share a queue of work, stop at the first error, and can be asked to stop."""
 
 from __future__ import annotations
 

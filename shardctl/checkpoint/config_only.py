@@ -1,4 +1,4 @@
-"""A model whose weights are not here: its tensors as its `config.json` alone describes them."""
+"""Describes a model without weights: its tensors, as its `config.json` alone implies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When Python's collector of cycles may rest."""
+"""Pauses Python's cyclic garbage collector while many objects are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Opens a checkpoint: where it is, what its container holds, what model that is, and what each tensor is called."""
+"""Opens a checkpoint: finds its format, its model, and the canonical name of each tensor.
+
+with open_checkpoint("./llama-tp4") as checkpoint:
+print(checkpoint.source.name, checkpoint.manifest.format, len(checkpoint.manifest.tensors))
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the records of zip archives with the CRC-32s that the archives state of them, while they are read."""
+"""Compares the records of zip archives with their stated CRC-32s while they are read."""
 
 from __future__ import annotations
 

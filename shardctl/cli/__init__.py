@@ -1,4 +1,4 @@
-"""The command line: one file per verb; parses, calls one function, renders, sets the exit code."""
+"""Defines the command line, one file per verb, which parses, calls one function, and renders its result."""
 
 import gc
 import sys

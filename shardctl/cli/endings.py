@@ -1,4 +1,4 @@
-"""Lets SIGTERM and SIGHUP end a command tidily while it works, and no signal fail one whose work is done."""
+"""Ends a command cleanly on SIGTERM and SIGHUP, and ignores signals once its work is done."""
 
 from __future__ import annotations
 

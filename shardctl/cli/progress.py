@@ -1,4 +1,4 @@
-"""Shows how a long task goes on: a bar for a person, plain lines for a log, JSON lines for a program."""
+"""Shows the progress of a long task: a bar for a person, plain lines for a log, JSON lines for a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""stdout for data, stderr for talk: the only place that writes to either."""
+"""Writes data to stdout and messages to stderr; no other module writes to either."""
 
 from __future__ import annotations
 

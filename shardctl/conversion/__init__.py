@@ -1,1 +1,1 @@
-"""A conversion as it is planned and run: from options to a copy plan, its parts, its record, and its place."""
+"""Plans and runs conversions, from options to a copy plan, its shares, its record and its destination."""

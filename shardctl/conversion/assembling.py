@@ -1,4 +1,4 @@
-"""Makes a result of parts that are all there: its record, written last, and then its name."""
+"""Assembles a result from parts that are all complete: writes its record last, then gives it its name."""
 
 from __future__ import annotations
 

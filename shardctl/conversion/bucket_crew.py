@@ -1,4 +1,4 @@
-"""A conversion into a bucket that several workers share: each writes its objects, and `finish` the record."""
+"""Runs one worker's share of a conversion into a bucket; `finish` then writes the record."""
 
 from __future__ import annotations
 

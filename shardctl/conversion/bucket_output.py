@@ -1,4 +1,4 @@
-"""A conversion whose result goes into a bucket: group by group, each filled on this machine's disk and then sent."""
+"""Writes a conversion into a bucket: fills files on this machine's disk group by group, and sends them."""
 
 from __future__ import annotations
 

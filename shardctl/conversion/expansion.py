@@ -1,4 +1,4 @@
-"""Refuses a conversion that would write many times what its source stores: a small file could fill a disk."""
+"""Refuses a conversion that would write many times the bytes of its source, which could fill a disk."""
 
 from __future__ import annotations
 

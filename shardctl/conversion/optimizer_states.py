@@ -1,4 +1,4 @@
-"""What becomes of the optimizer in a conversion: whether its states travel along, and how they are cut."""
+"""Decides whether a conversion includes optimizer states, and how they are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of a record: all that `shardctl.json` will say and that is known before a byte is moved."""
+"""Prepares the record: everything in `shardctl.json` that is known before any bytes are moved."""
 
 from __future__ import annotations
 

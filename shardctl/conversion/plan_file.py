@@ -1,4 +1,4 @@
-"""A plan on disk: what `shardctl plan --out FILE` decided, so that `shardctl reshard --plan FILE` does just that.
+"""Reads and writes plan files: `shardctl plan --out FILE` makes one, and `reshard --plan FILE` follows it.
 
 The file is JSON with `"schema": "shardctl.plan-file/1"`: the source with its files, every option that shapes the result
 (the mesh, the layout and the layers of each stage as they came out), and a hash of the plan itself. Of the files that

@@ -1,4 +1,4 @@
-"""Opens a source and works out its conversion, refusing a destination that is the source, or that cannot be written."""
+"""Opens a source, plans its conversion, and refuses a destination that is the source or cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves one share of a conversion into a staging area: everything for which the source is needed."""
+"""Moves one share of a conversion into a staging area; after that, the source is no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sample of what the files of a source hold, so that workers on several machines know that they read the same.
+"""Samples the files of a source, so that workers on several machines know that they read the same bytes.
 
 Size and modification time, which is all that a file system says of a file, are the same for two copies of which one was
 damaged. To compare copies whole would be a pass over all data for every worker.

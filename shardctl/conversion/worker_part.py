@@ -1,4 +1,4 @@
-"""One worker's part of a conversion that several share; `finish` makes the result of all parts."""
+"""Writes one worker's part of a shared conversion; `finish` assembles the result from all parts."""
 
 from __future__ import annotations
 

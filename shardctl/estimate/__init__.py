@@ -1,1 +1,1 @@
-"""The estimator: what every device will hold in serving and in training, and what a mesh costs; from headers only."""
+"""Estimates, from headers only, what every device holds in serving and training, and what a mesh costs."""

@@ -1,4 +1,4 @@
-"""What training keeps for the backward pass on one rank, and the most that is alive besides while that pass runs."""
+"""Estimates what training keeps for the backward pass on one rank, and the peak while that pass runs."""
 
 from __future__ import annotations
 

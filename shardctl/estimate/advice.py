@@ -1,4 +1,4 @@
-"""What would have to change for something to fit: each change is tried, and stands with the bytes that it reaches."""
+"""Tries the changes that could make a model fit, and reports the bytes that each one reaches."""
 
 from __future__ import annotations
 

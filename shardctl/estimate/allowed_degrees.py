@@ -1,4 +1,4 @@
-"""Which degrees of each mesh axis a model allows, and for one that it does not, why and which would work."""
+"""Finds the degrees of each mesh axis that a model allows, and says why others fail and which would work."""
 
 from __future__ import annotations
 

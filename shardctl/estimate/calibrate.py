@@ -1,4 +1,4 @@
-"""Fits what of an estimate is a guess to peaks that were measured: a factor on activations, and a constant overhead."""
+"""Fits the uncertain parts of an estimate to measured peaks: a factor on activations, a constant overhead."""
 
 from __future__ import annotations
 

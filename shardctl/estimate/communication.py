@@ -1,4 +1,4 @@
-"""What every device sends, by mesh axis and collective, in one optimizer step or one forward pass.
+"""Counts what every device sends, by mesh axis and collective, per optimizer step or forward pass.
 
 Volumes are those of ring algorithms (Thakur et al. 2005; NVIDIA, nccl-tests, doc/PERFORMANCE.md): of n ranks each sends
 `(n - 1) / n` of a message in an all-gather, a reduce-scatter and an all-to-all, and twice that in an all-reduce.

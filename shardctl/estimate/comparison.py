@@ -1,4 +1,4 @@
-"""The table that introductions to sharding show: what each way to share a model's states leaves on a device.
+"""Compares data parallelism and the ZeRO stages by what each leaves of a model's states on a device.
 
 Rajbhandari et al. 2020 (ZeRO), sec. 3 and 5, figure 1 and table 1; what they send: sec. 7.
 """

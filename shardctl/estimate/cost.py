@@ -1,4 +1,4 @@
-"""What a mesh costs in time, and why: a stated model of one optimizer step or of one token of generation.
+"""Estimates the time that a mesh takes, and why: a stated model of one optimizer step or generated token.
 
 It ranks meshes; it is no benchmark. Every share of the time is kept with the formula it follows from.
 """

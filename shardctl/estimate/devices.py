@@ -1,4 +1,4 @@
-"""Devices people run models on: memory, speed and links, as data with the source of each figure."""
+"""Lists devices with their memory, speed and links, as data with the source of each figure."""
 
 from __future__ import annotations
 

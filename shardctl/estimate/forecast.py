@@ -1,4 +1,4 @@
-"""What every rank of a mesh needs for a workload: what it holds, and the terms of serving or training over that."""
+"""Estimates what every rank of a mesh needs for a workload: what it holds, plus serving or training terms."""
 
 from __future__ import annotations
 

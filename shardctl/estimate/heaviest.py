@@ -1,4 +1,4 @@
-"""What the heaviest rank of each pipeline stage holds, for the many meshes of a search."""
+"""Finds what the heaviest rank of each pipeline stage holds, for the many meshes of a search."""
 
 from __future__ import annotations
 

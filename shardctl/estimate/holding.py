@@ -1,4 +1,4 @@
-"""What each rank of a mesh holds of an inventory: exact counts, for the first of each group of equal ranks."""
+"""Counts exactly what each rank of a mesh holds of an inventory, once per group of equal ranks."""
 
 from __future__ import annotations
 

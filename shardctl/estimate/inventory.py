@@ -1,4 +1,4 @@
-"""A model's tensors counted by kind, so that what any mesh makes of them is worked out in milliseconds."""
+"""Counts a model's tensors by kind, so that what a mesh makes of them can be computed in milliseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a profile says what a runtime keeps: tensors with their sizes and widths, and moments when more is alive."""
+"""Lets a profile declare which tensors a runtime keeps, with sizes and widths, and when more are alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of a rank remember the tokens that were seen: keys and values, latents, windows and fixed states."""
+"""Computes the bytes of a rank's cache: keys and values, latents, windows and fixed states."""
 
 from __future__ import annotations
 

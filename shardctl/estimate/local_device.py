@@ -1,4 +1,4 @@
-"""What this machine computes on, as torch finds it: the one place of the estimator that loads torch."""
+"""Asks torch for this machine's device; no other module of the estimator loads torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's tensors would be in another type: plain floats, or codes with scales in a layout that exists.
+"""Computes a model's tensors in another type: plain floats, or codes with scales in an existing layout.
 
 The bytes are those of a known layout, but nobody has quantised this model: they are modelled.
 """

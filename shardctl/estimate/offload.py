@@ -1,4 +1,4 @@
-"""What offloading needs besides room: buffers on the host, a node's share of it, and links that keep devices busy.
+"""Computes what offloading needs: host buffers, a node's share of them, and links that are fast enough.
 
 The model of bandwidth is that of ZeRO-Infinity (Rajbhandari et al. 2021, sec. 4): a device waits for what it moves, so
 that its efficiency is `ait * bw / (ait * bw + peak)`, ait being the operations for each byte that is moved.

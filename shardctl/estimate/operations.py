@@ -1,4 +1,4 @@
-"""How many floating-point operations a rank does for its weights and for attention.
+"""Counts the floating-point operations of a rank, for its weights and for attention.
 
 A matrix costs two operations per parameter and token; attention costs two per token, key and element of the heads for
 the scores, and as many for their values (Narayanan et al. 2021, appendix; Hoffmann et al. 2022, appendix F). A causal

@@ -1,4 +1,4 @@
-"""What each optimizer keeps of every tensor between steps, as data: the elements and the type of each state.
+"""Lists the states that each optimizer keeps of every tensor between steps: their elements and types.
 
 Single numbers that optimizers keep of each tensor (`step`, most on the host, and Adafactor's `RMS`) are left out.
 """

@@ -1,4 +1,4 @@
-"""What each runtime keeps for the backward pass: every tensor with its size, its width and where that was found."""
+"""Lists what each runtime keeps for the backward pass: every tensor with its size, width and source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank needs, term by term, and whether it fits: the estimator's result."""
+"""Holds the result of an estimate: what every rank needs, term by term, and whether it fits."""
 
 from __future__ import annotations
 

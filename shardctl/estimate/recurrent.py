@@ -1,4 +1,4 @@
-"""What training keeps of layers with a recurrent state: Mamba, Mamba 2 and gated delta nets.
+"""Estimates what training keeps of layers with a recurrent state: Mamba, Mamba 2 and gated delta nets.
 
 All of it is what the kernels save that such models are trained with: the arguments of `ctx.save_for_backward` in the
 autograd functions that transformers calls if they are installed, and what its own modules keep around them. Without the

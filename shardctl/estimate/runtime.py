@@ -1,4 +1,4 @@
-"""What a process holds on a device besides tensors: the CUDA context, communicators' buffers, the allocator's slack."""
+"""Estimates what a process holds on a device besides tensors: CUDA context, buffers, allocator slack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipeline schedules hold and waste: microbatches in flight on each stage, and the bubble.
+"""Computes what pipeline schedules hold and waste: microbatches in flight on each stage, and the bubble.
 
 GPipe: Huang et al. 2019; 1F1B and interleaved 1F1B: Narayanan et al. 2021, sec. 2.2; the warm-up of the interleaved
 schedule as in Megatron-LM's `megatron/core/pipeline_parallel/schedules.py`, `get_pp_rank_microbatches`.

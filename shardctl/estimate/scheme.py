@@ -1,4 +1,4 @@
-"""How a training run keeps its states: in which types, shared among how many ranks, and on which tier.
+"""Describes how a training run keeps its states: in which types, shared by how many ranks, and where.
 
 The runtimes keep the same states differently:
 

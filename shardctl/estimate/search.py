@@ -1,4 +1,4 @@
-"""All sensible meshes of N devices: which fit and what they cost, and of each other one why not."""
+"""Compares all sensible meshes of N devices: which ones fit, what they cost, and why the others do not fit."""
 
 from __future__ import annotations
 

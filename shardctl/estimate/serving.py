@@ -1,4 +1,4 @@
-"""What a rank needs to serve, from weights to the sampler, and how much context or how large a batch fits."""
+"""Estimates what a rank needs to serve, and how long a context or how large a batch fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many elements the tensors of one layer have on one rank, for one microbatch, by the names that profiles use."""
+"""Computes how many elements the tensors of one layer have on one rank, by the names that profiles use."""
 
 from __future__ import annotations
 

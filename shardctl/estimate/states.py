@@ -1,4 +1,4 @@
-"""What a training rank keeps between steps: weights, gradients, fp32 copies and optimizer states, and on which tier.
+"""Computes what a training rank keeps between steps: weights, gradients, fp32 copies, optimizer states.
 
 Bytes are counted for the tensors a rank holds. A term is exact where the runtime's own rule for sharing is known to
 the byte: FSDP2 gives each rank `ceil(rows / N)` rows of storage (`FSDPParam._init_sharded_param` pads dim 0), ZeRO-3

@@ -1,4 +1,4 @@
-"""One addend of an estimate: how many bytes, for what, by which formula, from which source, and how sure."""
+"""Describes one addend of an estimate: its bytes, formula, source and interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training rank needs in all: its states, the activations it holds, and what the runtime takes."""
+"""Estimates what a training rank needs in total: its states, activations and runtime overhead."""
 
 from __future__ import annotations
 

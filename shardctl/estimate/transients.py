@@ -1,4 +1,4 @@
-"""What a training rank holds for moments: gathered weights, gradients on their way, copies for a step.
+"""Estimates what a training rank holds briefly: gathered weights, gradients being sent, copies for a step.
 
 All of it is modelled: buckets and limits are options of the runtimes, whose defaults are taken here, and what is
 prefetched depends on timing.

@@ -1,4 +1,4 @@
-"""What the devices will be used for: serving or training, with every choice that changes memory or traffic."""
+"""Describes a workload, serving or training, with every choice that changes memory or traffic."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engine: copies what the plan says in bounded memory, resumable, digesting as it goes."""
+"""Copies what a plan says in bounded memory, can resume, and computes digests on the way."""

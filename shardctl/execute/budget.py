@@ -1,4 +1,4 @@
-"""How much host memory a copy may use, and how that is divided into blocks and threads."""
+"""Decides how much host memory a copy may use, and divides it into blocks and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers in one staging area: which plan they share, what each has finished, and who is at work.
+"""Coordinates several workers in one staging area: their plan, what each has finished, and who is running.
 
 Invariants, besides those of the staging area:
 

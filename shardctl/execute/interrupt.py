@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP: the first asks the engine to stop and keep its state, the second ends the process."""
+"""Handles SIGINT, SIGTERM and SIGHUP: the first stops the engine and keeps its state, the second exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an interrupted run had finished: one line per band that is on stable storage."""
+"""Keeps the journal, from which an interrupted run resumes: one line per band on stable storage."""
 
 from __future__ import annotations
 

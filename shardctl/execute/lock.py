@@ -1,4 +1,4 @@
-"""One run per destination: a lock file that names its owner, and that a killed owner does not keep."""
+"""Allows one run per destination, with a lock file that names its owner and ends with its process."""
 
 from __future__ import annotations
 

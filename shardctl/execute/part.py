@@ -1,4 +1,4 @@
-"""What one worker made: its files, the digest sums of what it counted, and the hashes of the other bytes."""
+"""Describes what one worker made: its files, its digest sums, and the hashes of all other bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine tells whoever watches it."""
+"""Defines what the engine reports to whoever watches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knows from which files of the source a copy's bands come, and so which bands of an earlier run can be believed.
+"""Tracks which files of the source a copy's bands come from, and so which earlier bands can be trusted.
 
 Where a place promises hashes, bytes are right once all of a file was hashed, in one run: a hash cannot be interrupted.
 So a band that an earlier run wrote is kept if that run saw the whole of each file that the band came from, and is read

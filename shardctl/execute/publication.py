@@ -1,4 +1,4 @@
-"""How a result is about to take its final name, noted before, so that a later run knows whether it did."""
+"""Notes how a result is about to get its final name, so that a later run knows whether it did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How objects that wait below `.shardctl/new/` take their final names, and what stood there before goes.
+"""Moves objects from `.shardctl/new/` to their final names, and removes those they replace.
 
 A bucket has no step that exchanges two checkpoints. So from a note on, which says that all of the new one is complete,
 everything goes forward only, and whoever comes next after a kill carries it on:

@@ -1,4 +1,4 @@
-"""Where output grows until it is complete, and how it then takes its final name in one step.
+"""Keeps output in a staging area until it is complete, and then gives it its final name in one step.
 
 Invariants, in the order in which they are made true:
 

@@ -1,4 +1,4 @@
-"""What an interrupted conversion into a bucket had finished: its plan, and a note for every group of objects.
+"""Records what a conversion into a bucket has finished, so that it can resume: its plan, and its objects.
 
 Objects have no names to exchange, so they get their final ones at once, and what makes a checkpoint of them comes last:
 

@@ -1,4 +1,4 @@
-"""Which of several workers this process is: as the user says, or as the variables of its launcher say."""
+"""Finds which of several workers this process is, from the command line or from its launcher's variables."""
 
 from __future__ import annotations
 

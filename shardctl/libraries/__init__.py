@@ -1,1 +1,1 @@
-"""The libraries whose files are read and written: a folder for each, and one list of them in `registry`."""
+"""Reads and writes the files of other libraries: one folder for each, listed in `registry`."""

@@ -1,4 +1,4 @@
-"""What shardctl must know of a container to read it: its name, its marks, and how its headers become a manifest."""
+"""Defines what a reader must provide: its name, how it detects a container, and how it reads its headers."""
 
 from __future__ import annotations
 

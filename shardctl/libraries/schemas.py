@@ -1,4 +1,4 @@
-"""How other libraries spell a model: one file or folder per naming scheme, and one tuple that lists them."""
+"""Lists the schemas: how other libraries name a model's tensors, one file or folder for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The levels of `verify` that use devices: every rank loaded where it will live, and the model that they form run."""
+"""Runs the levels of `verify` that use devices: loads every rank, and runs the model that they form."""
 
 from __future__ import annotations
 

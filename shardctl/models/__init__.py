@@ -1,4 +1,4 @@
-"""Model families as data: what a checkpoint must contain, and how each tensor is cut."""
+"""Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
 from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters

@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer: what estimates of memory, traffic and work need besides its tensors."""
+"""Describes a model layer by layer: what estimates of memory, traffic and work need besides its tensors."""
 
 from __future__ import annotations
 

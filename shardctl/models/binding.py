@@ -1,4 +1,4 @@
-"""Which global tensor each stored name is: prefixes, older spellings and ties."""
+"""Finds the global tensor that each stored name means: handles prefixes, older spellings and ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many parameters a checkpoint has, however they are stored."""
+"""Counts the parameters of a checkpoint, however they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of Llama and of those who took over its names, whole and in the parts that others combine.
+"""Provides the table of Llama and models with its names, whole and in parts that others combine.
 
 Names and shapes follow transformers 5 (`models/llama/modeling_llama.py` and the `modular_*.py` that inherit from it).
 """

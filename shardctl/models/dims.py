@@ -1,4 +1,4 @@
-"""The logical dims of rows of a family's table, by the names that they have where nothing is nested in anything."""
+"""Names the logical dims that rows of a family's table use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of tables that mixtures of experts share: routed experts, shared ones, and what transformers 5 fuses.
+"""Provides the parts of tables that mixtures of experts share: routed, shared and fused experts.
 
 On the Hub each expert has tensors of its own; in the state dict of transformers 5 those of a layer are stacked, the
 gate and up projections joined (`MergeModulelist` and `Concatenate` in transformers/conversion_mapping.py). ep divides

@@ -1,4 +1,4 @@
-"""The notation in which a family's table says names, shapes and thereby placement."""
+"""Defines the notation in which a family's table gives names, shapes and placement."""
 
 from __future__ import annotations
 

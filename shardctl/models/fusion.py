@@ -1,4 +1,4 @@
-"""Arrays that hold several tensors of a model, as transformers 5 holds all experts of a layer in two."""
+"""Describes arrays that hold several tensors, as transformers 5 holds all experts of a layer in two."""
 
 from __future__ import annotations
 

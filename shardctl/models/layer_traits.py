@@ -1,4 +1,4 @@
-"""What a family says of its layers that its rows do not show: activation function, dropout, windows, kinds of norms."""
+"""Says of a family's layers what rows cannot show: activation functions, dropout, windows, kinds of norms."""
 
 from __future__ import annotations
 

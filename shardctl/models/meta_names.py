@@ -1,4 +1,4 @@
-"""Meta's own names for Llama, which torchtitan has, too, and the order of its query and key rows.
+"""Translates Meta's names for Llama, which torchtitan also uses, and the order of query and key rows.
 
 Meta rotates neighbouring pairs of a head, transformers its two halves: row ``2 * j + k`` of a head there is row
 ``k * half + j`` here (transformers `models/llama/convert_llama_weights_to_hf.py`, `permute`; torchtitan

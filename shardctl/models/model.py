@@ -1,4 +1,4 @@
-"""A model as its config describes it: every tensor's name, shape and placement, and what stored names mean."""
+"""Describes a model by its config: every tensor's name, shape and placement, and what stored names mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns over dotted tensor names, which match whole parts and never substrings."""
+"""Matches patterns against dotted tensor names, by whole parts and never by substrings."""
 
 from __future__ import annotations
 

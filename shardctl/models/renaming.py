@@ -1,4 +1,4 @@
-"""What a rule file's `[names]` says: which tensors of a model lie in which stored arrays, and how.
+"""Reads the `[names]` of a rule file, which say in which stored arrays a model's tensors are, and how.
 
 JAX's libraries name arrays by a path in a tree, keep kernels as `[in, out]` or `[in, heads, head]`, and stack the
 layers of a scan. So a name may come with a stacked dim, a shape to see the rest in, and a transposition, in this order.

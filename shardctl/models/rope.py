@@ -1,4 +1,4 @@
-"""What a config says of rotary embeddings, in whichever of transformers' spellings."""
+"""Reads what a config says of rotary embeddings, in any of transformers' spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that a user wrote: how tensors are cut whose family is not known, or not meant."""
+"""Reads rule files, in which users say how tensors of models are cut that shardctl does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules in force, as a table for people."""
+"""Formats the rules that apply as a table for people."""
 
 from __future__ import annotations
 

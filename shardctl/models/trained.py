@@ -1,4 +1,4 @@
-"""Which optimizer states belong to which tensor of a model: each by its parameter's canonical name."""
+"""Assigns optimizer states to the tensors of a model, by the canonical name of each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for an architecture that no table knows, from the plan that transformers itself runs it with.
+"""Makes rules for an unknown architecture from transformers' own parallelism plan.
 
 The plan says less than a table: nothing of heads, of what replicas share, or of modules that it leaves whole. Columns
 of attention are kept in whole heads here all the same, and what must divide is never cut unevenly.

@@ -1,4 +1,4 @@
-"""Which layers of a model attend to a window of tokens only, and how wide it is."""
+"""Finds which layers of a model attend to a window of tokens only, and how wide it is."""
 
 from __future__ import annotations
 

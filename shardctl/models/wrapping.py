@@ -1,4 +1,4 @@
-"""What trainers put around a model's names: the modules that wrap others, and the attribute that holds the model."""
+"""Recognises what trainers add to a model's names: wrapping modules, and the attribute of the model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a plan says of an opened checkpoint: its workload, what every rank needs, what would have to change."""
+"""Plans for an opened checkpoint: its workload, what every rank needs, and what would have to change."""

@@ -1,4 +1,4 @@
-"""What would have to change where a model does not fit its devices."""
+"""Finds what would have to change if a model does not fit its devices."""
 
 from __future__ import annotations
 

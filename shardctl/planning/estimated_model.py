@@ -1,4 +1,4 @@
-"""From an opened checkpoint to what an estimate is about, whatever the mesh."""
+"""Makes what an estimate needs from an opened checkpoint, independent of the mesh."""
 
 from __future__ import annotations
 

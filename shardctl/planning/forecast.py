@@ -1,4 +1,4 @@
-"""What every rank of a mesh needs for a purpose, whether that fits, and how much more would."""
+"""Estimates what every rank of a mesh needs for a purpose, whether it fits, and how much more would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a purpose and a number of devices to the meshes that are worth having."""
+"""Finds the best meshes for a purpose and a number of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the devices of a plan are for: the workload that the options of `plan` come to for a model."""
+"""Makes the workload of a model from the options of `plan`."""
 
 from __future__ import annotations
 

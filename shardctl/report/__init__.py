@@ -1,1 +1,1 @@
-"""Text, JSON, JUnit and Markdown views of results: pure functions, which never print."""
+"""Renders results as text, JSON, JUnit and Markdown, with pure functions that never print."""

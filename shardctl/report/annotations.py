@@ -1,4 +1,4 @@
-"""What `verify` found, as annotations that GitHub shows beside the files of a workflow's run.
+"""Renders the findings of `verify` as annotations of a GitHub workflow.
 
 GitHub shows at most ten errors and ten warnings of a step, and drops the rest
 (docs.github.com/en/actions, "Workflow commands" and "Limitations of annotations").

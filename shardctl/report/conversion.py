@@ -1,4 +1,4 @@
-"""What `reshard` did, as text; the digest is the last line."""
+"""Renders the result of `reshard` as text; the digest is the last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `diff` found, as text: a line per tensor that is not the same, and a summary."""
+"""Renders the result of `diff` as text: one line per tensor that differs, and a summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `digest` found, as lines like those of sha256sum."""
+"""Renders the result of `digest` as lines like those of sha256sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every result as a JSON document: integers that count bytes end in `_bytes`, and `status` agrees with `exit_code`."""
+"""Renders every result as a JSON document: byte counts end in `_bytes`; `status` agrees with `exit_code`."""
 
 from __future__ import annotations
 

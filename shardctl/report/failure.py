@@ -1,4 +1,4 @@
-"""Errors and warnings as the lines people read, and as the last record that programs read."""
+"""Renders errors and warnings as lines for people, and as the last record for programs."""
 
 from __future__ import annotations
 

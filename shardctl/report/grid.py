@@ -1,4 +1,4 @@
-"""Lines and aligned columns, for views in text."""
+"""Formats lines and aligned columns, for views in text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `inspect` says, as text."""
+"""Renders the result of `inspect` as text."""
 
 from __future__ import annotations
 

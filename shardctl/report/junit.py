@@ -1,4 +1,4 @@
-"""What `verify` found, as JUnit XML: a suite for each level, a case for each kind of check that failed."""
+"""Renders the result of `verify` as JUnit XML: a suite per level, a case per kind of failed check."""
 
 from __future__ import annotations
 

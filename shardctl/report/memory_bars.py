@@ -1,4 +1,4 @@
-"""What an estimate says, as text: the mesh as a picture, a bar for the heaviest rank of each stage, and its terms."""
+"""Renders an estimate as text: a picture of the mesh, a bar for the heaviest rank per stage, and its terms."""
 
 from __future__ import annotations
 

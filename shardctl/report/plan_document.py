@@ -1,4 +1,4 @@
-"""What `plan` says, as a JSON document; `docs/schema/plan.json` is its published form."""
+"""Renders the result of `plan` as a JSON document, as published in `docs/schema/plan.json`."""
 
 from __future__ import annotations
 

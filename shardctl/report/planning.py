@@ -1,4 +1,4 @@
-"""What `plan` says, as text."""
+"""Renders the result of `plan` as text."""
 
 from __future__ import annotations
 

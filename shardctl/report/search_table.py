@@ -1,4 +1,4 @@
-"""The meshes that a search compared, as text."""
+"""Renders the meshes that a search compared as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to share a model's states, and an estimate held against measurements, as text."""
+"""Renders ways to share a model's states, and estimates beside measurements, as text."""
 
 from __future__ import annotations
 

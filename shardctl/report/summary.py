@@ -1,4 +1,4 @@
-"""What `verify` found, as Markdown for a job's summary page."""
+"""Renders the result of `verify` as Markdown for a job's summary page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `verify` found, as text: levels, findings (errors first), verdict."""
+"""Renders the result of `verify` as text: levels, findings (errors first), verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names from files made safe for terminals: a checkpoint must not move the cursor or reorder a line."""
+"""Makes names from files safe for terminals: a checkpoint must not move the cursor or reorder a line."""
 
 from __future__ import annotations
 

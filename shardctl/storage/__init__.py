@@ -1,4 +1,4 @@
-"""Byte-range readers and writers: the only doors through which checkpoints are read and written."""
+"""Defines byte-range readers and writers: checkpoints are read and written only through them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a place on the command line means, to read from or to write to: a path, or the address of a place elsewhere."""
+"""Parses places on the command line, to read from or write to: paths, and addresses elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open files by path: many more files than descriptors, shared by threads."""
+"""Keeps files open by path, for threads that share many more files than there are descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Direct I/O: large transfers between memory and disk that do not fill the page cache on their way.
+"""Transfers large blocks between memory and disk with direct I/O, without filling the page cache.
 
 A conversion touches every byte once, so caching it costs memory traffic, evicts what others cached and ends in
 writeback storms. Bytes that are cached already are read from there. Linux only; where a file system refuses, the

@@ -1,4 +1,4 @@
-"""What makes names and bytes survive a power cut, and how trouble with a destination is told."""
+"""Makes names and bytes survive a power failure, and reports errors of a destination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much room there is where something will be written, which need not exist yet."""
+"""Finds the free space of a place where something will be written, which need not exist yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no name for; each says False where the system or file system lacks it."""
+"""Makes system calls of Linux that Python lacks; each returns False if the system does not support it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local files: `pread` and `pwrite`, so that a file truncated under the reader is an error and not a signal."""
+"""Reads and writes local files with `pread` and `pwrite`, so that a truncated file is an error, not a signal."""
 
 from __future__ import annotations
 

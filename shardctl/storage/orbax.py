@@ -1,4 +1,4 @@
-"""The arrays of an Orbax checkpoint as files: each is one row-major file of its bytes, read through tensorstore.
+"""Reads the arrays of an Orbax checkpoint through tensorstore, each as one row-major file.
 
 Orbax keeps arrays in zarr chunks, compressed as a rule, one file each or all in an OCDBT database (google/orbax
 `checkpoint/orbax/checkpoint/_src/serialization/`); which there are, `_METADATA` says. tensorstore reads both, and needs

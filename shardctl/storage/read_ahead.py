@@ -1,4 +1,4 @@
-"""Small reads of far-away files, merged: each fetches what follows as well, and the next ones find it there.
+"""Merges small reads of remote files: each read also fetches what follows, for the next ones.
 
 A large read is fetched as it is. A small one fetches a window of `GLANCE` bytes, or of `STRIDE` where the file is
 read on from where the last fetch ended; at most so much is read without being asked for, and what follows is

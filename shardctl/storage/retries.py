@@ -1,4 +1,4 @@
-"""How often something that failed is tried again, and after how long; for places on the other side of a network."""
+"""Decides how often and after how long a failed request is retried."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the program does, one verb a file; also the public Python API."""
+"""Does the work of the program, one verb per file; also the public Python API."""

@@ -1,4 +1,4 @@
-"""Which tensors of two checkpoints differ, in whatever layouts the two are."""
+"""Finds which tensors differ between two checkpoints in any layouts."""
 
 from __future__ import annotations
 

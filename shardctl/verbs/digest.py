@@ -1,4 +1,4 @@
-"""The layout-independent digest of a checkpoint, computed from every element it stores."""
+"""Computes the digest of a checkpoint from every element it stores."""
 
 from __future__ import annotations
 

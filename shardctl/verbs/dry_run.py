@@ -1,4 +1,4 @@
-"""What `reshard` would do: its plan, and every check that needs no writing."""
+"""Plans what `reshard` would do, and makes every check that needs no writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes one result of the parts that several workers wrote: checks that all are there, writes the record, publishes."""
+"""Assembles the parts of several workers: checks that all are complete, writes the record, publishes."""
 
 from __future__ import annotations
 

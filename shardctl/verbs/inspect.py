@@ -1,4 +1,4 @@
-"""What a checkpoint is: container, layout, model, mesh, types, ties; from headers only."""
+"""Describes a checkpoint from its headers only: container, layout, model, mesh, types and ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a mesh will hold and need, whether it fits, and what converting will cost; from headers only."""
+"""Plans a mesh from headers only: what every rank holds and needs, whether it fits, what converting costs."""
 
 from __future__ import annotations
 

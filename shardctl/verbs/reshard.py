@@ -1,4 +1,4 @@
-"""Moves the bytes: a checkpoint into another layout, in bounded memory, resumable, digested on the way."""
+"""Converts a checkpoint to another layout, in bounded memory, resumable, with digests on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion as Ray tasks: the workers of `contribute`, started, watched and started again by a cluster.
+"""Runs a conversion as Ray tasks: a cluster starts the workers of `contribute`, and restarts them.
 
 Each task writes the files of one worker; Ray runs it elsewhere if its process or machine dies, and it goes on from the
 journal that it left. The driver publishes the result, as `finish` does.

@@ -1,1 +1,1 @@
-"""The checks: structure from headers, content element by element."""
+"""Checks a checkpoint: its structure from headers, its content element by element."""

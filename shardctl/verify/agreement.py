@@ -1,4 +1,4 @@
-"""Whether a checkpoint says one thing of each element: what is stored twice is equal, and boxes do not half overlap."""
+"""Checks that a checkpoint agrees with itself: copies are equal, and boxes do not partly overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the parts that a rank holds belong together: the same heads of q and o, the same columns of gate and down.
+"""Checks that the parts on a rank belong together: the same heads of q and o, the same columns of gate and down.
 
 Coverage says that every element is somewhere. This says that what one rank has of a layer is a layer of a smaller
 model: all its tensors that share a logical dim have the same stretch of it. Which dims those are, the family's tables

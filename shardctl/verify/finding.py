@@ -1,4 +1,4 @@
-"""What a check found, where, and how much it matters."""
+"""Describes what a check found, where, and how serious it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verification came to, level by level."""
+"""Describes the result of a verification, level by level."""
 
 from __future__ import annotations
 

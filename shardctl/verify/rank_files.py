@@ -1,4 +1,4 @@
-"""Which files of a directory of ranks hold what a rank computes with."""
+"""Finds which files of a directory of ranks hold what a rank computes with."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The algebra of arrays that libraries make of a model's tensors, in both directions from one expression."""
+"""Maps a model's tensors to another library's arrays and back, from one expression."""

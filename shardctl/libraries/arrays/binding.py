@@ -1,4 +1,4 @@
-"""From the arrays of another library to the model's tensors: the reading direction of every schema."""
+"""Finds a model's tensors in another library's arrays: the reading direction of every schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the model's tensors to the arrays of another library: the writing direction of every schema."""
+"""Makes another library's arrays from a model's tensors: the writing direction of every schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The piece algebra: arrays that other libraries make of a model's tensors, in both directions from one expression.
+"""Describes another library's arrays as pieces of a model's tensors; reading and writing both follow from it.
 
 An expression such as ``interleave of heads``, ``gate over up``, ``every second row`` or ``padded to 64 rows`` is worked
 out, once, into pieces: boxes of tensors, and for each the `ArrayView` through which it lies in the array. Whoever reads

@@ -1,4 +1,4 @@
-"""In which arrays the tensors of a checkpoint are written: each in its own, or those of a layer's experts in one."""
+"""Decides in which arrays tensors are written: each in its own, or the experts of a layer in one."""
 
 from __future__ import annotations
 

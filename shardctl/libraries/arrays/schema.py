@@ -1,4 +1,4 @@
-"""What a schema is: one table that says, for every rank, which arrays it has and of what they are made."""
+"""Describes a schema: a table that says which arrays every rank has, and what they are made of."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`torch.distributed.checkpoint`: `.metadata` and the `.distcp` files of ranks."""
+"""Reads and writes checkpoints of `torch.distributed.checkpoint`: `.metadata` and `.distcp` files."""

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint of `torch.distributed.checkpoint`: weights, optimizer, and what else was saved."""
+"""Builds the manifest of a checkpoint of `torch.distributed.checkpoint`: weights, optimizer, and the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of `torch.distributed.checkpoint`: items one behind another, and the `.metadata` that says where each is.
+"""Writes `.distcp` files, one item after another, and the `.metadata` that says where each item is.
 
 Every box of a tensor, and every object, is an item as torch.save writes it; `.metadata` is a pickle of torch's own
 classes (torch `distributed/checkpoint/filesystem.py` and `metadata.py`).

@@ -1,4 +1,4 @@
-"""Where in an item, which torch.save wrote, the elements are; and the few values that are read out of one."""
+"""Finds the elements in an item, which torch.save wrote, and reads the few plain values that are needed."""
 
 from __future__ import annotations
 

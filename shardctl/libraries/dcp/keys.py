@@ -1,4 +1,4 @@
-"""What each key of a distributed checkpoint is: a weight, a state of an optimizer, a setting of it, or something else.
+"""Sorts the keys of a distributed checkpoint: weights, optimizer states, settings, and the rest.
 
 A checkpoint is whatever nested dicts the trainer handed to `torch.distributed.checkpoint.save`. Its planner joins the
 way to each value into a key with dots, and keeps the way itself (torch `distributed/checkpoint/_nested_dict.py`).

@@ -1,4 +1,4 @@
-"""The `.metadata` of a distributed checkpoint: every tensor's boxes, and in which stretch of which file each one is.
+"""Reads the `.metadata` of a distributed checkpoint: the boxes of every tensor, and where each one is.
 
 It is a bare pickle of torch's own classes (torch `distributed/checkpoint/metadata.py` and `filesystem.py`; before torch
 2.3 some of them were in `distributed/_shard/sharded_tensor/metadata.py`), read here without any of them.

@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint` (DCP): `.metadata` and the `.distcp` files of ranks."""
+"""Detects and reads checkpoints of `torch.distributed.checkpoint` (DCP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of `torch.distributed.checkpoint.save` wrote: every tensor's boxes, found in their files."""
+"""Reads what one call of `torch.distributed.checkpoint.save` wrote: finds each tensor's boxes in the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint.load` reads into any mesh: `.metadata`, and one set of `.distcp` files per rank.
+"""Plans what `torch.distributed.checkpoint.load` reads into any mesh: `.metadata` and `.distcp` files.
 
 Keys are those of ``{"model": ..., "optim": ...}`` with what `get_state_dict` returns: ``model.<name>``,
 ``optim.state.<name>.<state>`` and ``optim.param_groups.<n>.<setting>``.

@@ -1,1 +1,1 @@
-"""The directories of DeepSeek's own inference code: `modelI-mpN.safetensors`."""
+"""Reads and writes the directories of DeepSeek's own inference code: `modelI-mpN.safetensors`."""

@@ -1,4 +1,4 @@
-"""The arrays of DeepSeek's own inference code: what each rank's `modelI-mpN.safetensors` holds of a DeepSeek-V2 or V3.
+"""Describes the arrays that DeepSeek's inference code holds on each rank, for DeepSeek-V2 and V3.
 
 Names and cuts are those of deepseek-ai/DeepSeek-V3 `inference/convert.py`: layers with many outputs are cut along them,
 those with many inputs along those, routed experts are divided whole, and the rest is on every rank. The scales of fp8

@@ -1,4 +1,4 @@
-"""Directories that DeepSeek's inference code reads: `modelI-mpN.safetensors`, one a rank, without a config."""
+"""Reads directories of DeepSeek's inference code: `modelI-mpN.safetensors`, one per rank, without a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories that DeepSeek's inference code reads: `modelI-mpN.safetensors`, one a rank.
+"""Plans directories for DeepSeek's inference code: `modelI-mpN.safetensors`, one per rank.
 
 The code takes a config of its own from elsewhere (`inference/configs`); that of transformers travels along, for without
 it nobody could read the files back.

@@ -1,1 +1,1 @@
-"""DeepSpeed: checkpoints of every ZeRO stage, and Universal Checkpoints."""
+"""Reads DeepSpeed checkpoints of every ZeRO stage, and reads and writes Universal Checkpoints."""

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint that a DeepSpeed engine saved: weights, optimizer states, and what is left behind."""
+"""Builds the manifest of a DeepSpeed checkpoint: weights, optimizer states, and what is left out."""
 
 from __future__ import annotations
 

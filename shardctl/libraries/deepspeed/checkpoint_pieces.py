@@ -1,4 +1,4 @@
-"""What was found so far in the files of a checkpoint, before it is put together."""
+"""Holds what has been found in the files of a checkpoint, before it is put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts of a mixture a rank holds: in flat partitions they have the numbers that they have on their rank.
+"""Finds which experts a rank holds; flat partitions number them as their rank does.
 
 DeepSpeed `moe/layer.py`, `utils/groups.py` (`_create_expert_and_data_parallel`: ranks of different experts follow one
 another) and `runtime/engine.py` (`_save_moe_checkpoint`: files of experts have the global numbers).

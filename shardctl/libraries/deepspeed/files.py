@@ -1,4 +1,4 @@
-"""Which files of a directory are those of a DeepSpeed checkpoint, by their names, and which one is the latest.
+"""Recognises the files of a DeepSpeed checkpoint by their names, and finds the latest one.
 
 Names: DeepSpeed `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_expert_ckpt_name`,
 `_get_optimizer_ckpt_name`), `runtime/pipe/module.py` (`ckpt_layer_path`) and `checkpoint/ds_to_universal.py`.

@@ -1,4 +1,4 @@
-"""Which stretch of each parameter a rank's flat partition holds.
+"""Computes which stretch of each parameter a rank's flat partition holds.
 
 Stages 1 and 2: DeepSpeed `runtime/zero/stage_1_and_2.py` (constructor, `get_data_parallel_partitions`), stage 3:
 `runtime/zero/partition_parameters.py` (`_partition_param`) and `runtime/zero/stage3.py`.

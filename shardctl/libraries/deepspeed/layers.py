@@ -1,4 +1,4 @@
-"""The files of a pipeline's layers, which hold the module's state of a checkpoint that has it nowhere else.
+"""Reads the files of a pipeline's layers, which may be the only ones with the module's state.
 
 DeepSpeed `runtime/pipe/module.py` (`ckpt_layer_path`, `save_state_dict`).
 """

@@ -1,4 +1,4 @@
-"""What a `*_model_states.pt` says: the module's tensors, the shapes behind the flat partitions, counters, versions.
+"""Reads a `*_model_states.pt`: module tensors, shapes of the flat partitions, counters and versions.
 
 Written by DeepSpeed `runtime/engine.py`, `_save_checkpoint` and `_common_checkpoint_state`.
 """

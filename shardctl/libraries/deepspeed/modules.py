@@ -1,4 +1,4 @@
-"""The module's own copy of weights, buffers and frozen parameters; and which names are ties."""
+"""Reads the module's own copy of weights, buffers and frozen parameters, and finds ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `*_optim_states.pt` says: one rank's flat partitions of the fp32 master weights and of optimizer states.
+"""Reads a `*_optim_states.pt`: one rank's flat partitions of master weights and optimizer states.
 
 Written by DeepSpeed `runtime/zero/stage_1_and_2.py` (`state_dict`), `runtime/zero/stage3.py` (`_rigid_state_dict`) and
 `runtime/bf16_optimizer.py` (`state_dict`).

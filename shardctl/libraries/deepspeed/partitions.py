@@ -1,4 +1,4 @@
-"""Master weights and optimizer states out of the flat partitions of all data-parallel ranks."""
+"""Finds master weights and optimizer states in the flat partitions of all data-parallel ranks."""
 
 from __future__ import annotations
 

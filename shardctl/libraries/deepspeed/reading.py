@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: `mp_rank_*_model_states.pt` and the flat partitions of ZeRO ranks beside them."""
+"""Detects and reads DeepSpeed checkpoints: `mp_rank_*_model_states.pt` and the flat partitions of ZeRO ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the parts that tensor-parallel ranks have of a tensor fit together, as the checkpoint itself tells.
+"""Finds how the parts of tensor-parallel ranks fit together, from what the checkpoint itself says.
 
 The rules are those of `universal_checkpoint_info` (DeepSpeed `checkpoint/ds_to_universal.py`, `merge_tp_slices`),
 which Megatron-DeepSpeed and DeepSpeed's automatic tensor parallelism save for its sake.

@@ -1,4 +1,4 @@
-"""Universal Checkpoints: a folder for each parameter, with a file for the master and each state of it.
+"""Reads Universal Checkpoints: a folder for each parameter, with a file for the master and each state.
 
 Written by DeepSpeed `checkpoint/ds_to_universal.py`.
 """

@@ -1,4 +1,4 @@
-"""Optimizer states of a checkpoint without ZeRO: all in the module's file, under numbers in place of names.
+"""Reads optimizer states without ZeRO: all in the module's file, under numbers instead of names.
 
 DeepSpeed `runtime/fp16/unfused_optimizer.py` and `fused_optimizer.py` (`state_dict`), and torch's optimizers.
 """

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine of any ZeRO stage resumes from: a Universal Checkpoint, with a folder for each parameter.
+"""Plans a Universal Checkpoint, from which a DeepSpeed engine of any ZeRO stage resumes.
 
 The files are those that DeepSpeed's converter writes (`checkpoint/ds_to_universal.py`), with what both loaders read:
 `load_hp_checkpoint_state_from_checkpoint_dir` in `runtime/base_optimizer.py`, of stages 1 and 2, and

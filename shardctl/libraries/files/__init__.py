@@ -1,1 +1,1 @@
-"""What readers of every library need to know of a directory: indexes, links, side files, impostors."""
+"""Answers what readers of every library ask of a directory: indexes, links, side files, impostors."""

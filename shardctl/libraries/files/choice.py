@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint, where that is one file, numbered files, or those that an index names."""
+"""Chooses the files that make up a checkpoint: one file, numbered files, or those that an index names."""
 
 from __future__ import annotations
 

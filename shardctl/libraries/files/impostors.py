@@ -1,4 +1,4 @@
-"""Recognises what stands where weights should be: pointers, error pages, unfinished downloads, other formats."""
+"""Recognises what is not weights in place of weights: pointers, error pages, unfinished downloads."""
 
 from __future__ import annotations
 

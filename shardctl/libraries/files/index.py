@@ -1,4 +1,4 @@
-"""The index of a sharded Hugging Face checkpoint (`*.index.json`): which file holds which tensor."""
+"""Reads the index of a sharded Hugging Face checkpoint (`*.index.json`): which file holds which tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which symbolic links a checkpoint may hold: those that stay inside it, and those of the Hugging Face cache."""
+"""Decides which symbolic links a checkpoint may hold: those inside it, and those of the Hugging Face cache."""
 
 from __future__ import annotations
 

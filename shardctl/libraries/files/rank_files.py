@@ -1,4 +1,4 @@
-"""Which file names say that a file holds one rank's part of what was saved with torch.save."""
+"""Recognises the names of files that hold one rank's part, saved with torch.save."""
 
 from __future__ import annotations
 

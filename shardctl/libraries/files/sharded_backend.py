@@ -1,4 +1,4 @@
-"""Megatron-LM's `metadata.json`, which says how a folder of its distributed checkpoints is stored, and where one is.
+"""Reads Megatron-LM's `metadata.json`, which says how a distributed checkpoint is stored.
 
 Written last, by `dist_checkpointing/core.py` of Megatron-LM core: what has it is complete.
 """

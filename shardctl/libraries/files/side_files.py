@@ -1,4 +1,4 @@
-"""What travels along with the weights and what is left behind: every file that holds no tensor of the checkpoint."""
+"""Decides which side files are copied and which are left out: all files without tensors of the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Megatron-LM: directories of ranks (`--ckpt-format torch`) and distributed checkpoints (`torch_dist`)."""
+"""Reads and writes Megatron-LM's checkpoints: directories of ranks (`torch`) and `torch_dist`."""

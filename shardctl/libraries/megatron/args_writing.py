@@ -1,4 +1,4 @@
-"""The `args` of the run of Megatron-LM that might have written a checkpoint, which both of its formats carry."""
+"""Makes the `args` of a run of Megatron-LM, which both of its formats contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM's `args` say of a model, the config of transformers that follows from them, and the way back.
+"""Converts between Megatron-LM's `args` and the config of transformers.
 
 The names are those of `megatron/training/arguments.py` in Megatron-LM core 0.16, as `load_args_from_checkpoint` reads
 them back. They describe an architecture and never name the model: the simplest one that has it is taken.

@@ -1,4 +1,4 @@
-"""The arrays of Megatron-LM's checkpoint directories: what each `mp_rank_TT_PPP_EEE` holds of a model.
+"""Describes the arrays of Megatron-LM's directories: what each `mp_rank_TT_PPP_EEE` holds of a model.
 
 Every rank has its part of its stage's layers, which are counted anew on each stage and in each chunk of a virtual
 pipeline (`get_transformer_layer_offset` of `megatron/core/transformer/transformer_layer.py`); the embedding is padded

@@ -1,4 +1,4 @@
-"""Which folders of a source are the ranks of one of Megatron-LM's checkpoints, and whether all are there."""
+"""Finds which folders of a source are the ranks of a Megatron-LM checkpoint, and whether any is missing."""
 
 from __future__ import annotations
 

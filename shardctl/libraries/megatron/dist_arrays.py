@@ -1,4 +1,4 @@
-"""The arrays of Megatron-LM's distributed checkpoints: global ones, whatever mesh writes or reads them.
+"""Describes the arrays of Megatron-LM's distributed checkpoints, which do not depend on the mesh.
 
 They are the arrays of `schemas/megatron`, whole, with other names (`sharded_state_dict` in Megatron-LM core 0.12 to
 0.16): layers stacked along a new first dim, or each by its number (`transformer/transformer_block.py`); the same of

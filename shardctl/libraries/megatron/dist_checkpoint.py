@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint of Megatron-LM: its arrays, its optimizer's states, and what was saved beside them."""
+"""Builds the manifest of a `torch_dist` checkpoint: arrays, optimizer states, and the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of Megatron-LM have alike: its arguments, the iteration, settings of the optimizer.
+"""Reads what all ranks of Megatron-LM share: arguments, the iteration, optimizer settings.
 
 It is in `common.pt`, a file of torch.save; since Megatron-LM core 0.19 in an item among those of tensors.
 """

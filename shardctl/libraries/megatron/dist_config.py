@@ -1,4 +1,4 @@
-"""What the arguments of a checkpoint say of its model and of the mesh that wrote it."""
+"""Finds the model and the mesh of a checkpoint from its arguments."""
 
 from __future__ import annotations
 

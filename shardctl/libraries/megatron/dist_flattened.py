@@ -1,4 +1,4 @@
-"""Tensors of which each box is a run of a flattened part, as Megatron-LM core until 0.15 saved optimizer states.
+"""Reads optimizer states whose boxes are runs of a flattened part, as Megatron-LM core until 0.15 saved them.
 
 A tensor of shape ``[X, Y]`` cut into parts of ``[x, y]`` was saved as ``[X / x, Y / y, x * y]``, the last dim divided
 over the ranks of data parallelism (`strategies/torch.py`, `sharded_tensor_to_torch_sharded_tensor`).

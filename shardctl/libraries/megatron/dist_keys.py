@@ -1,4 +1,4 @@
-"""What each key of a checkpoint of Megatron-LM is: a weight, a state of its optimizer, or something else.
+"""Sorts the keys of a Megatron-LM checkpoint: weights, optimizer states, and the rest.
 
 Keys are those of `ShardedTensor` (Megatron-LM core `dist_checkpointing/mapping.py`), not the way through the dicts that
 were saved; optimizers put theirs before the weight's own (`optimizer/optimizer.py` and `distrib_optimizer.py`).

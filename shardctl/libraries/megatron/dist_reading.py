@@ -1,4 +1,4 @@
-"""Megatron-LM's distributed checkpoints, `torch_dist`: global tensors in `.distcp` files, whatever mesh wrote them."""
+"""Detects and reads Megatron-LM's distributed checkpoints, `torch_dist`, whatever mesh wrote them."""
 
 from __future__ import annotations
 

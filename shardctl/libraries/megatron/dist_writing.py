@@ -1,4 +1,4 @@
-"""Megatron-LM's distributed checkpoints, as its `--load` reads them into any mesh: `release/`, and the tracker.
+"""Plans Megatron-LM's distributed checkpoints, which its `--load` reads into any mesh.
 
 What is there, and under which names, is what `dist_checkpointing.save` of Megatron-LM core 0.16 writes of a GPT model
 on such a mesh: the same boxes of the same arrays, `common.pt`, and `metadata.json`. Its loader asks for an object under

@@ -1,4 +1,4 @@
-"""What Megatron-LM makes of a model: its arrays, whole, by the names of megatron-core's local layers, and their cuts.
+"""Describes what Megatron-LM makes of a model: whole arrays under megatron-core's local names, and their cuts.
 
 Names and cuts are those of Megatron-LM core 0.16: `transformer/attention.py` (queries, keys and values of a group one
 behind another; `multi_latent_attention.py` for DeepSeek's), `transformer/mlp.py` (gate over up), `transformer/moe`

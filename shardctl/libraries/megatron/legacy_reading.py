@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoint directories (`--ckpt-format torch`): each rank's `mp_rank_TT_PPP_EEE/model_optim_rng.pt`."""
+"""Reads Megatron-LM's directories of ranks (`--ckpt-format torch`): one `model_optim_rng.pt` per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories that Megatron-LM loads (`--ckpt-format torch`): each rank's folder below `release`, and the tracker.
+"""Plans directories that Megatron-LM loads (`--ckpt-format torch`): a folder per rank, and the tracker.
 
 The dictionary is that of `generate_state_dict` in `megatron/training/checkpointing.py`: the args, from which
 `--use-checkpoint-args` builds the model, the version of the order of rows, and the arrays. Local layers look for an

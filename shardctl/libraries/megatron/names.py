@@ -1,4 +1,4 @@
-"""The names that Megatron-LM's arrays have beside those of megatron-core's local layers, and what they mean.
+"""Translates the names of Megatron-LM's arrays to those of megatron-core's local layers.
 
 Transformer Engine's layers keep a norm inside of the projection that follows it, and its grouped experts have a weight
 each in one module (`megatron/core/extensions/transformer_engine.py`). Before megatron-core, models were nested

@@ -1,4 +1,4 @@
-"""The arguments of a program, as argparse keeps them and pickle writes them: Megatron-LM's `args`."""
+"""Reads and writes Megatron-LM's `args`, which argparse keeps and pickle stores."""
 
 from __future__ import annotations
 

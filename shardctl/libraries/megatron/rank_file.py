@@ -1,4 +1,4 @@
-"""What one rank's `model_optim_rng.pt` holds: the args, the version, and its arrays by megatron-core's local names.
+"""Reads one rank's `model_optim_rng.pt`: its args, version, and arrays by megatron-core's local names.
 
 The dictionary is that of `generate_state_dict` in `megatron/training/checkpointing.py`: ``model``, or ``model0``,
 ``model1``, ... for the chunks of a virtual pipeline, flat since megatron-core and nested before it.

@@ -1,4 +1,4 @@
-"""The folders of Megatron-LM's ranks, and the ranks that have one.
+"""Names the folders of Megatron-LM's ranks, and lists the ranks that have one.
 
 `get_checkpoint_name` of `megatron/training/checkpointing.py` gives them their names: ``mp_rank_TT``, ``_PPP`` behind
 it where there are pipeline stages, ``_EEE`` where experts are divided, so that two numbers alone may be either.

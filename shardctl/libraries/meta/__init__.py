@@ -1,1 +1,1 @@
-"""Llama as Meta publishes it: `consolidated.NN.pth` and `params.json`."""
+"""Reads and writes Llama as Meta publishes it: `consolidated.NN.pth` and `params.json`."""

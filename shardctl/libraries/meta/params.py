@@ -1,4 +1,4 @@
-"""What Meta's `params.json` says of a Llama, and the `config.json` of transformers that follows from it.
+"""Converts Meta's `params.json` of a Llama to the `config.json` of transformers.
 
 The fields are those of `ModelArgs` (meta-llama/llama `model.py`, meta-llama/llama-models `models/llama3/args.py`); what
 they mean for transformers is in its `models/llama/convert_llama_weights_to_hf.py`.

@@ -1,4 +1,4 @@
-"""Which dim of each tensor of Llama Meta cuts for tensor-parallel ranks, and how the parts become whole again.
+"""Says which dim of each tensor Meta cuts for tensor-parallel ranks, and how the parts are joined.
 
 Linear layers with many outputs are cut along their outputs (dim 0), those with many inputs along their inputs (dim 1);
 norms are on every rank. The embedding is cut along the hidden dim by Llama 2 and along the vocabulary by Llama 3. Where

@@ -1,4 +1,4 @@
-"""Checkpoints as Meta publishes Llama 2 and 3: `consolidated.NN.pth`, one a tensor-parallel rank, and `params.json`."""
+"""Reads Llama 2 and 3 as Meta publishes them: one `consolidated.NN.pth` per rank, and `params.json`."""
 
 from __future__ import annotations
 

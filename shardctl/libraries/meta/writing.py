@@ -1,4 +1,4 @@
-"""Llama as Meta's own code loads it: `consolidated.NN.pth`, one file a tensor-parallel rank, and `params.json`.
+"""Plans Llama as Meta's own code loads it: one `consolidated.NN.pth` per rank, and `params.json`.
 
 Names, order of rows and cuts are those that `formats/meta` reads. The embedding is cut along the vocabulary, as by the
 code of Llama 3, if `rope_theta` is that of Llama 3 or the head is tied to it, as in no Llama 2; else along the hidden

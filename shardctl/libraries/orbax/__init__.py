@@ -1,1 +1,1 @@
-"""Orbax checkpoints of JAX."""
+"""Reads Orbax checkpoints of JAX."""

@@ -1,4 +1,4 @@
-"""Orbax checkpoints of JAX: a tree of arrays, by the keys on the way to each, joined by dots."""
+"""Reads Orbax checkpoints of JAX: arrays in a tree, each named by the keys on its path, joined by dots."""
 
 from __future__ import annotations
 

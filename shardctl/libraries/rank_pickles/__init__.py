@@ -1,1 +1,1 @@
-"""Checkpoints of which each rank saved its own part with torch.save, as DTensors or ShardedTensors."""
+"""Reads checkpoints whose ranks each saved a part with torch.save, as DTensors or ShardedTensors."""

@@ -1,4 +1,4 @@
-"""The manifest of files in which each rank saved its own part: what all of them have, put together."""
+"""Builds one manifest from the files in which each rank saved its own part."""
 
 from __future__ import annotations
 

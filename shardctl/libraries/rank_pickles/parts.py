@@ -1,4 +1,4 @@
-"""What one rank's pickle has of a tensor: all of it, or the boxes that a DTensor or a ShardedTensor says.
+"""Finds what one rank's pickle holds of a tensor: all of it, or the boxes of a DTensor or ShardedTensor.
 
 Both are pickled as a wrapper around local tensors, with the mesh and placements, or with offsets and sizes, in their
 state (torch `distributed/tensor/_api.py`, `_dtensor_spec.py`, `distributed/device_mesh.py`; and

@@ -1,4 +1,4 @@
-"""Which elements of a tensor one rank of a device mesh has, by the placements of a DTensor.
+"""Computes which elements of a tensor a rank holds, from the placements of a DTensor.
 
 Placements apply from the first axis of the mesh to the last, each to what those before it left (torch
 `distributed/tensor/_utils.py`, `compute_local_shape_and_global_offset`). `Shard` is `torch.chunk`: parts of ceil size,

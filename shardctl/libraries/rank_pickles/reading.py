@@ -1,4 +1,4 @@
-"""Checkpoints of which each rank saved its part with torch.save: DTensors and ShardedTensors, pickled.
+"""Detects and reads checkpoints whose ranks each pickled DTensors or ShardedTensors.
 
 So do accelerate (`use_dcp=False`), verl (`model_world_size_8_rank_0.pt`) and scripts that save `model.state_dict()` on
 each rank. What a rank has of a tensor is said in its pickle, by placements on a mesh or by offsets.

@@ -1,4 +1,4 @@
-"""What files of ranks hold beside the weights: optimizer states by parameter, settings, the step."""
+"""Reads what files of ranks hold besides weights: optimizer states by parameter, settings, the step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Safetensors files: plain Hugging Face checkpoints, and directories of ranks."""
+"""Reads and writes safetensors files: plain Hugging Face checkpoints, and directories of ranks."""

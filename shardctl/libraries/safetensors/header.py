@@ -1,4 +1,4 @@
-"""The header of a safetensors file: reading one under every rule of the format, and writing one.
+"""Reads and writes the header of a safetensors file, under every rule of the format.
 
 The rules are those of safetensors 0.8, `safetensors/src/tensor.rs` (`read_metadata`, `Metadata::validate`,
 `prepare`). Stricter than the library on purpose, where what it accepts has no single meaning:

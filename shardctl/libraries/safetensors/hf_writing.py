@@ -1,4 +1,4 @@
-"""Plain Hugging Face safetensors: whole tensors, in files of bounded size, with an index."""
+"""Plans plain Hugging Face safetensors: whole tensors, in files of bounded size, with an index."""
 
 from __future__ import annotations
 

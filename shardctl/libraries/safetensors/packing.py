@@ -1,4 +1,4 @@
-"""Packing arrays into safetensors files yet to be written."""
+"""Packs arrays into safetensors files that are yet to be written."""
 
 from __future__ import annotations
 

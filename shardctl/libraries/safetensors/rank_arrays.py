@@ -1,4 +1,4 @@
-"""Safetensors files of ranks, by names of an engine's own, and their arrays: what a `Dialect` speaks of."""
+"""Reads safetensors files of ranks that hold an engine's own arrays, which a `LibraryDialect` describes."""
 
 from __future__ import annotations
 

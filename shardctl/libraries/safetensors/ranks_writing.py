@@ -1,4 +1,4 @@
-"""One set of safetensors files per rank, each box with its place in the global tensor.
+"""Plans one set of safetensors files per rank, with the place of each box in its global tensor.
 
 The files are what torch's `HuggingFaceStorageWriter` writes and its `HuggingFaceStorageReader` reads into any mesh
 (torch 2.13, torch/distributed/checkpoint/hf_storage.py), and what `from_pretrained` of transformers >= 5.20 takes

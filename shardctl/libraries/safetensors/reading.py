@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: one file, an index and its shards, a directory without index, a distributed save."""
+"""Reads safetensors checkpoints: one file, an index with its shards, or a directory without an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DCP_SHARDING_INFO`: what a safetensors file of a distributed save says of the boxes it holds.
+"""Reads and writes `DCP_SHARDING_INFO`, which says what boxes a safetensors file of a distributed save holds.
 
 Written by torch's `HuggingFaceStorageWriter` into `__metadata__` as JSON, ``{name: {"saved_offsets": [...]}}``
 (torch/distributed/checkpoint/hf_storage.py and _hf_utils.py). A `global_shape` beside the offsets (proposed upstream

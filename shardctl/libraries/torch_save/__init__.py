@@ -1,1 +1,1 @@
-"""Files of torch.save, whose pickles are read without being run."""
+"""Reads files of torch.save without running their pickles."""

@@ -1,4 +1,4 @@
-"""Which CRC-32s the zip archives of a checkpoint state, read from their directories once somebody asks."""
+"""Reads the CRC-32s that a checkpoint's zip archives state, when they are first needed."""
 
 from __future__ import annotations
 

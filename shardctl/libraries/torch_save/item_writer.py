@@ -1,4 +1,4 @@
-"""Tensors and objects as torch.save writes them: what stands in the zip archive before their bytes, and what after.
+"""Writes tensors and objects as torch.save does: the parts of the zip archive before and after their bytes.
 
 Layout: torch `serialization.py` and `caffe2/serialize/inline_container.h`. The small records come first, so that what
 is between head and tail is the tensor alone, 64 bytes from the item's start or a multiple. Its CRC-32 is 0, as after

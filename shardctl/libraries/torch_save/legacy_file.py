@@ -1,4 +1,4 @@
-"""The container of torch.save before torch 1.6: five pickles in a row, then each storage with its length before it.
+"""Reads the format of torch.save before torch 1.6: five pickles, then each storage after its length.
 
 Layout: torch `serialization.py`, `_legacy_save` and `_legacy_load`.
 """

@@ -1,4 +1,4 @@
-"""What all pickles of one checkpoint may ask for together, so that many small files cost no more than one large one.
+"""Limits what all pickles of one checkpoint may use together, so that many small files cost no more than one.
 
 Each source has one budget, which every reader of its pickles draws on: `budget_of(source)`. It grows with the size of
 the source, because honest tensors are larger than what describes them, and a hostile file that is small stays cheap.

@@ -1,4 +1,4 @@
-"""Reads a pickle without believing it: opcodes in, a tree of plain containers and inert nodes out.
+"""Reads a pickle without running it: turns opcodes into a tree of plain containers and inert nodes.
 
 Nothing is imported and nothing is called: a global is a name, a call is a note that a call was asked for. The opcodes
 are those of protocols 0 to 5 (CPython `Lib/pickletools.py`).

@@ -1,4 +1,4 @@
-"""Which names a pickle cannot mention without being refused: those that run code, and the ways around to them."""
+"""Lists the names that a pickle must not mention: those that run code, and indirect ways to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the pickle machine holds, and the few things its opcodes do to it, each within a limit."""
+"""Holds the state of the pickle machine, and limits what each opcode can do to it."""
 
 from __future__ import annotations
 

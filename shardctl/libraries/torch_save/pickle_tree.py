@@ -1,4 +1,4 @@
-"""What a pickle says, as plain containers and inert nodes: names that nobody imported, calls that nobody made.
+"""Represents what a pickle says as plain containers and inert nodes; nothing is imported or called.
 
 A tree may be deep, shared and cyclic: whoever walks it must not recurse along it, and should look only where it must.
 """

@@ -1,4 +1,4 @@
-"""Writes a pickle of plain values, names and calls of names, opcode by opcode, importing none of what it names.
+"""Writes a pickle of plain values, names and calls, opcode by opcode, and imports nothing that it names.
 
 The opcodes are those of CPython's `Lib/pickletools.py`; equal texts, names and marked calls are written once.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that torch.save wrote: one file, an index and its shards, a directory without index."""
+"""Reads checkpoints of torch.save: one file, an index with its shards, or a directory without an index."""
 
 from __future__ import annotations
 

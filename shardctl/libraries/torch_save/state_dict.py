@@ -1,4 +1,4 @@
-"""Which part of what was saved is the model's weights, and what else there is."""
+"""Finds the model's weights in what was saved, and lists what else there is."""
 
 from __future__ import annotations
 

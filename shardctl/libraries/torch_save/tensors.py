@@ -1,4 +1,4 @@
-"""Which nodes of a torch pickle are tensors, and where in their storages the elements lie.
+"""Finds the tensors among the nodes of a torch pickle, and where their elements are in their storages.
 
 Only the exact names that tensors need have a meaning here (torch `_utils.py`, `_tensor.py` and `serialization.py`);
 every other node is opaque.

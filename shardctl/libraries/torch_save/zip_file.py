@@ -1,4 +1,4 @@
-"""The zip container of torch.save (torch 1.6 and later): one record for the pickle, one for each storage.
+"""Reads the zip format of torch.save (torch 1.6 and later): a record for the pickle, one for each storage.
 
 Layout: torch `serialization.py` (`_save`, `_load`) and `caffe2/serialize/inline_container.h`.
 """

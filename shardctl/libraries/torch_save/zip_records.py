@@ -1,4 +1,4 @@
-"""Where the records of an uncompressed zip archive lie, from our own strict reading of its directory.
+"""Locates the records of an uncompressed zip archive by a strict reading of its directory.
 
 Python's `zipfile` is lenient where two readers can disagree, takes a CRC-32 that torch left out for a wrong one, and
 reads a local header only when the record is opened. Layout: PKWARE APPNOTE 6.3.9, sections 4.3 and 4.5.3.

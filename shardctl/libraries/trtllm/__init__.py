@@ -1,1 +1,1 @@
-"""The checkpoint directories of TensorRT-LLM: `rankN.safetensors` and its own `config.json`."""
+"""Reads and writes TensorRT-LLM's checkpoint directories: `rankN.safetensors` and its own `config.json`."""

@@ -1,4 +1,4 @@
-"""The arrays of TensorRT-LLM's checkpoints: what each rank's `rankN.safetensors` holds of a Llama, Mistral or Qwen.
+"""Describes the arrays of TensorRT-LLM: what each `rankN.safetensors` holds of a Llama, Mistral or Qwen.
 
 Names, cuts and orders are those of NVIDIA/TensorRT-LLM, `tensorrt_llm/models/llama/convert.py` and `qwen/convert.py`,
 and of NVIDIA's exporter in Megatron-LM core 0.16, `megatron/core/export/trtllm`: the query, key and value rows of a

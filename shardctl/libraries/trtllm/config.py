@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's `config.json` says of ranks and model, and the config of transformers that follows from it.
+"""Reads TensorRT-LLM's `config.json`, and makes the config of transformers from it.
 
 The fields are those of NVIDIA/TensorRT-LLM `tensorrt_llm/models/modeling_utils.py` (`PretrainedConfig`),
 `models/llama/config.py`, `models/qwen/config.py` and `mapping.py`; older files, and those of the exporter in

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's checkpoint directories: `rankN.safetensors`, one a tp and pp rank, and a `config.json` of its own."""
+"""Reads TensorRT-LLM's directories: `rankN.safetensors` of every tp and pp rank, and its own `config.json`."""
 
 from __future__ import annotations
 

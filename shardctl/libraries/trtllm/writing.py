@@ -1,4 +1,4 @@
-"""Directories that `trtllm-build` reads: `rankN.safetensors` of every tp and pp rank, and TensorRT-LLM's `config.json`.
+"""Plans directories that `trtllm-build` reads: `rankN.safetensors` of every tp and pp rank, and `config.json`.
 
 The config's fields are those that its own converters write (NVIDIA/TensorRT-LLM `tensorrt_llm/models/llama/config.py`
 and `qwen/config.py`, `from_hugging_face`); what stands in the files is in `schemas/trtllm`.

@@ -1,1 +1,1 @@
-"""vLLM's `sharded_state`: `model-rank-R-part-P.safetensors`."""
+"""Reads and writes vLLM's `sharded_state`: `model-rank-R-part-P.safetensors`."""

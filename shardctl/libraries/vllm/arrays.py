@@ -1,4 +1,4 @@
-"""The arrays of vLLM's sharded state: what `ShardedStateLoader` reads into each tensor-parallel rank's model.
+"""Describes vLLM's sharded state: what `ShardedStateLoader` loads on each tensor-parallel rank.
 
 They are those of the model's class before any kernel's own order, which vLLM makes after it has read them. Which ones
 there are differs between its versions; a *profile* is one such set, named after the version whose set it is.

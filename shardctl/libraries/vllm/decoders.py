@@ -1,4 +1,4 @@
-"""vLLM's arrays of Llama and of those who took over its names, with one MLP a layer or with experts.
+"""Describes vLLM's arrays of Llama and models with its names, with one MLP per layer or with experts.
 
 Names and orders are those of vLLM 0.25.1, `model_executor/models/` (`llama.py`, `phi3.py`, `gemma2.py`, `mixtral.py`,
 `qwen3_moe.py`, `gpt_oss.py`, `deepseek_v2.py`); what 0.11.2 calls otherwise stands beside it. Of two names for one

@@ -1,4 +1,4 @@
-"""vLLM's arrays of GPT-2, GPT-NeoX, BLOOM and Falcon, whose files have queries, keys and values in one array.
+"""Describes vLLM's arrays of GPT-2, GPT-NeoX, BLOOM and Falcon, which store q, k and v in one array.
 
 Names and orders are those of vLLM 0.25.1, `model_executor/models/` (`gpt2.py`, `gpt_neox.py`, `bloom.py`,
 `falcon.py`): whatever order the file has, a rank has its queries, then its keys, then its values.

@@ -1,4 +1,4 @@
-"""Which version of vLLM wrote a directory, and how it was started, by the names of the arrays."""
+"""Finds which version of vLLM wrote a directory, and how it was started, from the names of the arrays."""
 
 from __future__ import annotations
 

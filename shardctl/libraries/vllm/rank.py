@@ -1,4 +1,4 @@
-"""What one of vLLM's tensor-parallel ranks takes of a tensor, by the kind of layer that the tensor belongs to.
+"""Computes what a tensor-parallel rank of vLLM takes of a tensor, by the kind of its layer.
 
 The cuts are those of vLLM 0.25.1, `model_executor/layers/linear.py` (`ColumnParallelLinear`, `RowParallelLinear`,
 `QKVParallelLinear`), `vocab_parallel_embedding.py` and `fused_moe/` (`expert_map_manager.py` divides experts).

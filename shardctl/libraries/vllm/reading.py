@@ -1,4 +1,4 @@
-"""vLLM's sharded state: `model-rank-R-part-P.safetensors`, several a rank if they are large, and the model's config.
+"""Reads vLLM's sharded state: `model-rank-R-part-P.safetensors`, one or more per rank, and the model's config.
 
 The names are those of `ShardedStateLoader.DEFAULT_PATTERN` (vLLM 0.25.1, `model_executor/model_loader/
 sharded_state_loader.py`). R counts tensor-parallel ranks only, so that a directory holds one pipeline stage.

@@ -1,4 +1,4 @@
-"""Directories that vLLM loads with ``--load-format sharded_state``: `model-rank-R-part-P.safetensors` of every rank.
+"""Plans directories that vLLM loads with ``--load-format sharded_state``.
 
 Files are cut as `ShardedStateLoader.save_model` cuts them, by default at the 5 GiB of vLLM's example
 (`examples/features/sharded_state/save_sharded_state_offline.py`), which also carries along whatever is no weight.

@@ -1,4 +1,4 @@
-"""The families of models, each with all that is said of it in its own file."""
+"""Describes the model families, one per file, which contains everything that is said of it."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""BART, mBART and Whisper: an encoder and a decoder of the same kind of blocks.
+"""Describes BART, mBART and Whisper: an encoder and a decoder of the same kind of blocks.
 
 Names and shapes follow transformers 5 (`models/bart/modeling_bart.py`, and those of mBART and Whisper). The layers of
 a pipeline are the encoder's and then the decoder's. BART's embedding is on the first stage, on that of the first

@@ -1,4 +1,4 @@
-"""BERT, and the encoder table that its descendants share.
+"""Describes BERT, and the encoder table that its descendants share.
 
 Names and shapes follow transformers 5 (`models/bert/modeling_bert.py`).
 """

@@ -1,4 +1,4 @@
-"""BLOOM: q, k and v interleaved head by head, positions from ALiBi.
+"""Describes BLOOM: q, k and v interleaved head by head, positions from ALiBi.
 
 Names and shapes follow transformers 5 (`models/bloom/modeling_bloom.py`).
 """

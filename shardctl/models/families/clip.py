@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: a transformer for texts beside one for images, each also by itself.
+"""Describes CLIP and SigLIP: a transformer for texts beside one for images, each also by itself.
 
 Names and shapes follow transformers 5 (`models/clip/modeling_clip.py`, `models/siglip/modeling_siglip.py`). The layers
 of a pipeline are those of the text model and then those of the vision model.

@@ -1,4 +1,4 @@
-"""Command-R (Cohere and Cohere 2): attention and MLP in parallel after one norm."""
+"""Describes Command-R (Cohere and Cohere 2): attention and MLP in parallel after one norm."""
 
 from __future__ import annotations
 

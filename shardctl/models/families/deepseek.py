@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and GLM-4.5: shared and routed experts, the first layers dense; DeepSeek's with latent attention.
+"""Describes DeepSeek-V2 and V3 (latent attention) and GLM-4.5: shared and routed experts after dense layers.
 
 Names and shapes follow the Hub (`models/deepseek_v3/modeling_deepseek_v3.py`, and its namesakes `deepseek_v2` and
 `glm4_moe`). The projections down to the latents, which all heads share, are whole on every tp rank, and those from the

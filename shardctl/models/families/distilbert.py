@@ -1,4 +1,4 @@
-"""DistilBERT: BERT with names of its own, without token types and pooler.
+"""Describes DistilBERT: BERT with names of its own, without token types and pooler.
 
 Names and shapes follow transformers 5 (`models/distilbert/modeling_distilbert.py`).
 """

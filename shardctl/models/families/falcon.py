@@ -1,4 +1,4 @@
-"""Falcon, whose q, k and v are fused in three ways: interleaved by head, by group, or with one key/value head.
+"""Describes Falcon, which fuses q, k and v in three ways: by head, by group, or with one key/value head.
 
 Names and shapes follow transformers 5 (`models/falcon/modeling_falcon.py`, `FalconAttention._split_heads`).
 """

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and the text model of 3: tied, with a head dim of its own, and from Gemma 2 on four norms a layer."""
+"""Describes Gemma 1, 2 and the text model of 3: tied, with a head dim of its own; from 2 on four norms a layer."""
 
 from __future__ import annotations
 

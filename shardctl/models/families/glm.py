@@ -1,4 +1,4 @@
-"""GLM-4, as `glm` (its first checkpoints) and as `glm4` (those of 0414): gate and up projection fused."""
+"""Describes GLM-4, as `glm` (its first checkpoints) and as `glm4` (those of 0414): gate and up projection fused."""
 
 from __future__ import annotations
 

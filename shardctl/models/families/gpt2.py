@@ -1,4 +1,4 @@
-"""GPT-2: `Conv1D` weights stored `[in, out]`, and q, k and v fused.
+"""Describes GPT-2: `Conv1D` weights stored `[in, out]`, and q, k and v fused.
 
 Names and shapes follow transformers 5 (`models/gpt2/modeling_gpt2.py`; `Conv1D` is in `pytorch_utils.py`).
 """

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: q, k and v interleaved head by head.
+"""Describes GPT-NeoX and Pythia: q, k and v interleaved head by head.
 
 Names and shapes follow transformers 5 (`models/gpt_neox/modeling_gpt_neox.py`). The head is called as on the Hub, which
 is what `save_pretrained` writes and all versions read; in the state dict it is `lm_head` (`conversion_mapping.py`).

@@ -1,4 +1,4 @@
-"""gpt-oss: experts in transposed arrays whose gate and up columns alternate, as bf16 or in MXFP4 blocks, and sinks.
+"""Describes gpt-oss: transposed experts with alternating gate and up columns, in bf16 or MXFP4, and sinks.
 
 Names and shapes follow the Hub (`models/gpt_oss/modeling_gpt_oss.py`; the blocks in `integrations/mxfp4.py`): a block
 is 32 elements of one row along the summed dim, 16 bytes, with one byte of scale.

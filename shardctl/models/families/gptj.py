@@ -1,4 +1,4 @@
-"""GPT-J: unfused and unbiased attention beside an MLP with biases.
+"""Describes GPT-J: unfused and unbiased attention beside an MLP with biases.
 
 Names and shapes follow transformers 5 (`models/gptj/modeling_gptj.py`).
 """

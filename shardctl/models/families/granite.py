@@ -1,4 +1,4 @@
-"""Granite: Llama's names, with biases where the config wants them."""
+"""Describes Granite: Llama's names, with biases where the config wants them."""
 
 from __future__ import annotations
 

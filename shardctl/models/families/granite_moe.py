@@ -1,4 +1,4 @@
-"""Granite-MoE, whose experts the Hub already has in one array, and its variant with shared experts.
+"""Describes Granite-MoE, whose experts the Hub already has in one array, and its variant with shared experts.
 
 Names and shapes follow the Hub; transformers 5 renames the arrays (`models/granitemoe/modeling_granitemoe.py`,
 `models/granitemoeshared/`, and `granitemoe` in `conversion_mapping.py`).

@@ -1,4 +1,4 @@
-"""Jamba: layers of Mamba, and every few layers one of attention, or with experts.
+"""Describes Jamba: layers of Mamba, and every few layers one of attention, or with experts.
 
 Names and shapes follow transformers 5 (`models/jamba/modeling_jamba.py`).
 """

@@ -1,4 +1,4 @@
-"""Llama 1 to 3."""
+"""Describes Llama 1 to 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text half of Llama 4: experts in transposed arrays, the gate's columns before those of up, and a shared expert.
+"""Describes the text half of Llama 4: transposed experts, gate columns before up columns, and a shared expert.
 
 Names and shapes follow the Hub (`models/llama4/modeling_llama4.py`, `Llama4ForCausalLM`).
 """

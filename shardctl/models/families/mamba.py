@@ -1,4 +1,4 @@
-"""State space models: Mamba, Falcon Mamba and Mamba 2.
+"""Describes state space models: Mamba, Falcon Mamba and Mamba 2.
 
 Names and shapes follow transformers 5 (`models/mamba/modeling_mamba.py`, `models/mamba2/modeling_mamba2.py`). The
 cuts are those of Megatron-LM and vLLM: tp divides the channels of the inner width, each with its own convolution,

@@ -1,4 +1,4 @@
-"""Mistral and Ministral: Llama without biases."""
+"""Describes Mistral and Ministral: Llama without biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral and Phi-3.5-MoE, whose experts are `block_sparse_moe.experts.N` with w1 (gate), w2 (down) and w3 (up).
+"""Describes Mixtral and Phi-3.5-MoE: experts `block_sparse_moe.experts.N` with w1 (gate), w2 (down), w3 (up).
 
 Names and shapes follow the Hub; transformers 5 says `mlp` (`models/mixtral/modeling_mixtral.py`,
 `models/phimoe/modeling_phimoe.py`, and `mixtral` and `phimoe` in `conversion_mapping.py`).

@@ -1,4 +1,4 @@
-"""OLMo 1, whose norms have no weights, and 2 and 3, with norms after attention and MLP and of all of q and k."""
+"""Describes OLMo 1, without norm weights, and 2 and 3, with norms after attention and MLP, and of all of q and k."""
 
 from __future__ import annotations
 

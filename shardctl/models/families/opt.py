@@ -1,4 +1,4 @@
-"""OPT: separate q, k and v, learned positions, and perhaps an embedding narrower than the layers.
+"""Describes OPT: separate q, k and v, learned positions, and perhaps an embedding narrower than the layers.
 
 Names and shapes follow transformers 5 (`models/opt/modeling_opt.py`).
 """

@@ -1,4 +1,4 @@
-"""Phi 1 and 2, and Phi-3 and Phi-4 with q, k and v fused, and gate and up projection too.
+"""Describes Phi 1 and 2, and Phi-3 and Phi-4 with q, k and v fused, and gate and up projection too.
 
 Names and shapes follow transformers 5 (`models/phi/modeling_phi.py`, `models/phi3/modeling_phi3.py`).
 """

@@ -1,4 +1,4 @@
-"""Qwen2, with biases on q, k and v, and Qwen3, with norms of q and k."""
+"""Describes Qwen2, with biases on q, k and v, and Qwen3, with norms of q and k."""
 
 from __future__ import annotations
 

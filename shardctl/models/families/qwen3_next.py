@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of linear attention (gated DeltaNet) to one of gated attention, and experts in all.
+"""Describes Qwen3-Next: one layer in four has gated attention, the others gated DeltaNet; all have experts.
 
 Names and shapes follow the Hub (`models/qwen3_next/modeling_qwen3_next.py`). Linear attention is cut by key heads, with
 the value heads that each of them serves: `in_proj_qkvz` and `in_proj_ba` hold one key head after another, q|k|v|z and

@@ -1,4 +1,4 @@
-"""Qwen2-MoE, Qwen3-MoE and OLMoE: routed experts in `mlp.experts.N`, a shared one in Qwen2's.
+"""Describes Qwen2-MoE, Qwen3-MoE and OLMoE: routed experts in `mlp.experts.N`, a shared one in Qwen2's.
 
 Names and shapes follow the Hub (`models/qwen2_moe/modeling_qwen2_moe.py`, and its namesakes for Qwen3 and OLMoE).
 """

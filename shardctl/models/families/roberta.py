@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa: BERT's blocks, with heads of their own for masked words and for sentences."""
+"""Describes RoBERTa and XLM-RoBERTa: BERT's blocks, with heads of their own for masked words and for sentences."""
 
 from __future__ import annotations
 

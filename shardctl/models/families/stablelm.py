@@ -1,4 +1,4 @@
-"""StableLM: Llama with biased norms, and perhaps a norm for each single head of q and k."""
+"""Describes StableLM: Llama with biased norms, and perhaps a norm for each single head of q and k."""
 
 from __future__ import annotations
 

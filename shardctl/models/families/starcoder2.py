@@ -1,4 +1,4 @@
-"""StarCoder2: Llama's attention, an MLP without a gate, and biases everywhere."""
+"""Describes StarCoder2: Llama's attention, an MLP without a gate, and biases everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T5 and its 1.1 kin: an encoder and a decoder around one embedding.
+"""Describes T5 and its 1.1 kin: an encoder and a decoder around one embedding.
 
 Names and shapes follow transformers 5 (`models/t5/modeling_t5.py`). Its pipeline layers are the encoder's blocks and
 then the decoder's. The embedding is on the first stage, on that of the first decoder block, and, as the head of a

@@ -1,4 +1,4 @@
-"""Language models that see: LLaVA, Mistral 3, PaliGemma, Gemma 3, Qwen2-VL and Qwen2.5-VL.
+"""Describes language models that see: LLaVA, Mistral 3, PaliGemma, Gemma 3, Qwen2-VL and Qwen2.5-VL.
 
 Names and shapes follow transformers 5, whose text model is `model.language_model`; files have older names, which
 `conversion_mapping.py` lists. The text model is cut as it is by itself. The vision model and the projector are whole

@@ -1,4 +1,4 @@
-"""The vision models of Qwen2-VL and Qwen2.5-VL, and Pixtral's, which only occur inside other models.
+"""Describes the vision models of Qwen2-VL and Qwen2.5-VL, and Pixtral's, which only occur inside other models.
 
 Names and shapes follow transformers 5 (`models/qwen2_vl`, `models/qwen2_5_vl` and `models/pixtral`).
 """

@@ -1,4 +1,4 @@
-"""ViT, the vision transformer.
+"""Describes ViT, the vision transformer.
 
 Names and shapes follow transformers 5 (`models/vit/modeling_vit.py`); files have BERT's names for the layers, which
 `conversion_mapping.py` lists.

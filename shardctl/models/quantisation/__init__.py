@@ -1,4 +1,4 @@
-"""Quantised weights: in which arrays each method stores them, and how those are cut with the weight."""
+"""Describes quantised weights: the arrays in which each method stores them, and how those are cut."""
 
 from shardctl.models.quantisation.quantiser import METHODS, find_quantisation_config, quantise_model
 

@@ -1,4 +1,4 @@
-"""The arrays of one kind of weight: which there are, and their shapes, cuts and rows; all but names and stages."""
+"""Describes the arrays of one kind of quantised weight: their shapes, cuts and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWQ as its `gemm` kernels want it: eight interleaved output codes an integer.
+"""Describes AWQ as its `gemm` kernels want it: eight interleaved output codes an integer.
 
 Layout: `WQLinear_GEMM` in AutoAWQ (awq/modules/linear/gemm.py). Within an integer the codes stand in the order 0, 2, 4,
 6, 1, 3, 5, 7, so that no output can be taken from it, and eight outputs are the least that can be cut.

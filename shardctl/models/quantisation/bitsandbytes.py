@@ -1,4 +1,4 @@
-"""bitsandbytes: 4-bit codes in one flat array, or 8-bit rows in an order that only the values tell.
+"""Describes bitsandbytes: 4-bit codes in one flat array, or 8-bit rows in an order that only the values tell.
 
 Layout: `Params4bit` and `Int8Params` in bitsandbytes (bitsandbytes/nn/modules.py, functional.py `QuantState.as_dict`),
 as transformers writes them (quantizers/quantizer_bnb_4bit.py, integrations/bitsandbytes.py). Blocks run on from row to

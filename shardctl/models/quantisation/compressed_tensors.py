@@ -1,4 +1,4 @@
-"""compressed-tensors, as LLM Compressor writes it: groups of modules, each with its own number format.
+"""Describes compressed-tensors, as LLM Compressor writes it: groups of modules, each with its own number format.
 
 Layout: compressed-tensors 0.20 (compressors/*/base.py, quantization/lifecycle/initialize.py, utils/match.py).
 `weight_shape` is the shape of the whole weight, whole on every rank: it stays true of the tensor, not of the part.

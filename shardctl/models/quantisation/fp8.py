@@ -1,4 +1,4 @@
-"""fp8 with a scale per tensor, per row, or per block of rows and columns.
+"""Describes fp8 with a scale per tensor, per row, or per block of rows and columns.
 
 DeepSeek-V3 and Qwen3 have blocks of 128 x 128 with `weight_scale_inv` (transformers,
 integrations/finegrained_fp8.py, `FP8Linear`); vLLM's own `fp8` has one `weight_scale` a tensor

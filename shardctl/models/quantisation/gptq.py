@@ -1,4 +1,4 @@
-"""GPTQ: codes packed along the input dim, zeros along the output dim, and a group number for each input.
+"""Describes GPTQ: codes packed along the input dim, zeros along the output dim, and a group number for each input.
 
 Layout: `QuantLinear` in AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py) and in GPTQModel
 (gptqmodel/nn_modules/qlinear/__init__.py, `BaseQuantLinear`).

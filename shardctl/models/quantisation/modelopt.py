@@ -1,4 +1,4 @@
-"""ModelOpt (NVIDIA): fp8 with a scale a tensor, and NVFP4 with blocks of 16 inputs.
+"""Describes ModelOpt (NVIDIA): fp8 with a scale a tensor, and NVFP4 with blocks of 16 inputs.
 
 Layout: vLLM's readers (vllm/model_executor/layers/quantization/modelopt.py); `config.json` has what
 `hf_quant_config.json` says.

@@ -1,4 +1,4 @@
-"""Which modules the lists of a `quantization_config` mean: by whole parts of names, or by regular expressions."""
+"""Finds which modules the lists of a `quantization_config` mean, by parts of names or regular expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which arrays a quantised weight is stored, and how their dims follow those of the weight.
+"""Describes in which arrays a quantised weight is stored, and how their dims follow those of the weight.
 
 A weight is `[out, in]`, dim 0 and dim 1, whatever its arrays look like.
 """

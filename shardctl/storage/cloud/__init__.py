@@ -1,4 +1,4 @@
-"""Buckets: `s3://`, `gs://` and `az://`, read by ranges and written object by object, through obstore."""
+"""Reads buckets (`s3://`, `gs://`, `az://`) by ranges and writes them object by object, through obstore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A place in a bucket: its objects, and what a store's troubles mean to a user.
+"""Reads and writes the objects of a place in a bucket, and translates a store's errors for users.
 
 Credentials, regions and endpoints are found as obstore finds them: in the variables of the environment that the stores'
 own tools use (`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the machine.

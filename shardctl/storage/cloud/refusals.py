@@ -1,4 +1,4 @@
-"""What a store's refusals mean to a user, and which of them may pass."""
+"""Translates a store's refusals for users, and says which of them are temporary."""
 
 from __future__ import annotations
 

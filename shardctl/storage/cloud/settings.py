@@ -1,4 +1,4 @@
-"""Where stores are and how they are spoken to, from the environment's variables.
+"""Reads where stores are and how to connect to them from environment variables.
 
 `object_store`, which obstore wraps, reads the variables `AWS_*`, `AZURE_*` and `GOOGLE_*` itself (its builders'
 `from_env`); here is only what it does not conclude from them: that an endpoint which the user wrote as `http://` may be

@@ -1,4 +1,4 @@
-"""A checkpoint in a bucket as a source: listed once, read by ranges of the objects that were listed."""
+"""Reads a checkpoint in a bucket: lists it once, then reads ranges of the objects that were listed."""
 
 from __future__ import annotations
 

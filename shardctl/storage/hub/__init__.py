@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: read by ranges at one commit, or from the Hub's own cache on this machine."""
+"""Reads models on the Hugging Face Hub by ranges at one commit, or from the Hub's cache on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model on the Hub is written: `owner/name[@revision]`, or `hf://owner/name[@revision][/folder]`."""
+"""Parses addresses of models on the Hub: `owner/name[@revision]`, `hf://owner/name[@revision][/folder]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of huggingface_hub that read files: its connections, its headers with the token, its errors.
+"""Wraps the parts of huggingface_hub that read files: its connections, headers with the token, and errors.
 
 The connections are those of `get_session`, an httpx client that users may have given a proxy or certificates
 (`set_client_factory`); under which name httpx is shipped differs between versions.

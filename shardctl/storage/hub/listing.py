@@ -1,4 +1,4 @@
-"""What a repository of the Hub holds at one commit: asked of the Hub once, or seen in its cache on this machine."""
+"""Lists the files of a repository at one commit, as the Hub says or as its cache on this machine has them."""
 
 from __future__ import annotations
 

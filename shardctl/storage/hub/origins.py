@@ -1,4 +1,4 @@
-"""Which addresses are the Hub's own: only those are asked with the token."""
+"""Decides which addresses belong to the Hub: only requests to those carry the token."""
 
 from __future__ import annotations
 

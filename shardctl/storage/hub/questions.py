@@ -1,4 +1,4 @@
-"""Asks the Hub's API for JSON: each answer is bounded in time and size, and the token stays with the Hub.
+"""Asks the Hub's API for JSON, with limits on time and size, and sends the token to the Hub only.
 
 huggingface_hub's own `list_repo_tree` follows whatever next page an answer names, with the token, for ever.
 """

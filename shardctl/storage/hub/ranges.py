@@ -1,4 +1,4 @@
-"""Ranges of bytes of the Hub's files: answers are checked, trouble is waited out, half an answer is gone on with.
+"""Reads byte ranges of the Hub's files: checks answers, retries failures, and continues partial answers.
 
 A file is asked for at ``/owner/name/resolve/<commit>/<path>``. Large files are elsewhere: the answer is a redirect to a
 signed address, which is good for some time and then refused. It is followed once a file, kept, and asked for again

@@ -1,4 +1,4 @@
-"""What the Hub says when it does not give a file, as errors that say what to do."""
+"""Translates the Hub's refusals into errors that say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of large files, received straight into the caller's memory: thrice as many bytes for a second of CPU time.
+"""Receives bodies of large files directly in the caller's memory, which takes a third of the CPU time.
 
 The library's HTTP client hands each body over in pieces of 64 KiB that Python has copied several times, with the
 interpreter's lock held: 280 MB a second, hashes included, whatever the number of threads. The standard library's

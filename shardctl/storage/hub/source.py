@@ -1,4 +1,4 @@
-"""A model of the Hub as a source: at one commit, from this machine's cache where it has the file, else by ranges."""
+"""Reads a model of the Hub at one commit: files in this machine's cache from there, others by ranges."""
 
 from __future__ import annotations
 

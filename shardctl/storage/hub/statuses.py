@@ -1,4 +1,4 @@
-"""What HTTP statuses and headers mean for trying again (RFC 9110; draft-ietf-httpapi-ratelimit-headers)."""
+"""Decides whether and when to retry by HTTP status and headers (RFC 9110; draft-ietf-httpapi-ratelimit-headers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of files above 50 GB, which the Hub keeps in Xet and for which it may refuse plain downloads.
+"""Reads ranges of files above 50 GB, which the Hub keeps in Xet and may refuse to give otherwise.
 
 The stores behind the Hub's redirects serve no such file whole, and answer 400 for ranges of the largest ones
 (huggingface_hub's issues 3868 and 4330, xet-core's 592). `hf_xet` puts ranges together from the chunks that Xet has,

@@ -1,4 +1,4 @@
-"""The forward pass: whether the model that the shards form computes what the source computes.
+"""Checks that the model in the shards computes what the source computes.
 
 `forward(candidate, original, options)` gives a `ForwardResult` and speaks of checkpoints that are open already:
 

@@ -1,4 +1,4 @@
-"""All that is asked of transformers: classes, models without weights, and its renaming and joining of stored tensors.
+"""Wraps what is used of transformers: classes, models without weights, and renaming of stored tensors.
 
 The conversion is semi-private (transformers 5.17 to 5.23, `transformers/core_model_loading.py` and
 `transformers/conversion_mapping.py`): where a version lacks it, names are taken as they are, and that is said.

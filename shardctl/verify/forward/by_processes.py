@@ -1,4 +1,4 @@
-"""The forward pass with one process per rank: each reads its own files and computes with its own part."""
+"""Runs the forward pass with one process per rank: each reads its own files and computes its own part."""
 
 from __future__ import annotations
 

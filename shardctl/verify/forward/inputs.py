@@ -1,4 +1,4 @@
-"""What a model is given: seeded token ids inside its vocabulary, or pixels or sounds of the size it wants."""
+"""Makes inputs for a model: seeded token ids in its vocabulary, or pixels or sounds of the right size."""
 
 from __future__ import annotations
 

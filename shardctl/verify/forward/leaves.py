@@ -1,4 +1,4 @@
-"""Modules that compute with the parts that ranks hold, or with a weight too large to hold, one stretch at a time."""
+"""Provides modules that compute with ranks' parts, or with a weight too large to hold, stretch by stretch."""
 
 from __future__ import annotations
 

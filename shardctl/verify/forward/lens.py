@@ -1,4 +1,4 @@
-"""A state dict that reads a checkpoint's bytes only when asked, whatever its layout: what `from_pretrained` takes."""
+"""Provides a state dict that reads a checkpoint only when asked, for `from_pretrained`, in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward pass found: how far every block is from the source's, and what was done instead where it could not."""
+"""Describes the result of a forward pass: how far each block is from the source's, and what was replaced."""
 
 from __future__ import annotations
 

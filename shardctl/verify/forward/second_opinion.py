@@ -1,4 +1,4 @@
-"""A second opinion: transformers' own tensor parallelism, all ranks in one process, on what each rank holds.
+"""Runs transformers' own tensor parallelism on what each rank holds, all ranks in one process.
 
 Every rank's model is loaded by transformers from that rank's files, under a process group that is none. One of them
 then runs with all ranks' weights at once under torch's LocalTensorMode, which does to every rank's tensor what a real

@@ -1,4 +1,4 @@
-"""What each rank holds of a checkpoint cut for a mesh, read from that rank's own files and from no others."""
+"""Reads what each rank holds of a checkpoint, from that rank's own files only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two checkpoints, the right one and the one to be proved, and how each fills the places of a model."""
+"""Pairs two checkpoints, the reference and the one to check, and fills the places of a model from each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformers model without weights, and the parts of it that are filled, run and emptied one after another."""
+"""Builds a transformers model without weights, whose parts are filled, run and emptied one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of many experts that are too large to hold: code that takes one expert at a time reads one at a time."""
+"""Provides arrays of many experts that are too large to hold: they are read one expert at a time."""
 
 from __future__ import annotations
 

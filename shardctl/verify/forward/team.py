@@ -1,4 +1,4 @@
-"""How ranks work together: all in this process, one after another, or each in a process of its own."""
+"""Lets ranks work together: in turn in this process, or each in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two computations may be apart: what was measured, and what follows from it.
+"""Computes how far two computations may differ, from measurements.
 
 Over random models of 4 to 24 layers and tp 2 to 8, fp32 blocks that are fed the same inputs differed by at most 8e-7
 and logits by at most 6.5e-6, relative to the norm; the smallest fault tried, one wrong row in one layer, by 4.6e-3.

@@ -1,4 +1,4 @@
-"""What the numbers mean: which output is compared, which distances are too large, and how that is said."""
+"""Judges the numbers: which output is compared, which distances are too large, and how to report that."""
 
 from __future__ import annotations
 

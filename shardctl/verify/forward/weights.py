@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint fills which place of a model: the same for the source and for shards."""
+"""Finds which tensor of a checkpoint fills which place of a model, for the source and for shards."""
 
 from __future__ import annotations
 
