@@ -15,7 +15,7 @@ _LARGE: Final = 100
 def format_file_size(nbytes: float) -> str:
     """Bytes on disk or on the wire.
 
-    >>> file_size(90_868_376), file_size(512), file_size(141_100_000_000)
+    >>> format_file_size(90_868_376), format_file_size(512), format_file_size(141_100_000_000)
     ('90.9 MB', '512 bytes', '141.1 GB')
     """
     for unit, scale in _DECIMAL:
@@ -27,7 +27,8 @@ def format_file_size(nbytes: float) -> str:
 def format_memory_size(nbytes: int) -> str:
     """Bytes of memory, in GiB from a tenth of one on.
 
-    >>> memory_size(118_111_600), memory_size(5 << 20), memory_size(700), memory_size(141 << 30)
+    >>> (format_memory_size(118_111_600), format_memory_size(5 << 20), format_memory_size(700),
+    ...  format_memory_size(141 << 30))
     ('0.11 GiB', '5.0 MiB', '0.7 KiB', '141.0 GiB')
     """
     if nbytes >= _GIB // 10:
@@ -40,7 +41,7 @@ def format_memory_size(nbytes: int) -> str:
 def format_count(number: int) -> str:
     """Parameters, in words of three digits.
 
-    >>> count(22_713_216), count(70_553_706_496), count(999)
+    >>> format_count(22_713_216), format_count(70_553_706_496), format_count(999)
     ('22.71 M', '70.55 B', '999')
     """
     for unit, scale in _COUNT:
@@ -52,7 +53,7 @@ def format_count(number: int) -> str:
 def format_plural(number: int, noun: str) -> str:
     """A number and its noun.
 
-    >>> plural(1, "file"), plural(1200, "file")
+    >>> format_plural(1, "file"), format_plural(1200, "file")
     ('1 file', '1,200 files')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
@@ -61,7 +62,7 @@ def format_plural(number: int, noun: str) -> str:
 def format_rate(nbytes: int, seconds: float) -> str:
     """Bytes a second; empty if there is nothing to say.
 
-    >>> rate(10**9, 2.0), rate(0, 1.0)
+    >>> format_rate(10**9, 2.0), format_rate(0, 1.0)
     ('500.0 MB/s', '')
     """
     return f"{format_file_size(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
@@ -70,7 +71,7 @@ def format_rate(nbytes: int, seconds: float) -> str:
 def format_duration(seconds: float) -> str:
     """A time span.
 
-    >>> duration(0.034), duration(75), duration(7384)
+    >>> format_duration(0.034), format_duration(75), format_duration(7384)
     ('0.03 s', '1:15', '2:03:04')
     """
     if seconds < 10:  # noqa: PLR2004 - below this, fractions tell something
@@ -84,7 +85,7 @@ def format_duration(seconds: float) -> str:
 def format_percent(part: int, whole: int) -> str:
     """A share, never 100 before all is done.
 
-    >>> percent(999, 1000), percent(1000, 1000), percent(0, 0)
+    >>> format_percent(999, 1000), format_percent(1000, 1000), format_percent(0, 0)
     ('99 %', '100 %', '100 %')
     """
     return f"{_LARGE * part // whole if whole else _LARGE} %"

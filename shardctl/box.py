@@ -120,7 +120,7 @@ def list_flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
     At most ``2 * ndim - 1`` boxes: ZeRO and FSDP1 store such runs, and a band is one.
 
-    >>> [str(b) for b in flat_boxes((3, 4), 2, 9)]
+    >>> [str(b) for b in list_flat_boxes((3, 4), 2, 9)]
     ['[0:1, 2:4]', '[1:2, 0:4]', '[2:3, 0:1]']
     """
     if not 0 <= start <= stop <= prod(shape):
@@ -195,7 +195,7 @@ def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
 def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
     """Disjoint boxes with the same union, each with the position of the box it came from; earlier boxes win.
 
-    >>> disjoint([Box((0,), (4,)), Box((2,), (4,)), Box((0,), (4,))])
+    >>> make_disjoint([Box((0,), (4,)), Box((2,), (4,)), Box((0,), (4,))])
     [(0, Box(origin=(0,), shape=(4,))), (1, Box(origin=(4,), shape=(2,)))]
     """
     index = BoxIndex(boxes)

@@ -65,10 +65,10 @@ class DigestSums:
 
     Sums over disjoint boxes add up, in any order.
 
-    >>> Sums((1, 2)) + Sums((3, 2**64 - 1))
-    Sums(words=(4, 1))
-    >>> Sums.parse(str(Sums((10, 255))))
-    Sums(words=(10, 255))
+    >>> DigestSums((1, 2)) + DigestSums((3, 2**64 - 1))
+    DigestSums(words=(4, 1))
+    >>> DigestSums.parse(str(DigestSums((10, 255))))
+    DigestSums(words=(10, 255))
     """
 
     words: tuple[int, ...]

@@ -227,7 +227,7 @@ def compute_dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]
     """Byte strides of a row-major array of `shape` elements.
 
     >>> from shardctl.dtype import BY_NAME
-    >>> dense_strides(BY_NAME["F32"], (2, 3))
+    >>> compute_dense_strides(BY_NAME["F32"], (2, 3))
     (12, 4)
     """
     return _compute_dense_strides(dtype, tuple(shape))

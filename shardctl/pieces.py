@@ -155,7 +155,7 @@ def balance_stages(costs: Sequence[int], first: int, last: int, count: int) -> t
 
     `first` and `last` are what the first and the last stage hold besides layers. Ties are broken towards even counts.
 
-    >>> balance([10] * 8, 20, 0, 4)
+    >>> balance_stages([10] * 8, 20, 0, 4)
     (1, 3, 2, 2)
     """
     if count > max(len(costs), 1):
@@ -215,7 +215,7 @@ def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
 
     Raises CutError if there are more stages than layers.
 
-    >>> even_stages(4, 3)
+    >>> split_layers_evenly(4, 3)
     (2, 1, 1)
     """
     if count > layers:

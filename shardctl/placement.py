@@ -196,7 +196,7 @@ def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: in
 def compute_ceil_part(total: int, degree: int, index: int) -> tuple[int, int]:
     """Where the part of one of `degree` ranks begins and ends, if parts are ceil-sized.
 
-    >>> [ceil_sized(10, 4, index) for index in range(4)]
+    >>> [compute_ceil_part(10, 4, index) for index in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]
     """
     part = -(-total // degree)

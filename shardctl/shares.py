@@ -178,7 +178,7 @@ def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
     """Fewer disjoint boxes with the same union: neighbours that differ in one dim only become one.
 
-    >>> [str(box) for box in merged([Box((0, 2), (4, 2)), Box((0, 0), (4, 2)), Box((4, 0), (1, 4))])]
+    >>> [str(box) for box in merge_boxes([Box((0, 2), (4, 2)), Box((0, 0), (4, 2)), Box((4, 0), (1, 4))])]
     ['[0:5, 0:4]']
     """
     found = list(boxes)

@@ -24,7 +24,7 @@ _WORDS: Final = 3
 def format_state_name(state: str, parameter: str) -> str:
     """The canonical name of an optimizer state; dots in the state's own name become slashes.
 
-    >>> state_name("exp_avg", "lm_head.weight")
+    >>> format_state_name("exp_avg", "lm_head.weight")
     'optimizer.exp_avg.lm_head.weight'
     """
     return f"{ROOT}.{state.replace('.', '/')}.{parameter}"
@@ -33,9 +33,9 @@ def format_state_name(state: str, parameter: str) -> str:
 def split_state_name(name: str) -> tuple[str, str] | None:
     """The state and the parameter of a canonical name; None if it is not one of a state.
 
-    >>> split_state("optimizer.exp_avg.lm_head.weight")
+    >>> split_state_name("optimizer.exp_avg.lm_head.weight")
     ('exp_avg', 'lm_head.weight')
-    >>> split_state("lm_head.weight")
+    >>> split_state_name("lm_head.weight")
     """
     if not name.startswith(f"{ROOT}."):
         return None

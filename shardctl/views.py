@@ -176,7 +176,7 @@ def _pull_whole_bytes(
 def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
     """Disjoint boxes joined where they touch along one dim and agree in all others, sorted by origin.
 
-    >>> [str(box) for box in merged([Box((1, 0), (1, 2)), Box((0, 0), (1, 2)), Box((0, 2), (2, 2))])]
+    >>> [str(box) for box in merge_boxes([Box((1, 0), (1, 2)), Box((0, 0), (1, 2)), Box((0, 2), (2, 2))])]
     ['[0:2, 0:4]']
     """
     found, before = list(boxes), -1

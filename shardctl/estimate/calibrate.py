@@ -116,7 +116,7 @@ def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = No
     Raises SourceError, naming the line, for what is none of these.
 
     >>> log = '{"sequence": 4096, "recompute": "full", "mesh": "tp=2", "peak": 20000000000}'
-    >>> run = read(log, Training(2048))[0]
+    >>> run = parse_measurements(log, TrainingWorkload(2048))[0]
     >>> run.work.sequence, str(run.mesh), run.peak
     (4096, 'tp2', 20000000000)
     """

@@ -61,7 +61,8 @@ def compute_sent_bytes(collective: Collective, nbytes: float, ranks: int) -> flo
 
     Of an all-to-all it is what one rank has for all others and itself.
 
-    >>> sent("all-reduce", 100, 4), sent("all-gather", 100, 4), sent("send", 100, 4), sent("all-to-all", 100, 1)
+    >>> (compute_sent_bytes("all-reduce", 100, 4), compute_sent_bytes("all-gather", 100, 4),
+    ...  compute_sent_bytes("send", 100, 4), compute_sent_bytes("all-to-all", 100, 1))
     (150.0, 75.0, 100, 0.0)
     """
     if collective == "send":

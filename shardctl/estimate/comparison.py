@@ -73,7 +73,7 @@ def list_strategies(
 ) -> tuple[ShardingStrategy, ...]:
     """The same for so many parameters.
 
-    >>> [round(one.nbytes / 1e9, 2) for one in strategies(7_500_000_000, 64)]
+    >>> [round(one.nbytes / 1e9, 2) for one in list_strategies(7_500_000_000, 64)]
     [120.0, 31.41, 16.64, 1.88]
     """
     if devices < 1:

@@ -206,7 +206,7 @@ def get_device(named: str | int) -> DeviceSpec:
     Names are those people use and those that drivers report. Raises UsageError, with the names there are, for one that
     is not known, and for one that several devices have.
 
-    >>> device("nvidia a100-sxm4-80gb").name, device(80 << 30).name
+    >>> get_device("nvidia a100-sxm4-80gb").name, get_device(80 << 30).name
     ('A100-80GB', '80.0 GiB')
     """
     if isinstance(named, int):

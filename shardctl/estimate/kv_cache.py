@@ -48,7 +48,7 @@ def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
 def count_units_per_rank(units: int, tp: int) -> int:
     """How many of `units` that may be on several ranks each rank of tp holds, at least one.
 
-    >>> held(8, 4), held(8, 16), held(0, 2)
+    >>> count_units_per_rank(8, 4), count_units_per_rank(8, 16), count_units_per_rank(0, 2)
     (2, 1, 0)
     """
     return -(-units // tp)

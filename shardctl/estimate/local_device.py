@@ -30,7 +30,7 @@ def find_local_device() -> tuple[DeviceSpec, int]:
 def _match_device(name: str, nbytes: int) -> DeviceSpec:
     """The device of the table whose name is meant and whose memory is nearest; else one that is only a size.
 
-    >>> _known("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _known("Novel", 10**9).flops_bf16
+    >>> _match_device("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _match_device("Novel", 10**9).flops_bf16
     ('NVIDIA H100 80GB HBM3', 0.0)
     """
     plain = "".join(c for c in name.lower() if c.isalnum())

@@ -60,7 +60,7 @@ def compute_intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: in
     ``optimizer`` states. For ``checkpoints`` of activations `hidden` counts, and `interval`, the layers from one
     checkpoint to the next.
 
-    >>> intensity("parameters", tokens=1024), intensity("optimizer", tokens=1024)
+    >>> compute_intensity("parameters", tokens=1024), compute_intensity("optimizer", tokens=1024)
     (1024, 256.0)
     """
     if what == "parameters":

@@ -68,7 +68,7 @@ class OptimizerSpec:
     def per_parameter(self) -> float:
         """Bytes for each parameter of a large matrix inside a layer, the fp32 copy included.
 
-        >>> optimizer("adamw").per_parameter, optimizer("sgd").per_parameter
+        >>> get_optimizer("adamw").per_parameter, get_optimizer("sgd").per_parameter
         (12.0, 4.0)
         """
         seen = OptimizedTensor((SMALL, SMALL), SMALL * SMALL, hidden=True)
@@ -245,7 +245,7 @@ def get_optimizer(name: str) -> OptimizerSpec:
 
     Raises UsageError, naming those there are.
 
-    >>> optimizer("lion").slots[0].elements(Seen((2, 3), 6, hidden=True))
+    >>> get_optimizer("lion").slots[0].elements(OptimizedTensor((2, 3), 6, hidden=True))
     6
     """
     for known in OPTIMIZERS:

@@ -23,7 +23,7 @@ def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedu
     Interleaved, stage k runs `2 (p - k - 1) + (v - 1) p` chunks forward before its first backward pass and holds one
     more: on the first stage `p (1 + (p - 1) / (p v))` (Korthikanti et al. 2022, sec. 4.2.3).
 
-    >>> [in_flight(k, 4, 8) for k in range(4)], in_flight(0, 4, 8, "interleaved", 2)
+    >>> [count_in_flight(k, 4, 8) for k in range(4)], count_in_flight(0, 4, 8, "interleaved", 2)
     ([4, 3, 2, 1], 5.5)
     """
     _check_schedule(stages, microbatches, schedule, virtual)
@@ -44,7 +44,7 @@ def count_losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") ->
 
     But for GPipe, the backward pass of a microbatch follows its last chunk's forward pass.
 
-    >>> losses(4, 8, "gpipe"), losses(4, 8, "interleaved")
+    >>> count_losses(4, 8, "gpipe"), count_losses(4, 8, "interleaved")
     (8, 1)
     """
     return microbatches if schedule == "gpipe" and stages > 1 else 1
@@ -56,7 +56,7 @@ def compute_bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", 
     Narayanan et al. 2021, sec. 2.2: `(p - 1) / m`, interleaved `(p - 1) / (v m)`. Stages are taken to need equal time
     and messages none.
 
-    >>> bubble(4, 8), bubble(4, 8, "interleaved", 3)
+    >>> compute_bubble(4, 8), compute_bubble(4, 8, "interleaved", 3)
     (0.375, 0.125)
     """
     _check_schedule(stages, microbatches, schedule, virtual)

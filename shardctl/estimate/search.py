@@ -257,8 +257,8 @@ def set_equal_tokens(work: TrainingWorkload, mesh: Mesh, sequences: int) -> Trai
     Meshes are to be compared so: by default each has as many microbatches as stages, and with them another batch.
     Raises UsageError if there is no whole number of microbatches for each rank.
 
-    >>> from shardctl.estimate.workload import Training
-    >>> at_equal_tokens(Training(sequence=4096, micro_batch=2), Mesh.of(pp=2, dp=4), 64).microbatches
+    >>> from shardctl.estimate.workload import TrainingWorkload
+    >>> set_equal_tokens(TrainingWorkload(sequence=4096, micro_batch=2), Mesh.of(pp=2, dp=4), 64).microbatches
     8
     """
     return replace(work, microbatches=count_microbatches(mesh, sequences, work.micro_batch))

@@ -27,7 +27,7 @@ Tier = Literal["device", "host", "nvme"]
 class MemoryTerm:
     """An addend of what one rank needs.
 
-    >>> Term("weights", "weights", 10).exact, Term("peak", "activations", 10, interval=(8, 12)).exact
+    >>> MemoryTerm("weights", "weights", 10).exact, MemoryTerm("peak", "activations", 10, interval=(8, 12)).exact
     (True, False)
     """
 

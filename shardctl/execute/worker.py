@@ -35,7 +35,7 @@ def find_job_name(environment: Mapping[str, str]) -> str:
 
     Whoever starts worker I of a job has seen its predecessor die, also on another machine.
 
-    >>> job({"SLURM_JOB_ID": "4711"})
+    >>> find_job_name({"SLURM_JOB_ID": "4711"})
     'slurm 4711'
     """
     found = ((launcher, environment.get(name, "")) for launcher, name in _JOBS)
@@ -70,10 +70,10 @@ class WorkerId:
     def parse(cls, text: str, environment: Mapping[str, str]) -> WorkerId:
         """Read ``I/N``, or for ``auto`` what the launcher says.
 
-        >>> Worker.parse("1/3", {})
-        Worker(number=1, count=3)
-        >>> Worker.parse("auto", {"RANK": "2", "WORLD_SIZE": "4"})
-        Worker(number=2, count=4)
+        >>> WorkerId.parse("1/3", {})
+        WorkerId(number=1, count=3)
+        >>> WorkerId.parse("auto", {"RANK": "2", "WORLD_SIZE": "4"})
+        WorkerId(number=2, count=4)
 
         Raises UsageError for anything else, or if launchers say nothing or contradict each other.
         """

@@ -92,7 +92,7 @@ def _list_readings(model: Model, name: str) -> Iterator[str]:
 def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
     """The name with each older run of parts, at its first place, replaced by the present one.
 
-    >>> _modern({"layer": "layers", "^head": "lm_head"}, "head.layer.0.layer_norm")
+    >>> _modernise_name({"layer": "layers", "^head": "lm_head"}, "head.layer.0.layer_norm")
     'lm_head.layers.0.layer_norm'
     """
     dotted = f".{name}."

@@ -26,7 +26,7 @@ _DEFAULT_LABELS: Final = 2
 class ModelConfig:
     """A model's configuration; a key that is null counts as absent.
 
-    >>> Config({"n_embd": 64, "n_inner": None}).size("n_inner", 256)
+    >>> ModelConfig({"n_embd": 64, "n_inner": None}).size("n_inner", 256)
     256
     """
 
@@ -49,7 +49,7 @@ class ModelConfig:
     def called(self, names: Mapping[str, str]) -> ModelConfig:
         """This config with the keys of `names` also known by their values, which configs on the Hub use too.
 
-        >>> Config({"num_attention_heads": 8}).called({"n_head": "num_attention_heads"}).size("n_head")
+        >>> ModelConfig({"num_attention_heads": 8}).called({"n_head": "num_attention_heads"}).size("n_head")
         8
         """
         return ModelConfig(

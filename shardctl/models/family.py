@@ -117,7 +117,7 @@ class Row:
 class FusedArray:
     """An array that transformers' state dict has in place of several tensors of the table, or of one.
 
-    >>> Fused(".layers.{layer}.mlp.experts.gate_up_proj", (
+    >>> FusedArray(".layers.{layer}.mlp.experts.gate_up_proj", (
     ...     ".layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
     ...     ".layers.{layer}.mlp.experts.{expert}.up_proj.weight",
     ... )).stacked

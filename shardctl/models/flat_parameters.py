@@ -40,7 +40,7 @@ class _ParameterPlace:
 def is_flat_parameter(name: str) -> bool:
     """Whether this is what FSDP1 calls a flat parameter.
 
-    >>> is_flat("model.layers.0._flat_param"), is_flat("flat_param.weight")
+    >>> is_flat_parameter("model.layers.0._flat_param"), is_flat_parameter("flat_param.weight")
     (True, False)
     """
     return name.endswith(_FLAT) and name.rpartition(".")[2] == _FLAT

@@ -72,7 +72,7 @@ class TensorFusion:
 def stack_tensors(shapes: tuple[tuple[int, ...], ...], count: int) -> FusionPlaces:
     """`count` groups of tensors of `shapes`: the groups stacked along dim 0, each joined along its first dim.
 
-    >>> stacked(((4, 6), (4, 6)), 8).shape
+    >>> stack_tensors(((4, 6), (4, 6)), 8).shape
     (8, 8, 6)
     """
     views, axes = [], tuple(range(1, len(shapes[0]) + 1))
@@ -88,7 +88,7 @@ def stack_tensors(shapes: tuple[tuple[int, ...], ...], count: int) -> FusionPlac
 def join_tensors(shapes: tuple[tuple[int, ...], ...]) -> FusionPlaces:
     """Tensors of `shapes` joined along their first dim; one tensor is itself.
 
-    >>> joined(((4, 6), (2, 6))).shape
+    >>> join_tensors(((4, 6), (2, 6))).shape
     (6, 6)
     """
     views, axes, start = [], tuple(range(len(shapes[0]))), 0

@@ -81,9 +81,9 @@ class LayerStyle:
 def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> LayerStyle:
     """The style of a model with norms of the kind `norm`; raises SourceError for a value that is not what it should be.
 
-    >>> from shardctl.models.config import Config
+    >>> from shardctl.models.config import ModelConfig
     >>> traits = LayerTraits(activation=("hidden_act", "silu"), dropout=("resid_pdrop", 0.1))
-    >>> read_style(traits, "rms", Config({"hidden_act": "gelu_new"}))
+    >>> read_style(traits, "rms", ModelConfig({"hidden_act": "gelu_new"}))
     LayerStyle(norm='rms', dropout=True, attention_dropout=False, activation='gelu_new', ...)
     """
     key, usual = traits.activation

@@ -68,7 +68,8 @@ def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
 def find_meta_name(name: str) -> str | None:
     """What Meta calls the tensor that transformers calls `name`; None if it has no such tensor.
 
-    >>> metas_name("model.layers.3.mlp.up_proj.weight"), metas_name("lm_head.weight"), metas_name("lm_head.bias")
+    >>> (find_meta_name("model.layers.3.mlp.up_proj.weight"), find_meta_name("lm_head.weight"),
+    ...  find_meta_name("lm_head.bias"))
     ('layers.3.feed_forward.w3.weight', 'output.weight', None)
     """
     found = _MEANT_LAYER.fullmatch(name)

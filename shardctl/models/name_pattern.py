@@ -38,7 +38,7 @@ class PatternList:
 def list_name_patterns(names: Iterable[str]) -> list[str]:
     """The names with every number replaced by `*`, each once: patterns for a rule file.
 
-    >>> kinds(["embed.weight", "layers.0.up.weight", "layers.1.up.weight"])
+    >>> list_name_patterns(["embed.weight", "layers.0.up.weight", "layers.1.up.weight"])
     ['embed.weight', 'layers.*.up.weight']
     """
     return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))

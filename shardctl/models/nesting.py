@@ -19,7 +19,8 @@ def nest_rows(
     `word` is put before its dims, indices and conditions, `when` is one more condition, of the outer model, and
     `stages` says on which stage the rows of a stage are now, by its name; the name of that of layers is empty.
 
-    >>> row, = nested([Row(".layers.{layer}.up.weight", "ffn hidden", "gated")], "tower", word="vision_", when="eyes")
+    >>> up = Row(".layers.{layer}.up.weight", "ffn hidden", "gated")
+    >>> row, = nest_rows([up], "tower", word="vision_", when="eyes")
     >>> row.name, row.dims, row.when
     ('.tower.layers.{vision_layer}.up.weight', 'vision_ffn vision_hidden', 'eyes vision_gated')
     """

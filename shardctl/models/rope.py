@@ -37,8 +37,8 @@ class RotaryEmbedding:
 def parse_rope(config: Mapping[str, object]) -> RotaryEmbedding:
     """The rotary embeddings of a decoded `config.json`; raises SourceError for a theta or part that is no number.
 
-    >>> rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    Rope(theta=500000.0, kind='linear', part=1.0, settings={'factor': 2.0})
+    >>> parse_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    RotaryEmbedding(theta=500000.0, kind='linear', part=1.0, settings={'factor': 2.0})
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     said: dict[str, object] = dict(given) if isinstance(given, dict) else {}

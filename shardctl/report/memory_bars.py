@@ -154,7 +154,7 @@ def _format_explanation(formula: str, inputs: Iterable[tuple[str, float | str]])
 def format_number(value: float | str) -> str:
     """The value of a symbol; counts that were reckoned with as floats are shown as counts.
 
-    >>> number(2147483648.0), number(0.5), number(5.5), number("tp")
+    >>> format_number(2147483648.0), format_number(0.5), format_number(5.5), format_number("tp")
     ('2,147,483,648', '0.5', '5.5', 'tp')
     """
     if isinstance(value, str):

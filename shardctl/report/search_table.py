@@ -92,7 +92,7 @@ def _format_shares(cost: MeshCost) -> str:
 def _format_time(seconds: float) -> str:
     """A span from microseconds to days.
 
-    >>> _time(0.0000123), _time(0.0456), _time(3.2)
+    >>> _format_time(0.0000123), _format_time(0.0456), _format_time(3.2)
     ('12.3 us', '45.6 ms', '3.20 s')
     """
     if seconds < 1e-3:  # noqa: PLR2004

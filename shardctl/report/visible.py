@@ -12,7 +12,7 @@ _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 def escape_control_characters(text: str) -> str:
     r"""The text with every character that steers a terminal, line ends included, written as an escape.
 
-    >>> print(visible("weight\x1b[2J\nüçé"))
+    >>> print(escape_control_characters("weight\x1b[2J\nüçé"))
     weight\x1b[2J\nüçé
     """
     if text.isascii() and text.isprintable():

@@ -328,7 +328,7 @@ def combine_crcs(first: int, second: int, size: int) -> int:
 
     As `crc32_combine` of zlib (crc32.c), which Python's module lacks.
 
-    >>> crc_of_both(zlib.crc32(b"bands "), zlib.crc32(b"in order"), 8) == zlib.crc32(b"bands in order")
+    >>> combine_crcs(zlib.crc32(b"bands "), zlib.crc32(b"in order"), 8) == zlib.crc32(b"bands in order")
     True
     """
     return _multiply_polynomials(_compute_power(size), first) ^ second

@@ -176,7 +176,7 @@ def is_orbax(folder: Path) -> bool:
 def list_run_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
     """The boxes, in order, that elements `start` to `stop` of a row-major array fill: at most two a dim, less one.
 
-    >>> list(runs((4, 3), 2, 9))
+    >>> list(list_run_slices((4, 3), 2, 9))
     [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None),)]
     """
     if start >= stop:

@@ -24,7 +24,7 @@ _EXPERT: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
 def find_rank(file: str) -> int | None:
     """The rank, counted from 0, whose file this is; None for a file of no rank.
 
-    >>> rank_of("shard-00002-model-00001-of-00001.safetensors")
+    >>> find_rank("shard-00002-model-00001-of-00001.safetensors")
     1
     """
     found = _RANK_FILE.fullmatch(file)

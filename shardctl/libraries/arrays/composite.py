@@ -45,8 +45,8 @@ class Piece:
 class CompositeArray:
     """An array made of pieces; what none of them fills is padding, zeros, and stands at the end of its first dim.
 
-    >>> q, k = Composite.whole("q", (4, 2)), Composite.whole("k", (2, 2))
-    >>> group = join([q.part(0, 0, 2), k.part(0, 0, 1)])
+    >>> q, k = CompositeArray.whole("q", (4, 2)), CompositeArray.whole("k", (2, 2))
+    >>> group = join_arrays([q.part(0, 0, 2), k.part(0, 0, 1)])
     >>> group.shape, [str(piece.box) for piece in group.pieces]
     ((3, 2), ['[0:2, 0:2]', '[0:1, 0:2]'])
     """
@@ -214,9 +214,9 @@ def stack_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
 def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
     """Arrays of one shape that take turns along a dim: the first of each, the second of each, and so on.
 
-    >>> even, odd = Composite.whole("even", (2,)), Composite.whole("odd", (2,))
-    >>> [piece.view for piece in interleave([even, odd]).pieces]
-    [View(origin=(0,), axes=(0,), steps=(2,)), View(origin=(1,), axes=(0,), steps=(2,))]
+    >>> even, odd = CompositeArray.whole("even", (2,)), CompositeArray.whole("odd", (2,))
+    >>> [piece.view for piece in interleave_arrays([even, odd]).pieces]
+    [ArrayView(origin=(0,), axes=(0,), steps=(2,)), ArrayView(origin=(1,), axes=(0,), steps=(2,))]
     """
     pieces = []
     for turn, part in enumerate(parts):
@@ -233,7 +233,7 @@ def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> Composit
 def round_up_to_multiple(rows: int, unit: int) -> int:
     """The least multiple of `unit` that is no less, as vocabularies are padded to.
 
-    >>> multiple(63, 2), multiple(64, 2)
+    >>> round_up_to_multiple(63, 2), round_up_to_multiple(64, 2)
     (64, 64)
     """
     return -(-rows // unit) * unit

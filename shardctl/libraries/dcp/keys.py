@@ -98,7 +98,7 @@ def split_flat_key(text: str, parameters: Collection[str]) -> tuple[str, str]:
 
     The longest known parameter counts, because names may have dots too; without one, the last word is the name.
 
-    >>> split_flat("a.weight.factor.0", {"a.weight"}), split_flat("a.weight.lr", ())
+    >>> split_flat_key("a.weight.factor.0", {"a.weight"}), split_flat_key("a.weight.lr", ())
     (('a.weight', 'factor.0'), ('a.weight', 'lr'))
     """
     at = text.rfind(".")

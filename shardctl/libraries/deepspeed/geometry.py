@@ -68,8 +68,8 @@ def list_joined_runs(
 def list_scattered_runs(shapes: Mapping[str, tuple[int, ...]], part: FlatPartition) -> Iterator[tuple[str, ElementRun]]:
     """What is in a part of stage 3: each parameter by itself is cut in equal parts, the last ones shorter or empty.
 
-    >>> list(scattered({"a": (5,), "b": (2, 2)}, Partition(1, 2)))
-    [('a', Run(start=3, stop=5, at=0)), ('b', Run(start=2, stop=4, at=3))]
+    >>> list(list_scattered_runs({"a": (5,), "b": (2, 2)}, FlatPartition(1, 2)))
+    [('a', ElementRun(start=3, stop=5, at=0)), ('b', ElementRun(start=2, stop=4, at=3))]
     """
     offset = 0
     for name, shape in shapes.items():

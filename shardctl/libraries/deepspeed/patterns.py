@@ -43,7 +43,7 @@ class NamePatterns:
 
     Raises UnsupportedError for a pattern with more than characters, classes and repetitions of them.
 
-    >>> Patterns([r"^\d+\.mlp\.weight$", "head"]).find("12.mlp.weight")
+    >>> NamePatterns([r"^\d+\.mlp\.weight$", "head"]).find("12.mlp.weight")
     '^\\d+\\.mlp\\.weight$'
     """
 

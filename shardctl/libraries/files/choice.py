@@ -28,9 +28,10 @@ class FileChoice:
 def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
     """Prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
 
-    >>> numbered("model-00001-of-000163.safetensors", ".safetensors")  # DeepSeek's; the two widths may differ
+    >>> # DeepSeek writes numbers of two widths
+    >>> parse_numbered_name("model-00001-of-000163.safetensors", ".safetensors")
     ('model', '00001', '000163')
-    >>> numbered("model.safetensors", ".safetensors")
+    >>> parse_numbered_name("model.safetensors", ".safetensors")
     """
     found = re.fullmatch(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})" + re.escape(suffix), name)
     return (found[1], found[2], found[3]) if found is not None else None
@@ -39,7 +40,7 @@ def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
 def describe_missing(names: Sequence[str], noun: str = "files") -> str:
     """What to say of files, or of what `noun` says, that are not there.
 
-    >>> missing(["a.pt"]), missing(["a.pt", "b.pt", "c.pt"])
+    >>> describe_missing(["a.pt"]), describe_missing(["a.pt", "b.pt", "c.pt"])
     ('a.pt is missing', 'a.pt and 2 more files are missing')
     """
     more = f" and {len(names) - 1:,} more {noun} are" if len(names) > 1 else " is"

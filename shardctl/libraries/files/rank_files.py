@@ -22,9 +22,10 @@ _OTHERS: Final = frozenset({"args", "dataloader", "extra", "random", "rng", "sca
 class RankFileName:
     """One rank's file.
 
-    >>> rank_file("pytorch_model_fsdp_0_rank3.bin").rank, rank_file("optim_world_size_4_rank_1.pt").kind
+    >>> (parse_rank_file_name("pytorch_model_fsdp_0_rank3.bin").rank,
+    ...  parse_rank_file_name("optim_world_size_4_rank_1.pt").kind)
     (3, 'optimizer')
-    >>> rank_file("pytorch_model.bin"), rank_file("zero_pp_rank_0_mp_rank_00_model_states.pt")
+    >>> parse_rank_file_name("pytorch_model.bin"), parse_rank_file_name("zero_pp_rank_0_mp_rank_00_model_states.pt")
     (None, None)
     """
 

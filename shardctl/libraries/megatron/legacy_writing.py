@@ -65,8 +65,8 @@ class MegatronOptions:
     def parse(cls, text: str) -> MegatronOptions:
         """From text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
-        >>> Wanted.parse("layers=local,multiple=16")
-        Wanted(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
+        >>> MegatronOptions.parse("layers=local,multiple=16")
+        MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
         """
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):

@@ -48,11 +48,11 @@ def is_before_core(name: str) -> bool:
 def find_local_name(name: str) -> str:
     """The name that local layers have for an array, whatever it is called.
 
-    >>> local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    >>> find_local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     'decoder.layers.0.pre_mlp_layernorm.weight'
-    >>> local_name("decoder.layers.1.mlp.experts.linear_fc2.weight3")
+    >>> find_local_name("decoder.layers.1.mlp.experts.linear_fc2.weight3")
     'decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight'
-    >>> local_name("language_model.encoder.layers.0.attention.dense.bias")
+    >>> find_local_name("language_model.encoder.layers.0.attention.dense.bias")
     'decoder.layers.0.self_attention.linear_proj.bias'
     """
     if is_before_core(name):
@@ -73,7 +73,7 @@ def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = 
     its attention has latents, where the first norm does, and those of the latents do not; `grouped` whether experts are
     in one module.
 
-    >>> engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
+    >>> find_engine_name("decoder.layers.0.input_layernorm.weight", experts=True, latent=False)
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
     """
     single = _SEQUENTIAL.fullmatch(name)

@@ -23,7 +23,7 @@ FILE: Final = "model_optim_rng.pt"
 def format_folder_name(tp: int, pp: int | None, ep: int | None) -> str:
     """The folder of a rank; None for an axis of one.
 
-    >>> folder_name(1, None, 0), folder_name(0, 3, 1)
+    >>> format_folder_name(1, None, 0), format_folder_name(0, 3, 1)
     ('mp_rank_01_000', 'mp_rank_00_003_001')
     """
     return f"mp_rank_{tp:02d}" + "".join(f"_{index:03d}" for index in (pp, ep) if index is not None)

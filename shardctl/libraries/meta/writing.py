@@ -157,7 +157,7 @@ def _build_params(
 def _solve_ffn_settings(dim: int, inner: int) -> tuple[int, float | None]:
     """`multiple_of` and `ffn_dim_multiplier` from which Meta's `FeedForward` makes `inner`.
 
-    >>> _ffn(4096, 11008), _ffn(4096, 14336)
+    >>> _solve_ffn_settings(4096, 11008), _solve_ffn_settings(4096, 14336)
     ((256, None), (256, 1.3))
     """
     base = int(8 * dim / 3)

@@ -43,7 +43,7 @@ def list_local_boxes(
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The boxes that a rank has of a tensor of `shape`, and where each begins in its own, local tensor.
 
-    >>> [str(b) for b, _ in boxes((8, 3), (Placement(2, 1, 0, 2), Placement(2, 0, 0)))]  # FSDP2 and tensor parallel
+    >>> [str(b) for b, _ in list_local_boxes((8, 3), (AxisPlacement(2, 1, 0, 2), AxisPlacement(2, 0, 0)))]
     ['[2:4, 0:3]']
 
     Raises HostileError for placements that divide a tensor into very many boxes.

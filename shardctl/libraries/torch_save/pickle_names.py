@@ -51,9 +51,11 @@ _BUILTIN_MODULES: Final = frozenset({"builtins", "__builtin__", "__builtins__"})
 def can_execute_code(module: str, name: str) -> bool:
     """Whether a reference to `name` (perhaps dotted) of `module` runs code or reaches for what does.
 
-    >>> executes("posix", "system"), executes("__builtin__", "eval"), executes("torch.serialization", "os.system")
+    >>> (can_execute_code("posix", "system"), can_execute_code("__builtin__", "eval"),
+    ...  can_execute_code("torch.serialization", "os.system"))
     (True, True, True)
-    >>> executes("collections", "OrderedDict"), executes("builtins", "set"), executes("builtins", "getattr")
+    >>> (can_execute_code("collections", "OrderedDict"), can_execute_code("builtins", "set"),
+    ...  can_execute_code("builtins", "getattr"))
     (False, False, False)
     """
     top, parts = module.split(".", 1)[0], name.split(".")
@@ -90,7 +92,7 @@ def is_harmless(module: str, name: str) -> bool:
 def can_reach_code(attribute: str) -> bool:
     """Whether fetching the (perhaps dotted) `attribute` of an innocent object is a step towards running code.
 
-    >>> reaches("__globals__"), reaches("a.system"), reaches("_local_tensor")
+    >>> can_reach_code("__globals__"), can_reach_code("a.system"), can_reach_code("_local_tensor")
     (True, True, False)
     """
     return not _REACHED.isdisjoint(attribute.split("."))

@@ -54,7 +54,7 @@ def encode_pickle(value: Value, protocol: int) -> bytes:
     """The pickle of `value`, by protocol 2 (what torch.save writes) or 4 (Python's own).
 
     >>> import pickle
-    >>> pickle.loads(dump({"a": [1, -2.5, None], "b": ("x" * 300, 1 << 40)}, 4))["b"][1]
+    >>> pickle.loads(encode_pickle({"a": [1, -2.5, None], "b": ("x" * 300, 1 << 40)}, 4))["b"][1]
     1099511627776
     """
     writer = _PickleWriter(memoizes=protocol > 2)  # noqa: PLR2004 - MEMOIZE is of protocol 4

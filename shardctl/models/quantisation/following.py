@@ -27,7 +27,7 @@ _SPREADING: Final = ("fsdp", EXPERT_FSDP)
 def compute_blocks(forms: Iterable[Form]) -> dict[int, int]:
     """For each dim of the weight, how many of its elements every array has together.
 
-    >>> blocks([(Along(0), Along(1, 8)), (Along(0), Along(1, 12))])
+    >>> compute_blocks([(AlongDim(0), AlongDim(1, 8)), (AlongDim(0), AlongDim(1, 12))])
     {0: 1, 1: 24}
     """
     found: dict[int, int] = {}

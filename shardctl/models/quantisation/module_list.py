@@ -40,7 +40,7 @@ def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
     transformers (`quantizers/quantizers_utils.py`, `should_convert_module`), which demands a whole part of plain names
     only at their end.
 
-    >>> skipped = parts(["lm_head", "mlp.gate", "model.layers.1[0-9]"])
+    >>> skipped = match_name_parts(["lm_head", "mlp.gate", "model.layers.1[0-9]"])
     >>> [skipped((n,)) for n in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj")]
     [True, True, False]
     >>> [skipped((n,)) for n in ("model.layers.12.mlp.up_proj", "model.layers.1.mlp.up_proj")]
@@ -59,7 +59,7 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
 
     As in compressed-tensors (`utils/match.py`, `match_name`).
 
-    >>> ignored = exact(["lm_head", "re:.*self_attn"])
+    >>> ignored = match_exact_names(["lm_head", "re:.*self_attn"])
     >>> [ignored((n,)) for n in ("lm_head", "model.lm_head", "model.layers.0.self_attn.q_proj")]
     [True, False, True]
     """
@@ -71,7 +71,7 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
 def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
     """Whether one of `entries`, in which `*` stands for any text, is a name of a module or of one around it.
 
-    >>> left = wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
+    >>> left = match_wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
     >>> [left((f"model.layers.{n}",)) for n in ("0.mlp.up_proj", "1.mlp.gate", "1.mlp.gate_proj")]
     [True, True, False]
     """

@@ -29,7 +29,7 @@ SCALE: Final = (*FLOAT, "F8_E8M0", "F8_E4M3", "U8")
 class AlongDim:
     """A dim of an array that follows a dim of the weight.
 
-    >>> Along(IN, 128).extent(300), Along(IN, 8).extent(64), Along(IN, 32, 3).extent(64)
+    >>> AlongDim(IN, 128).extent(300), AlongDim(IN, 8).extent(64), AlongDim(IN, 32, 3).extent(64)
     (3, 8, 6)
     """
 
@@ -49,7 +49,7 @@ class AlongDim:
 class OpenDim:
     """A dim whose extent only the checkpoint tells, such as that of one flat array for the whole weight.
 
-    >>> Open(block=2).usual((300, 64)), Open(16).usual((300, 64))
+    >>> OpenDim(block=2).usual((300, 64)), OpenDim(16).usual((300, 64))
     (9600, 16)
     """
 
@@ -94,10 +94,10 @@ class QuantisedArray:
 def build_packed_dim(dim: int, bits: int) -> AlongDim:
     """A dim along which codes of `bits` are packed into integers of 32 bits.
 
-    >>> packed(IN, 4)
-    Along(dim=1, block=8, stored=1)
-    >>> packed(IN, 3)
-    Along(dim=1, block=32, stored=3)
+    >>> build_packed_dim(IN, 4)
+    AlongDim(dim=1, block=8, stored=1)
+    >>> build_packed_dim(IN, 3)
+    AlongDim(dim=1, block=32, stored=3)
     """
     return AlongDim(dim, WORD // bits) if WORD % bits == 0 else AlongDim(dim, WORD, bits)
 

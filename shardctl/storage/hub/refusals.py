@@ -75,7 +75,7 @@ def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlEr
 def _strip_credentials(endpoint: str) -> str:
     """An address without the name and password that it may have.
 
-    >>> _public("https://me:secret@mirror/hub"), _public("https://huggingface.co")
+    >>> _strip_credentials("https://me:secret@mirror/hub"), _strip_credentials("https://huggingface.co")
     ('https://mirror/hub', 'https://huggingface.co')
     """
     scheme, separator, rest = endpoint.partition("://")

@@ -22,7 +22,8 @@ _RESET: Final = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,6})")
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that the server asks to wait; None if it does not say.
 
-    >>> retry_after({"retry-after": "3"}), retry_after({"ratelimit": '"api";r=0;t=55'}), retry_after({})
+    >>> (parse_retry_after({"retry-after": "3"}), parse_retry_after({"ratelimit": '"api";r=0;t=55'}),
+    ...  parse_retry_after({}))
     (3.0, 56.0, None)
     """
     text = headers.get("retry-after", "").strip()
