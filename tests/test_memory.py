@@ -161,14 +161,29 @@ def test_a_limit_that_cannot_hold_it_is_refused_before_anything_is_written(large
 
 
 @linux
+def test_too_many_tensors_are_counted_before_anything_is_made_of_them(tmp_path):
+    """400,000 tensors took 583 MB before they were refused for 256 MiB."""
+    source = tmp_path / "source"
+    source.mkdir()
+    arrays = [(f"layers.{n // 1000}.experts.{n % 1000}.weight", BY_NAME["BF16"], (1, 1)) for n in range(200_000)]
+    encoded = encode_header(arrays, {"format": "pt"})
+    (source / "model.safetensors").write_bytes(encoded.header + bytes(encoded.size - len(encoded.header)))
+    run = measured(source, tmp_path / "out", "--memory", "128MiB")
+    assert run.code == 2
+    assert "--memory 128MiB cannot hold this conversion" in run.last["error"]
+    assert run.peak < 128 * MIB
+
+
+@linux
 def test_a_long_journal_costs_little_to_resume_from(tmp_path):
     """A source of 800 GB in 100,000 bands."""
     writer = """if True:
-        from shardctl.execute.journal import *
+        from shardctl.digest import DigestSums
+        from shardctl.execute.journal import BandJournal, JournalEntry
         from pathlib import Path
-        sums, path = Sums((2**63, 2**63)), Path("journal")
-        journal = Journal(path, {})
-        journal.append([((t, b), Entry(sums, sums)) for t in range(100) for b in range(1000)])
+        sums, path = DigestSums((2**63, 2**63)), Path("journal")
+        journal = BandJournal(path, {})
+        journal.append([((t, b), JournalEntry(sums, sums)) for t in range(100) for b in range(1000)])
         journal.close()
     """
     subprocess.run([sys.executable, "-c", writer], check=True, cwd=tmp_path)

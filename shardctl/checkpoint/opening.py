@@ -24,6 +24,7 @@ from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
 from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
+from shardctl.storage.entry_limit import limit_entries
 from shardctl.training import SETTINGS, add_states, separate_states
 
 if TYPE_CHECKING:
@@ -107,12 +108,16 @@ def open_checkpoint(
     reading: SourceOptions | None = None,
     *,
     before: Callable[[Source, CheckpointRecord], None] | None = None,
+    count: Callable[[int], None] | None = None,
 ) -> Iterator[OpenedCheckpoint]:
     """Open a checkpoint for the length of a `with` block; reads headers and small JSON files only.
 
-    `before` is called with the record, if there is one, before any header is read: what it raises is raised here.
+    `before` is called with the record, if there is one, before any header is read, and `count` with the number of
+    tensors so far, before anything is made of a header: what they raise is raised here.
     """
     source = open_source(path)
+    if count is not None:
+        limit_entries(source, count)
     try:
         yield _read_checkpoint(source, reading or SourceOptions(), before)
     finally:

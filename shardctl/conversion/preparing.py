@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion.conversion_plan import PlannedConversion, plan_conversion
 from shardctl.errors import DestinationError
+from shardctl.execute.budget import require_bookkeeping
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.storage.addresses import check_destination
 from shardctl.storage.cloud import is_bucket
@@ -36,7 +37,15 @@ def open_conversion(
     writing it would touch the source.
     """
     check_destination(destination)
-    with open_checkpoint(path, reading or (plan.reading if plan else None)) as checkpoint:
+    wanted = wish or (plan.wish if plan else ReshardOptions())
+
+    def count(entries: int) -> None:
+        """Refuse before headers are parsed what could not be planned; every entry is a chunk, perhaps a replica."""
+        require_bookkeeping(0, entries, wanted.host_memory)
+
+    whole = wanted.include is None and wanted.exclude is None
+    options = reading or (plan.reading if plan else None)
+    with open_checkpoint(path, options, count=count if whole else None) as checkpoint:
         _check_apart(checkpoint, destination)
         work = (
             plan.drafted(checkpoint, wish or plan.wish)

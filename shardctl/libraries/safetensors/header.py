@@ -31,6 +31,7 @@ from shardctl.libraries.files.json_members import (
     skip_space,
     walk_object,
 )
+from shardctl.storage.entry_limit import charge_entries
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ MOST_ARRAYS: Final = 500_000
 MOST_DIMS: Final = 32
 """NumPy's own limit before 2.0."""
 _LONGEST_ENTRY: Final = 10_000
+_STATE_MARK: Final = b'"optimizer.'
+"""What the names of optimizer states begin with, which may be left behind."""
+_ENTRY_MARK: Final = b'"data_offsets"'
+"""Every entry of a header has it once."""
 _LENGTH_BYTES: Final = 8
 _FIRST_READ: Final = 1 << 16
 """Bytes of a file that is far away in which most headers fit."""
@@ -97,6 +102,7 @@ def read_header(source: Source, path: str) -> SafetensorsHeader:
     Raises:
         SourceError: the file breaks a rule of the format, or is not a safetensors file at all.
         UnsupportedError: it has a dtype, or more arrays or dims, than shardctl handles.
+        MemoryBudgetError: the source has more tensors than the run's memory can hold (`storage.entry_limit`).
     """
     size = source.files()[path].size
     first = bytearray(min(size, _LENGTH_BYTES))
@@ -108,6 +114,7 @@ def read_header(source: Source, path: str) -> SafetensorsHeader:
     start = _LENGTH_BYTES + length
     text = bytearray(length)
     source.read_at(path, _LENGTH_BYTES, memoryview(text))
+    charge_entries(source, text.count(_ENTRY_MARK) - text.count(_STATE_MARK))
     parsed = _ParsedHeader(start)
     try:
         parsed.read(str(text, "utf-8"))

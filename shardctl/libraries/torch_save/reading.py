@@ -30,6 +30,7 @@ from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.libraries.torch_save.zip_records import MAGIC
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage import read_bytes
+from shardctl.storage.entry_limit import charge_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -259,6 +260,7 @@ def check_total_size(source: Source, path: str, views: Iterable[StorageView]) ->
     size = source.files()[path].size
     known = set(views)
     budget_of(source).take_tensors(len(known), path)
+    charge_entries(source, len(known))
     total = sum(prod(v.shape) * v.dtype.bits // 8 for v in known)
     if total > _REPEATED * size + _REPEATED_FREE:
         raise HostileError(

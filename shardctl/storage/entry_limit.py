@@ -1,0 +1,37 @@
+"""Limits how many tensors a scan may find, so that memory is refused while headers are counted and not after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardctl.storage import Source
+
+
+@dataclass(slots=True)
+class EntryLimit:
+    """What a source's headers were found to list so far, and who says whether that is too much."""
+
+    check: Callable[[int], None]
+    """Is given the number of tensors so far, and raises if they are too many."""
+    found: int = 0
+
+
+_LIMITS: Final[WeakKeyDictionary[Source, EntryLimit]] = WeakKeyDictionary()
+
+
+def limit_entries(source: Source, check: Callable[[int], None]) -> None:
+    """Have `check` called with the number of tensors that the headers of `source` list, header by header."""
+    _LIMITS[source] = EntryLimit(check)
+
+
+def charge_entries(source: Source, number: int) -> None:
+    """Count the tensors of one more header, before anything is built of them; raises what the source's check raises."""
+    limit = _LIMITS.get(source)
+    if limit is not None:
+        limit.found += number
+        limit.check(limit.found)
