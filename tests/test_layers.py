@@ -33,7 +33,7 @@ like, but for circles. `docs/extending.md` says the same, and a test compares th
 """
 GROUND = frozenset(LAYERS[0])
 LIBRARIES = ROOT / "libraries"
-SHARED = {"arrays", "files", "safetensors", "torch_save", "dcp", "reader", "registry", "schemas", "writers"}
+SHARED = {"arrays", "files", "safetensors", "torch_save", "dcp", "reader", "registry", "schemas", "writer", "catalogue"}
 """What libraries may import of each other: the machinery, and the containers that others build on (Megatron-LM's
 `torch_dist` consists of the files of torch's DCP, and ranks pickle DCP's types)."""
 HEAVY = {"torch", "transformers", "safetensors"}

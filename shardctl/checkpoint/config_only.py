@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl import models
 from shardctl.errors import UnsupportedError
+from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.files.impostors import FOREIGN, list_unfinished_downloads
 from shardctl.libraries.reader import find_given_file
-from shardctl.libraries.registry import FORMATS
 from shardctl.manifest import Manifest, Tensor
 from shardctl.record import RECORD
 

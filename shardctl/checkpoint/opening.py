@@ -17,6 +17,7 @@ from shardctl.checkpoint.garbage_collection import pause_garbage_collection
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
+from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
 from shardctl.options import SourceOptions
@@ -280,7 +281,7 @@ def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, An
 
 def _has_known_format(source: Source) -> bool:
     """Whether some format knows what it is."""
-    return any(known.detect(source) for known in formats.FORMATS)
+    return any(known.detect(source) for known in FORMATS)
 
 
 def _build_described_checkpoint(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> OpenedCheckpoint:

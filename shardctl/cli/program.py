@@ -43,12 +43,26 @@ def run(args: Sequence[str]) -> int:
 
 def _invoke_command(args: list[str]) -> int:
     command = typer.main.get_command(app)
+    if _asks_help(args):
+        _fill_in_choices(command)
     try:
         with command.make_context("shardctl", args) as context:
             code: int | None = command.invoke(context)
             return code or 0
     except typer.Exit as done:
         return done.exit_code
+
+
+def _fill_in_choices(command: object) -> None:
+    """Put the names of formats and layouts into the help; other commands do not load what reads and writes them."""
+    from shardctl.libraries.catalogue import list_choices
+
+    choices = list_choices()
+    for verb in getattr(command, "commands", {}).values():
+        for parameter in verb.params:
+            for word, names in choices.items():
+                if f"{{{word}}}" in (getattr(parameter, "help", None) or ""):
+                    parameter.help = parameter.help.replace(f"{{{word}}}", names)
 
 
 def _asks_help(args: Sequence[str]) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.config_only import CONFIG
@@ -17,28 +18,23 @@ from shardctl.conversion.optimizer_states import (
     build_specs,
     build_state_fusions,
     filter_states,
-    find_step_state,
     get_states,
     name_state_arrays,
 )
 from shardctl.copyplan import CopyPlan, join_manifests
+from shardctl.dialect import LibraryDialect
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
-from shardctl.libraries.arrays.composing import PackRequest
 from shardctl.libraries.arrays.form import EXPERTS, choose_form
-from shardctl.libraries.dcp import file_writer as dcp_files
-from shardctl.libraries.dcp import writing as dcp
-from shardctl.libraries.deepspeed import writing as universal
-from shardctl.libraries.meta import writing as meta
-from shardctl.libraries.safetensors import hf_writing as hf
-from shardctl.libraries.safetensors import ranks_writing as ranks
-from shardctl.libraries.writers import COMPOSED, LAYOUTS
+from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
+from shardctl.libraries.writer import Layout, PackRequest
 from shardctl.manifest import OpaqueObject
 from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
+from shardctl.storage import read_bytes
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.storage.byte_names import name_to_bytes
 from shardctl.training import SETTINGS
@@ -54,12 +50,14 @@ if TYPE_CHECKING:
     from shardctl.models.fusion import TensorFusion
 
 
-_COMPOSED: Final = {layout.name: layout for layout in COMPOSED}
-_PREFIXES: Final = {
-    ranks.NAME: ranks.format_file_prefix,
-    dcp.NAME: dcp_files.format_file_prefix,
-    meta.NAME: meta.format_file_prefix,
-}
+_OWN_RANKS: Final = frozenset(layout.name for layout in LAYOUTS if layout.ranks == "library")
+_COMMON_OPTIONS: Final = frozenset({"max_shard_size", "names", "experts"})
+"""Those of the layouts' options that have fields of their own in a request, or shape the arrays before."""
+_SPECIAL_OPTIONS: Final = tuple(
+    dict.fromkeys(name for layout in LAYOUTS for name in sorted(layout.options - _COMMON_OPTIONS))
+)
+"""Those that only the layout itself understands."""
+_USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
@@ -69,7 +67,7 @@ def prepare_source_options(reading: SourceOptions | None, wish: ReshardOptions) 
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
     """
     reading = reading or SourceOptions()
-    return replace(reading, kv_heads="replicate") if wish.to in _COMPOSED else reading
+    return replace(reading, kv_heads="replicate") if wish.to in _OWN_RANKS else reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +98,8 @@ class PlannedConversion:
 
     def prefix(self, rank: int) -> str:
         """What the paths of a rank's files begin with; empty where the layout has no files of ranks."""
-        dialect = self.plan.want.dialect
-        if dialect is not None:
-            return _COMPOSED[self.layout].prefix(dialect, rank)
-        return _PREFIXES[self.layout](rank) if self.layout in _PREFIXES else ""
+        dialect = self.plan.want.dialect or LibraryDialect(self.layout, self.mesh)
+        return get_layout(self.layout).prefix(dialect, rank)
 
     @property
     def write_bytes(self) -> int:
@@ -144,14 +140,14 @@ def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Plann
         {**fusions, **build_state_fusions(have, fusions)},
         dtypes,
         experts=wish.experts,
-        spelled=layout == "hf" or wish.names == "keep",
+        spelled=layout.source_names or wish.names == "keep",
     )
     have, arrays = name_state_arrays(have, arrays, fusions)
     dtypes = choose_dtypes(have, wish)
     placed = None
-    if layout == ranks.NAME or (mesh.world > 1 and layout not in _COMPOSED):
+    if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, wish.stages, arrays.names)
-    want = _pack_layout(checkpoint, wish, layout, have, placed, arrays, dtypes)
+    want = layout.pack(_build_pack_request(checkpoint, wish, layout, have, placed, arrays, dtypes))
     have = replace(have, warnings=(*have.warnings, *want.warnings))
     plan = join_manifests(have, want)
     if not wish.allow_expansion:
@@ -159,7 +155,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Plann
     return PlannedConversion(
         checkpoint=checkpoint,
         wish=wish,
-        layout=layout,
+        layout=layout.name,
         mesh=mesh,
         have=have,
         plan=plan,
@@ -177,19 +173,14 @@ def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Plann
     )
 
 
-def choose_layout(wish: ReshardOptions) -> str:
+def choose_layout(wish: ReshardOptions) -> Layout:
     """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
     mesh = wish.mesh or Mesh.of()
-    layout = wish.to or ("ranks" if mesh.world > 1 else "hf")
-    if layout not in LAYOUTS:
-        raise UsageError(f"unknown layout {layout!r}", hint=f"the layouts are {', '.join(LAYOUTS)}")
-    if layout in {hf.NAME, universal.NAME} and mesh.world > 1:
+    layout = get_layout(wish.to or ("ranks" if mesh.world > 1 else "hf"))
+    if layout.ranks == "none" and mesh.world > 1:
         raise UsageError(
-            f"layout {layout} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
+            f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if layout in {universal.NAME, meta.NAME} and wish.max_shard_size is not None:
-        what = "every tensor" if layout == universal.NAME else "every rank"
-        raise UsageError(f"layout {layout} has a file for {what}", hint="leave --max-shard-size out")
     if wish.names not in {"keep", "transformers"}:
         raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
     if wish.experts not in EXPERTS:
@@ -198,66 +189,51 @@ def choose_layout(wish: ReshardOptions) -> str:
     return layout
 
 
-def _pack_layout(
+def _build_pack_request(
     checkpoint: OpenedCheckpoint,
     wish: ReshardOptions,
-    layout: str,
+    layout: Layout,
     have: Manifest,
     placed: PlacedCheckpoint | None,
     arrays: ArrayForm,
     dtypes: dict[str, DType],
-) -> Manifest:
-    """The files of a layout, yet to be written."""
-    usual = wish.max_shard_size or hf.USUAL_SHARD
-    if layout in _COMPOSED:
-        return _COMPOSED[layout].pack(_build_pack_request(checkpoint, wish, layout, have, dtypes))
-    if layout == hf.NAME:
-        return hf.pack_hf(have, arrays, dtypes, max_shard_size=usual)
-    if layout == universal.NAME:
-        return universal.pack_universal(have, arrays, dtypes, step=find_step_state(have, checkpoint.source))
-    if layout == meta.NAME:
-        return meta.pack_meta(have, placed, dtypes, checkpoint.require_model("--to meta"), checkpoint.config or {})
-    if layout == dcp.NAME:
-        return dcp.pack_dcp(have, placed, arrays, dtypes, max_shard_size=usual)
-    assert placed is not None  # noqa: S101 - ranks are always placed
-    return ranks.pack_ranks(have, placed, arrays, dtypes, max_shard_size=wish.max_shard_size)
-
-
-def _build_pack_request(
-    checkpoint: OpenedCheckpoint, wish: ReshardOptions, layout: str, have: Manifest, dtypes: Mapping[str, DType]
 ) -> PackRequest:
-    """What is asked of a layout whose arrays another library defines."""
-    model, mesh = checkpoint.require_model(f"--to {layout}"), wish.mesh or Mesh.of()
-    stages = parse_stages(wish.stages, model.layers, mesh.degree("pp")) if wish.stages is not None else None
-    options = {name: value for name, value in _collect_layout_options(wish).items() if value is not None}
-    return PackRequest(have, model, mesh, dtypes, checkpoint.config or {}, stages, wish.max_shard_size, options)
+    """What is asked of a layout."""
+    mesh = wish.mesh or Mesh.of()
+    require_model = partial(checkpoint.require_model, f"--to {layout.name}")
+    stages = parse_stages(wish.stages, require_model().layers, mesh.degree("pp")) if wish.stages is not None else None
+    return PackRequest(
+        have=have,
+        form=arrays,
+        dtypes=dtypes,
+        mesh=mesh,
+        placed=placed,
+        config=checkpoint.config or {},
+        require_model=require_model,
+        read=partial(read_bytes, checkpoint.source),
+        stages=stages,
+        max_shard_size=wish.max_shard_size,
+        options={name: value for name, value in _collect_special_options(wish).items() if value is not None},
+    )
 
 
-def _collect_layout_options(wish: ReshardOptions) -> dict[str, str | None]:
-    """The options that only some layouts have."""
-    return {
-        "vllm_profile": wish.vllm_profile,
-        "trtllm_embedding": wish.trtllm_embedding,
-        "megatron": wish.megatron,
-    }
+def _collect_special_options(wish: ReshardOptions) -> dict[str, str | None]:
+    """The options that only the layouts themselves understand."""
+    return {name: getattr(wish, name) for name in _SPECIAL_OPTIONS}
 
 
-def _check_meaningful(wish: ReshardOptions, layout: str, mesh: Mesh) -> None:
+def _check_meaningful(wish: ReshardOptions, layout: Layout, mesh: Mesh) -> None:
     """Refuse options that would be ignored: whoever gave them expects something of them."""
     if wish.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
     if wish.keep_fp32 is not None and wish.dtype == "keep":
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
-    composed = _COMPOSED.get(layout)
-    for name, value in _collect_layout_options(wish).items():
-        if value is not None and (composed is None or name not in composed.options):
-            raise UsageError(f"--{name.replace('_', '-')} means nothing to --to {layout}", hint="leave it out")
-    if composed is not None and wish.max_shard_size is not None and not composed.max_shard_size:
-        raise UsageError(f"layout {layout} has one file for every rank", hint="leave --max-shard-size out")
-    if composed is not None and wish.names == "keep":
-        raise UsageError(f"layout {layout} has names of its own", hint="leave --names out")
-    if composed is not None and wish.experts != "keep":
-        raise UsageError(f"layout {layout} has a form of its own for experts", hint="leave --experts out")
+    for name in (*sorted(_COMMON_OPTIONS), *_SPECIAL_OPTIONS):
+        if name not in layout.options and getattr(wish, name) != _USUAL_VALUES[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} means nothing to --to {layout.name}",
+                hint=f"leave it out; layouts with this option: {', '.join(list_layouts_with(name))}",
+            )
 
 
 def _check_castable(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> None:
@@ -346,7 +322,7 @@ def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
 
 
 def _list_carried_files(
-    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: str
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
 ) -> list[OpaqueObject]:
     """The side files that travel along; after a cast, `config.json` says the new dtype."""
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
@@ -408,6 +384,6 @@ def _record_options(wish: ReshardOptions) -> dict[str, str]:
         "include": wish.include,
         "exclude": wish.exclude,
         "optimizer_states": wish.optimizer_states,
-        **_collect_layout_options(wish),
+        **_collect_special_options(wish),
     }
     return {key: value for key, value in shaping.items() if value is not None}

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
-from shardctl.libraries.dcp import writing as dcp
-from shardctl.libraries.deepspeed import writing as universal
-from shardctl.libraries.safetensors import ranks_writing as ranks
-from shardctl.manifest import ConstantFill, OpaqueObject
+from shardctl.libraries.catalogue import LAYOUTS, format_choice
+from shardctl.manifest import OpaqueObject
 from shardctl.models.fusion import TensorFusion
-from shardctl.storage import read_bytes
 from shardctl.training import SETTINGS, add_states, encode_settings, format_state_name, split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
-    from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.libraries.writer import Layout
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models import Model
     from shardctl.placement import PartitionSpec
-    from shardctl.storage import Source
 
 States = Literal["keep", "drop"] | None
 """What `--optimizer-states` says; None leaves it to the layout."""
 
-_TRAINED: Final = (dcp.NAME, universal.NAME)
-"""Layouts that trainers read: they get optimizer states unless somebody forbids it, `ranks` if somebody asks for them;
-others have no place for them."""
 
-_STEP: Final = "step"
-
-
-def add_optimizer_states(have: Manifest, wished: States, layout: str) -> Manifest:
+def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Manifest:
     """The manifest with its optimizer states among its tensors if they travel along, else without any training.
 
     Raises UsageError if they are asked for and there are none, or the layout has no place for them.
@@ -42,13 +32,14 @@ def add_optimizer_states(have: Manifest, wished: States, layout: str) -> Manifes
     there = have.training is not None and bool(have.training.states)
     if wished == "keep" and not there:
         raise UsageError("--optimizer-states keep, but the source has no optimizer states", hint="leave it out")
-    if wished == "keep" and layout not in (*_TRAINED, ranks.NAME):
+    if wished == "keep" and layout.states == "none":
+        others = format_choice([each.name for each in LAYOUTS if each.states != "none"])
         raise UsageError(
-            f"layout {layout} has no place for optimizer states",
-            hint="use --to dcp, universal or ranks, or leave --optimizer-states out",
+            f"layout {layout.name} has no place for optimizer states",
+            hint=f"use --to {others}, or leave --optimizer-states out",
         )
     known = there or (have.training is not None and any(group.parameters for group in have.training.groups))
-    if wished == "keep" or (wished is None and layout in _TRAINED and known):
+    if wished == "keep" or (wished is None and layout.states == "by default" and known):
         return add_states(have)
     return replace(have, training=None)
 
@@ -64,20 +55,6 @@ def filter_states(have: Manifest, parameters: Collection[str]) -> Manifest:
 def get_states(have: Manifest) -> Mapping[str, Tensor]:
     """The optimizer states of a manifest, by name."""
     return have.training.states if have.training is not None else {}
-
-
-def find_step_state(have: Manifest, source: Source) -> tuple[DType, tuple[int, ...], bytes] | None:
-    """The type, shape and content of the state `step` of the first parameter that has one, which is one number."""
-    for name, tensor in get_states(have).items():
-        if _split_name(name)[0] == _STEP and tensor.size == 1 and tensor.chunks:
-            where = tensor.chunks[0].where
-            content = (
-                where.unit
-                if isinstance(where, ConstantFill)
-                else read_bytes(source, where.file, where.offset, tensor.nbytes)
-            )
-            return tensor.dtype, tensor.shape, content
-    return None
 
 
 def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> dict[str, TensorFusion]:
@@ -152,8 +129,8 @@ def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
     return found
 
 
-def build_settings_file(have: Manifest, layout: str) -> Iterator[OpaqueObject]:
+def build_settings_file(have: Manifest, layout: Layout) -> Iterator[OpaqueObject]:
     """The file that says step and hyper-parameters, where the layout has no other place for them."""
-    if have.training is not None and layout not in _TRAINED:
+    if have.training is not None and layout.states != "by default":
         content = encode_settings(have.training)
         yield OpaqueObject(SETTINGS, "synthesise", size=len(content), content=content)

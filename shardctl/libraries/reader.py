@@ -40,6 +40,8 @@ class Format:
     """The same, with the copy of the weights that is meant; only for containers that may hold two."""
     scan_indexed: Callable[[Source], Manifest] | None = None
     """The same without what an index places in another file; only for containers that have indexes."""
+    names_safetensors: bool = False
+    """Whether its files are safetensors files by names of its own, so that they are not meant as plain ones."""
     saved: bool = False
     """Whether its files are torch.save's, so that each may be a zip archive."""
 

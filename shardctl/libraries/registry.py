@@ -5,49 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError, format_first_few
-from shardctl.libraries.dcp import reading as dcp
-from shardctl.libraries.deepseek import reading as deepseek_mp
-from shardctl.libraries.deepspeed import reading as deepspeed
+from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
-from shardctl.libraries.megatron import dist_reading as torch_dist
-from shardctl.libraries.megatron import legacy_reading as megatron
-from shardctl.libraries.meta import reading as meta
-from shardctl.libraries.orbax import reading as orbax
-from shardctl.libraries.rank_pickles import reading as pickled_ranks
-from shardctl.libraries.reader import Format, Weights, find_given_file
+from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
-from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
-from shardctl.libraries.trtllm import reading as trtllm
-from shardctl.libraries.vllm import reading as vllm
 from shardctl.storage.byte_names import is_unicode
 
 if TYPE_CHECKING:
+    from shardctl.libraries.reader import Format, Weights
     from shardctl.manifest import Manifest
     from shardctl.storage import Source
 
-FORMATS: Final[tuple[Format, ...]] = (
-    safetensors.FORMAT,
-    dcp.FORMAT,
-    deepspeed.FORMAT,
-    meta.FORMAT,
-    pickled_ranks.FORMAT,
-    torch_save.FORMAT,
-    torch_dist.FORMAT,
-    megatron.FORMAT,
-    trtllm.FORMAT,
-    deepseek_mp.FORMAT,
-    vllm.FORMAT,
-    orbax.FORMAT,
-)
-"""Every container. Where a directory bears the marks of several, safetensors wins and any others are ambiguous."""
-_ENGINES: Final = frozenset({deepseek_mp.FORMAT, trtllm.FORMAT, vllm.FORMAT})
-"""Those whose files are safetensors files by names of their own, where there are no others."""
 _SHOWN: Final = 5
 
 
 def detect_format(source: Source) -> Format:
-    """The container of a source, by its marks alone.
+    """The container of a source, by its marks alone; where it bears the marks of several, safetensors wins.
 
     Raises:
         SourceError: there is none, or more than one.
@@ -105,7 +79,7 @@ def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
 
 def _list_matching_formats(source: Source) -> list[Format]:
     found = [format_ for format_ in FORMATS if format_.detect(source)]
-    if _ENGINES.isdisjoint(found):
+    if not any(format_.names_safetensors for format_ in found):
         return found
     return [format_ for format_ in found if format_ is not safetensors.FORMAT]
 

@@ -1,15 +1,11 @@
-"""Lists the schemas: how other libraries name a model's tensors, one file or folder for each."""
+"""Binds arrays that another library made to the tensors of a model, whatever their naming scheme."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardctl.libraries.arrays import binding
-from shardctl.libraries.deepseek import arrays as deepseek_mp
-from shardctl.libraries.megatron import arrays as megatron
-from shardctl.libraries.megatron import dist_arrays as torch_dist
-from shardctl.libraries.trtllm import arrays as trtllm
-from shardctl.libraries.vllm import arrays as vllm
+from shardctl.libraries.catalogue import SCHEMAS
 from shardctl.models.naming import bind_manifest
 
 if TYPE_CHECKING:
@@ -18,15 +14,6 @@ if TYPE_CHECKING:
     from shardctl.libraries.arrays.schema import Schema
     from shardctl.manifest import Manifest
     from shardctl.models import Model
-
-SCHEMAS: Final[tuple[Schema, ...]] = (
-    trtllm.SCHEMA,
-    deepseek_mp.SCHEMA,
-    megatron.SCHEMA,
-    torch_dist.SCHEMA,
-    vllm.SCHEMA,
-)
-"""Every naming scheme but that of transformers, which `models` has."""
 
 
 def get_schema(name: str) -> Schema:

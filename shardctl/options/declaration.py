@@ -42,6 +42,7 @@ class CommandOption:
 
     panel: HelpPanel
     help: str
+    """The text of the help, in which ``{layouts}``, ``{trained}`` and ``{formats}`` are lists from the catalogue."""
     _: KW_ONLY
     flag: str = ""
     """The flag, such as `--from`; by default the name of the field with hyphens."""

@@ -33,8 +33,7 @@ class ReshardOptions:
         str | None,
         CommandOption(
             HelpPanel.WRITING,
-            "hf, ranks, dcp, universal, meta, trtllm, deepseek, megatron, torch_dist or vllm. "
-            "Default: ranks for a mesh, else hf.",
+            "{layouts}. Default: ranks for a mesh, else hf.",
             metavar="LAYOUT",
         ),
     ] = None
@@ -106,7 +105,7 @@ class ReshardOptions:
         Literal["keep", "drop"] | None,
         CommandOption(
             HelpPanel.WRITING,
-            "Whether to convert optimizer states as well. Default: keep for dcp and universal, else drop.",
+            "Whether to convert optimizer states as well. Default: keep for {trained}, else drop.",
         ),
     ] = None
     """Whether optimizer states are converted; by default they are for layouts that trainers read."""

@@ -30,7 +30,7 @@ class SourceOptions:
     ] = None
     container: Annotated[
         str | None,
-        CommandOption(HelpPanel.SOURCE, "Format of the source. Default: detected.", flag="--from", metavar="FORMAT"),
+        CommandOption(HelpPanel.SOURCE, "{formats}. Default: detected.", flag="--from", metavar="FORMAT"),
     ] = None
     weights: Annotated[
         Literal["module", "master"] | None,

@@ -6,7 +6,7 @@ from cli_checkpoints import shardctl
 
 from shardctl import __version__
 from shardctl.cli.app import EXIT_CODES, app
-from shardctl.libraries.writers import LAYOUTS
+from shardctl.libraries.catalogue import LAYOUTS
 
 VERBS = [command.name for command in app.registered_commands]
 
@@ -64,7 +64,7 @@ def test_every_verb_is_listed_and_none_that_does_not_exist(say):
 
 def test_help_names_every_layout(say):
     said = words(say("plan", "--help").out).partition("--to LAYOUT")[2]
-    assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == list(LAYOUTS)
+    assert said.split("Default")[0].replace(" or ", ", ").strip(" .").split(", ") == [layout.name for layout in LAYOUTS]
 
 
 def test_plan_and_reshard_take_the_same_wishes(say):

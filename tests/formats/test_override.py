@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardctl.errors import SourceError
-from shardctl.libraries.registry import FORMATS, scan_checkpoint
+from shardctl.libraries.catalogue import FORMATS
+from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.addresses import open_source
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -11,55 +11,14 @@ from shardctl.errors import CutError, UnsupportedError, format_first_few
 from shardctl.manifest import Chunk, Manifest, Region, compute_dense_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.composite import SchemaEntry
     from shardctl.libraries.arrays.schema import Schema
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import CheckpointFile
-    from shardctl.mesh import Mesh
-    from shardctl.models import Model
-
-
-@dataclass(frozen=True, slots=True)
-class PackRequest:
-    """What is asked of a layout whose arrays another library defines."""
-
-    have: Manifest
-    """The tensors to write."""
-    model: Model
-    mesh: Mesh
-    dtypes: Mapping[str, DType]
-    """By tensor, as a cast asks for."""
-    config: Mapping[str, object]
-    """The decoded `config.json`."""
-    stages: tuple[int, ...] | None = None
-    """Layers per pipeline stage, if they were given."""
-    max_shard_size: int | None = None
-    """Bytes of tensors per file."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options that only some layouts have, such as `vllm_profile`, if they were given."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A layout whose arrays another library defines."""
-
-    name: str
-    """What `--to` accepts."""
-    pack: Callable[[PackRequest], Manifest]
-    """The files for an order, yet to be written.
-
-    Raises as `compose_arrays` and `build_manifest`, and UsageError for options or a mesh that the layout cannot have.
-    """
-    schema: Schema
-    prefix: Callable[[LibraryDialect, int], str]
-    """What the paths of the files of one of the mesh's ranks begin with, if it has any."""
-    options: frozenset[str] = frozenset()
-    """Those of `Order.options` that mean something to it."""
-    max_shard_size: bool = False
-    """Whether a rank may have several files."""
 
 
 @dataclass(frozen=True, slots=True)

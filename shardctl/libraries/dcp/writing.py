@@ -9,22 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.libraries.dcp.file_writer import DcpFiles
+from shardctl.libraries.dcp.file_writer import DcpFiles, format_file_prefix
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD, list_whole_arrays
 from shardctl.libraries.safetensors.ranks_writing import Known, list_rank_arrays
 from shardctl.libraries.torch_save.item_writer import encode_object
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import Manifest
 from shardctl.training import split_state_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardctl.dtype import DType
+    from shardctl.dialect import LibraryDialect
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.safetensors.packing import TensorArray
     from shardctl.libraries.torch_save.pickle_writer import Value
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Chunk, TrainingState
-    from shardctl.pieces import PlacedCheckpoint
 
 NAME: Final = "dcp"
 _MODEL: Final = "model"
@@ -32,23 +33,17 @@ _OPTIMIZER: Final = "optim"
 _Way = tuple[str | int, ...]
 
 
-def pack_dcp(
-    have: Manifest,
-    placed: PlacedCheckpoint | None,
-    form: ArrayForm,
-    dtypes: dict[str, DType],
-    *,
-    max_shard_size: int = USUAL_SHARD,
-) -> Manifest:
-    """The files of every rank of a mesh, or of the only one; `max_shard_size` is of tensor bytes."""
-    builder = _DcpBuilder(max_shard_size)
+def pack_dcp(request: PackRequest) -> Manifest:
+    """The files of every rank of a mesh, or of the only one."""
+    have, form, dtypes = request.have, request.form, request.dtypes
+    builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD)
     if have.training is not None:
         builder.settings(have.training, form)
-    if placed is None:
+    if request.placed is None:
         builder.rank(0, list_whole_arrays(have, form, dtypes))
     else:
         known: Known = {}
-        for rank, held in placed.ranks():
+        for rank, held in request.placed.ranks():
             builder.rank(rank, (array for group in list_rank_arrays(held, form, dtypes, known) for array in group))
     files = builder.files.finished(builder.ways)
     tensors = {
@@ -97,3 +92,18 @@ def _find_key_path(name: str) -> _Way:
 
 def _join_key_path(way: _Way) -> str:
     return ".".join(map(str, way))
+
+
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    del dialect
+    return format_file_prefix(rank)
+
+
+LAYOUT: Final = Layout(
+    NAME,
+    pack_dcp,
+    ranks="optional",
+    options=frozenset({"max_shard_size", "names", "experts"}),
+    states="by default",
+    prefix=_format_file_prefix,
+)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import CutError
-from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.deepseek.arrays import NAME, SCHEMA
 from shardctl.libraries.safetensors.packing import FileBuilder
+from shardctl.libraries.writer import Layout
 from shardctl.mesh import Mesh
 
 if TYPE_CHECKING:
-    from shardctl.libraries.arrays.composing import PackRequest
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
 
 
@@ -43,4 +44,4 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"model{rank}-mp{dialect.mesh.world}."
 
 
-LAYOUT: Final = Layout(NAME, pack_deepseek_mp, SCHEMA, _format_file_prefix)
+LAYOUT: Final = Layout(NAME, pack_deepseek_mp, ranks="library", prefix=_format_file_prefix)

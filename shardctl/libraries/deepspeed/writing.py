@@ -16,7 +16,8 @@ from shardctl.errors import UnsupportedError
 from shardctl.libraries.safetensors.hf_writing import list_whole_arrays
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, Value
-from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
+from shardctl.libraries.writer import Layout
+from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Manifest, Region, compute_dense_strides
 from shardctl.training import split_state_name
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
     from shardctl.libraries.safetensors.packing import TensorArray
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import TrainingState
 
 NAME: Final = "universal"
@@ -51,15 +53,13 @@ _Number = tuple["DType", tuple[int, ...], bytes]
 _Groups = list[tuple[list[str], dict[str, Value]]]
 
 
-def pack_universal(
-    have: Manifest, form: ArrayForm, dtypes: dict[str, DType], *, step: _Number | None = None
-) -> Manifest:
+def pack_universal(request: PackRequest) -> Manifest:
     """A file for every parameter and every state, and what the engine has besides.
 
     What is trained has a folder: what has states, or, if nothing has, every float. The rest is in the module's file.
-    `step` is the state of that name of some parameter; engines of stage 3 take it as that of all.
     Raises UnsupportedError for states that Universal Checkpoints have no place for, and names that no folder can have.
     """
+    have, form, dtypes = request.have, request.form, request.dtypes
     aliases = {other: names[0] for names in form.names.values() for other in names[1:]}
     arrays = [array for array in list_whole_arrays(have, form, dtypes) if array.name not in aliases]
     split = {array.name: split_state_name(array.name) for array in arrays}
@@ -75,6 +75,7 @@ def pack_universal(
     shapes = {array.name: array.shape for array in weights if array.name in trained}
     groups = _list_groups(have.training, form, shapes)
     done = (have.training.step if have.training is not None else None) or 0
+    step = _find_step_state(request)
     if states and step is None:
         step = BY_NAME["F32"], (), struct.pack("<f", done)
     builder.optimizer(groups, step, len(shapes))
@@ -86,6 +87,18 @@ def pack_universal(
         for name, tensor in have.tensors.items()
     }
     return Manifest(NAME, tensors, builder.files, have.objects, training=have.training)
+
+
+def _find_step_state(request: PackRequest) -> _Number | None:
+    """The state `step` of the first parameter that has one, which engines of stage 3 take as that of all."""
+    states = request.have.training.states if request.have.training is not None else {}
+    for name, tensor in states.items():
+        if (split_state_name(name) or ("", name))[0] == _STEP and tensor.size == 1 and tensor.chunks:
+            where = tensor.chunks[0].where
+            if isinstance(where, ConstantFill):
+                return tensor.dtype, tensor.shape, where.unit
+            return tensor.dtype, tensor.shape, request.read(where.file, where.offset, tensor.nbytes)
+    return None
 
 
 def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mapping[str, object]) -> _Groups:
@@ -181,3 +194,6 @@ class _UniversalBuilder:
         """A file of text."""
         data = content.encode()
         self.files[path] = CheckpointFile(path, len(data), ((0, data),))
+
+
+LAYOUT: Final = Layout(NAME, pack_universal, options=frozenset({"names", "experts"}), states="by default")

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dtype import DType
-    from shardctl.libraries.arrays.composing import PackRequest
     from shardctl.libraries.torch_save.pickle_writer import Value
+    from shardctl.libraries.writer import PackRequest
     from shardctl.mesh import Mesh
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"

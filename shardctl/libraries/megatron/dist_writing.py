@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.dialect import LibraryDialect
 from shardctl.errors import CutError, UnsupportedError
-from shardctl.libraries.arrays.composing import Layout, build_manifest
+from shardctl.libraries.arrays.composing import build_manifest
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.dcp.file_writer import DcpFiles, format_file_prefix
 from shardctl.libraries.megatron.args_writing import DIVISIBLE, FOLDER, TRACKER, VERSION, build_arguments
@@ -36,6 +36,7 @@ from shardctl.libraries.megatron.layers import TITLE, count_experts, get_embeddi
 from shardctl.libraries.megatron.names import EXTRA_STATE
 from shardctl.libraries.safetensors.hf_writing import USUAL_SHARD
 from shardctl.libraries.torch_save.item_writer import encode_object
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, compute_dense_strides
 from shardctl.pieces import split_layers_evenly
 
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.dtype import DType
-    from shardctl.libraries.arrays.composing import PackRequest
     from shardctl.libraries.torch_save.pickle_writer import Value
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
 
 _BACKEND: Final = {
@@ -226,4 +227,6 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return FOLDER + format_file_prefix(rank)
 
 
-LAYOUT: Final = Layout(NAME, pack_torch_dist, SCHEMA, _format_file_prefix, max_shard_size=True)
+LAYOUT: Final = Layout(
+    NAME, pack_torch_dist, ranks="library", options=frozenset({"max_shard_size"}), prefix=_format_file_prefix
+)

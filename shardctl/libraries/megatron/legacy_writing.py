@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect
 from shardctl.errors import CutError, UsageError
-from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.arrays.composite import round_up_to_multiple
 from shardctl.libraries.megatron import arrays as megatron
 from shardctl.libraries.megatron import layers
@@ -24,14 +24,16 @@ from shardctl.libraries.megatron.layers import TITLE
 from shardctl.libraries.megatron.names import EXTRA_STATE, find_engine_name
 from shardctl.libraries.megatron.ranks import FILE, build_least_mesh, list_mesh_folders
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, Region
 from shardctl.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardctl.libraries.arrays.composing import ComposedArray, PackRequest
+    from shardctl.libraries.arrays.composing import ComposedArray
     from shardctl.libraries.torch_save.pickle_writer import PickleObject, Value
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
@@ -277,4 +279,4 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"{FOLDER}{dialect.ranks.get(rank, '?/')}"
 
 
-LAYOUT: Final = Layout(NAME, pack_megatron, SCHEMA, _format_file_prefix, frozenset({OPTION}))
+LAYOUT: Final = Layout(NAME, pack_megatron, ranks="library", options=frozenset({OPTION}), prefix=_format_file_prefix)

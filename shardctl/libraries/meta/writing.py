@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.errors import CutError, UnsupportedError
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
 from shardctl.models.meta_names import find_meta_name, split_meta_rows
 from shardctl.models.rope import parse_rope
@@ -21,7 +22,8 @@ from shardctl.models.rope import parse_rope
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardctl.dtype import DType
+    from shardctl.dialect import LibraryDialect
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Tensor
     from shardctl.models import Model
     from shardctl.pieces import PlacedCheckpoint
@@ -35,19 +37,15 @@ _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
 
 
-def pack_meta(
-    have: Manifest,
-    placed: PlacedCheckpoint | None,
-    dtypes: Mapping[str, DType],
-    model: Model,
-    config: Mapping[str, object],
-) -> Manifest:
+def pack_meta(request: PackRequest) -> Manifest:
     """The file of every tp rank, or of the only one.
 
     Raises:
         UnsupportedError: a model that Meta's code has no place for.
         CutError: a mesh of more than tp, or parts that would not be equal.
     """
+    have, dtypes, placed = request.have, request.dtypes, request.placed
+    model, config = request.model, request.config
     if model.family != "llama":
         raise UnsupportedError(f"Meta's code is for Llama 2 and 3, not for {model.architecture or 'this model'}")
     theta, positions = _describe_rope(config)
@@ -59,7 +57,7 @@ def pack_meta(
     files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
     for rank, held in _list_rank_boxes(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
-        path = f"{format_file_prefix(rank)}pth"
+        path = f"{_number_file(rank)}pth"
         arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]
         state = {n: build_tensor_value(dtypes[t.name], box.shape, number) for number, (n, t, box) in enumerate(arrays)}
@@ -77,7 +75,12 @@ def pack_meta(
     return Manifest(NAME, tensors, files, have.objects)
 
 
-def format_file_prefix(rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    del dialect
+    return _number_file(rank)
+
+
+def _number_file(rank: int) -> str:
     """What the name of a rank's file begins with."""
     return f"consolidated.{rank:02d}."
 
@@ -170,3 +173,6 @@ def _solve_ffn_settings(dim: int, inner: int) -> tuple[int, float | None]:
 
 def _list_multiplier_pairs() -> Iterable[tuple[int, float | None]]:
     return ((multiple, multiplier) for multiplier in _MULTIPLIERS for multiple in _MULTIPLES)
+
+
+LAYOUT: Final = Layout(NAME, pack_meta, ranks="optional", prefix=_format_file_prefix)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Manifest
 from shardctl.views import ViewGroup
 
@@ -15,25 +16,24 @@ if TYPE_CHECKING:
 
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm
+    from shardctl.libraries.writer import PackRequest
 
 NAME: Final = "hf"
 USUAL_SHARD: Final = 5_000_000_000
 """Bytes of tensors per file, as huggingface_hub's `split_torch_state_dict_into_shards` has it."""
 
 
-def pack_hf(
-    have: Manifest, form: ArrayForm, dtypes: dict[str, DType], *, max_shard_size: int = USUAL_SHARD
-) -> Manifest:
-    """Every array of `form` whole, in the source's order of tensors."""
+def pack_hf(request: PackRequest) -> Manifest:
+    """Every array whole, in the source's order of tensors; raises nothing of its own."""
     groups: list[list[TensorArray]] = [[]]
-    room = max_shard_size
-    for array in list_whole_arrays(have, form, dtypes):
+    room = max_shard_size = request.max_shard_size or USUAL_SHARD
+    for array in list_whole_arrays(request.have, request.form, request.dtypes):
         if array.nbytes > room and groups[-1]:
             groups.append([])
             room = max_shard_size
         groups[-1].append(array)
         room -= array.nbytes
-    return _build_manifest(have, groups, dtypes)
+    return _build_manifest(request.have, groups, request.dtypes)
 
 
 def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType]) -> Iterator[TensorArray]:
@@ -65,3 +65,6 @@ def _build_manifest(have: Manifest, groups: list[list[TensorArray]], dtypes: dic
         path = "model.safetensors.index.json"
         builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
     return builder.manifest(NAME, have, dtypes)
+
+
+LAYOUT: Final = Layout(NAME, pack_hf, options=frozenset({"max_shard_size", "names", "experts"}), source_names=True)

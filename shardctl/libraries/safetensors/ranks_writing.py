@@ -12,42 +12,45 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.libraries.writer import Layout
 from shardctl.views import ViewGroup, merge_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from shardctl.box import Box
+    from shardctl.dialect import LibraryDialect
     from shardctl.dtype import DType
     from shardctl.libraries.arrays.form import ArrayForm, FusedPlace
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
-    from shardctl.pieces import PlacedCheckpoint, TensorShard
+    from shardctl.pieces import TensorShard
 
 NAME: Final = "ranks"
 Known = dict[object, "_AlikeArrays"]
 """What arrays of experts have in common, by what it is worked out from."""
 
 
-def pack_ranks(
-    have: Manifest,
-    placed: PlacedCheckpoint,
-    form: ArrayForm,
-    dtypes: dict[str, DType],
-    *,
-    max_shard_size: int | None = None,
-) -> Manifest:
+def pack_ranks(request: PackRequest) -> Manifest:
     """The files of every rank that holds weights no earlier dp or cp replica holds."""
+    assert request.placed is not None  # noqa: S101 - as the layout says of its ranks
+    have, dtypes = request.have, request.dtypes
     builder = FileBuilder(build_container_metadata(have))
     known: Known = {}
-    for rank, held in placed.ranks():
-        files = _split_into_files(list_rank_arrays(held, form, dtypes, known), max_shard_size)
+    for rank, held in request.placed.ranks():
+        files = _split_into_files(list_rank_arrays(held, request.form, dtypes, known), request.max_shard_size)
         for number, arrays in enumerate(files, 1):
-            path = f"{format_file_prefix(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
+            path = f"{_number_files(rank)}model-{number:05d}-of-{len(files):05d}.safetensors"
             builder.add(path, arrays, _build_sharding_info(arrays))
     return builder.manifest(NAME, have, dtypes)
 
 
-def format_file_prefix(rank: int) -> str:
+def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
+    del dialect
+    return _number_files(rank)
+
+
+def _number_files(rank: int) -> str:
     """What the names of a rank's files begin with."""
     return f"shard-{rank + 1:05d}-"
 
@@ -146,3 +149,13 @@ def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
             spelled[place] = said
         entries.append(f"{json.dumps(array.name)}: {said}")
     return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": f"{{{', '.join(entries)}}}"}
+
+
+LAYOUT: Final = Layout(
+    NAME,
+    pack_ranks,
+    ranks="always",
+    options=frozenset({"max_shard_size", "names", "experts"}),
+    states="on request",
+    prefix=_format_file_prefix,
+)

@@ -113,4 +113,4 @@ def _refuse_quantised(array: Tensor) -> None:
         )
 
 
-FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm)
+FORMAT: Final = Format("trtllm", _TITLE, detect_trtllm, scan_trtllm, names_safetensors=True)

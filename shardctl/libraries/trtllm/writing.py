@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.dtype import BY_NAME
 from shardctl.errors import CutError, UnsupportedError, UsageError
-from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.trtllm.arrays import EMBEDDING_DIM, NAME, PARALLEL_EMBEDDING, SCHEMA, TITLE
+from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile
 from shardctl.mesh import Mesh
 from shardctl.models.config import ModelConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.dialect import Fact
-    from shardctl.libraries.arrays.composing import PackRequest
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
 
 _CONFIG: Final = "config.json"
@@ -190,4 +191,4 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 
 
-LAYOUT: Final = Layout(NAME, pack_trtllm, SCHEMA, _format_file_prefix, frozenset({_EMBEDDING}))
+LAYOUT: Final = Layout(NAME, pack_trtllm, ranks="library", options=frozenset({_EMBEDDING}), prefix=_format_file_prefix)

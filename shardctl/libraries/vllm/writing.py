@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.dialect import LibraryDialect, format_rank_prefix
 from shardctl.errors import CutError, UsageError
-from shardctl.libraries.arrays.composing import Layout, build_manifest, compose_arrays
+from shardctl.libraries.arrays.composing import build_manifest, compose_arrays
 from shardctl.libraries.safetensors.packing import FileBuilder
 from shardctl.libraries.vllm.arrays import BIAS_TYPE, LATENT, NAME, PROFILE, PROFILES, SCHEMA, VOCABULARY_TYPE
+from shardctl.libraries.writer import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from shardctl.dialect import Fact
-    from shardctl.libraries.arrays.composing import ComposedArray, PackRequest
+    from shardctl.libraries.arrays.composing import ComposedArray
+    from shardctl.libraries.writer import PackRequest
     from shardctl.manifest import Manifest
     from shardctl.mesh import Mesh
 
@@ -91,4 +93,6 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
     return f"model-rank-{rank}-"
 
 
-LAYOUT: Final = Layout(NAME, pack_vllm, SCHEMA, _format_file_prefix, frozenset({OPTION}), max_shard_size=True)
+LAYOUT: Final = Layout(
+    NAME, pack_vllm, ranks="library", options=frozenset({OPTION, "max_shard_size"}), prefix=_format_file_prefix
+)
