@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from shardctl.api import Mesh, ReshardOptions, ShardctlError, SourceOptions, digest, reshard
-from shardctl.libraries.writers import LAYOUTS
+from shardctl.libraries.catalogue import LAYOUTS
 
 ROOT = Path(__file__).parent
 LLAMA = ROOT.parent / "fixtures/trtllm/llama_pp3/source"
@@ -20,7 +20,8 @@ ORBAX = ROOT.parent / "fixtures/orbax/ocdbt"
 DEEPSEEK = ROOT.parent / "fixtures/deepseek_mp/bf16/source"
 PAGE = ROOT / "formats.md"
 BEGIN, END = "<!-- pairs: python docs/pairs.py -->\n", "<!-- end of pairs -->\n"
-CUT = {"ranks", "dcp", "meta", "megatron", "torch_dist", "vllm", "trtllm", "deepseek"}
+NAMES = tuple(layout.name for layout in LAYOUTS)
+CUT = {layout.name for layout in LAYOUTS if layout.ranks != "none"}
 """Layouts that have ranks: these are written for two."""
 
 
@@ -63,14 +64,14 @@ def cells(folder: Path):
         config = model / "config.json"
         sources = {"hf": model, "torch": folder / f"{model.parent.name}-torch"}
         torch_saved(model, sources["torch"])
-        for layout in LAYOUTS:
+        for layout in NAMES:
             made = folder / f"{model.parent.name}-{layout}"
             if layout not in sources and not converted(model, config, layout, made):
                 sources[layout] = made
         if model == LLAMA:
             sources["orbax"] = ORBAX
         for name, source in sources.items():
-            for layout in LAYOUTS:
+            for layout in NAMES:
                 if found.get((name, layout)) == "":
                     continue
                 wrong = converted(source, config, layout, folder / f"{model.parent.name}-{name}-to-{layout}")
@@ -84,12 +85,12 @@ def table(found) -> str:
     rows = list(dict.fromkeys(name for name, _ in found))
     reasons: dict[str, int] = {}
     lines = [
-        f"| read \\ written | {' | '.join(f'`{layout}`' for layout in LAYOUTS)} |",
-        "|---" * (len(LAYOUTS) + 1) + "|",
+        f"| read \\ written | {' | '.join(f'`{layout}`' for layout in NAMES)} |",
+        "|---" * (len(NAMES) + 1) + "|",
     ]
     for name in rows:
         marks = []
-        for layout in LAYOUTS:
+        for layout in NAMES:
             wrong = found[name, layout]
             marks.append("yes" if not wrong else f"[{reasons.setdefault(wrong, len(reasons) + 1)}]")
         lines.append(f"| {_SAID.get(name, f'`{name}`')} | {' | '.join(marks)} |")

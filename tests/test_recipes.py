@@ -26,7 +26,7 @@ TUPLE = "LIBRARIES: Final = (\n"
 def blocks_under(heading: str) -> list[str]:
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    return re.findall(r"```(?:python|text)\n(.*?)```", section, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_it_is_converted_back_bit_for_bit(extended, llama, written, tmp_path):
 def test_the_help_names_both(extended):
     said = " ".join(ask(extended, "plan", "--help").stdout.replace("│", " ").split())
     assert re.search(r"--to LAYOUT .*\btoy\b.*Default: ranks for a mesh", said)
-    assert re.search(r"instead of detecting it: .*\btoy\b", said)
+    assert re.search(r"--from FORMAT .*\btoy\b.*Default: detected", said)
 
 
 @pytest.mark.parametrize(
