@@ -61,7 +61,7 @@ class StorePlace:
     """A bucket of its own in a store."""
 
     def __init__(self, scheme, store, folder):
-        self.scheme, self.bucket = scheme, f"bucket-{next(_numbers)}"
+        self.scheme, self.bucket = scheme, f"place-{next(_numbers)}"
         self.proxy = FaultProxy(store.endpoint)
         self.environment = variables(scheme, self.proxy.endpoint, folder)
         store.make(self.bucket)

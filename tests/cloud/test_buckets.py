@@ -261,7 +261,7 @@ def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, s
 def test_what_another_command_left_is_removed(s3, bucket, source, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(
-            "shardctl.execute.uploads.Uploads.publish", lambda *_: (_ for _ in ()).throw(DestinationError("x"))
+            "shardctl.execute.uploads.BucketUploads.publish", lambda *_: (_ for _ in ()).throw(DestinationError("x"))
         )
         with pytest.raises(DestinationError):
             reshard(source, f"s3://{bucket}/out", ReshardOptions(to="hf", max_shard_size=30_000))
