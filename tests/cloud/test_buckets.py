@@ -16,6 +16,8 @@ from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.storage import retries as patience
 from shardctl.storage.cloud.bucket import PIECE, CloudBucket
+from shardctl.storage.cloud.refusals import RefusalReader
+from shardctl.storage.retries import TroubleError
 from shardctl.verbs.diff import diff
 from shardctl.verbs.digest import digest
 from shardctl.verbs.dry_run import rehearse_reshard
@@ -376,6 +378,21 @@ def test_small_reads_are_merged(s3, bucket, tmp_path, monkeypatch):
     tensors = len(inspect(source).tensors)
     assert len(fetched) < tensors / 4
     assert sum(fetched) < 1.5 * size + 200_000
+
+
+def test_a_key_that_is_no_path_is_named(s3, bucket):
+    s3.put_object(Bucket=bucket, Key="m/./z", Body=b"1")
+    with pytest.raises(SourceError, match=r"a key in it is no path: .*\./z") as refused:
+        CloudBucket(f"s3://{bucket}/m").objects()
+    assert refused.value.hint == "rename that object, or remove it"
+
+
+def test_the_words_of_another_error_do_not_make_it_one_of_a_path():
+    from obstore import exceptions
+
+    refusals = RefusalReader("s3://bucket", writing=False, library=exceptions)
+    passing = refusals.explain(exceptions.GenericError("connection reset by /x/invalid path/y"), "reading")
+    assert isinstance(passing, TroubleError)
 
 
 def test_without_obstore_the_extra_is_named(monkeypatch):

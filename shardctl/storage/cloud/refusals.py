@@ -57,7 +57,7 @@ class RefusalReader:
             return self._elsewhere(error, doing) or self._forbidden(doing, _get_first_line(error))
         if isinstance(error, library.PreconditionError):
             return self.changed(f"{doing} failed: the object has changed", "run again when nothing writes to it")
-        if "invalid path" in str(error):
+        if isinstance(error, library.InvalidPathError):
             return self.refuse(
                 f"{doing} failed: a key in it is no path: {_get_first_line(error)}", "rename that object, or remove it"
             )
