@@ -88,10 +88,10 @@ def _translate_parser_error(error: Exception) -> Exception:
     """A parser's error as one of ours, with its suggestion as the hint."""
     if not isinstance(error, typer.TyperException):
         return error
-    message, _, guess = str(getattr(error, "message", error)).partition(". Did you mean ")
+    message, _, guess = error.message.partition(". Did you mean ")
     if not guess:
-        message = str(getattr(error, "format_message", error.__str__)()).partition(" (Possible options: ")[0]
         guess = " or ".join(getattr(error, "possibilities", None) or ())
+        message = error.message if guess else error.format_message()
     message = message.strip().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, which typer repeats
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "shardctl"
