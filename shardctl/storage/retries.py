@@ -45,22 +45,31 @@ def make_retrying(doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> Re
     from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
     from tenacity import wait_random_exponential as wait_randomly
 
-    # one half of the wait is sure, and the other is random, so that threads do not return all at once
     first, longest = FIRST_WAIT / 2, LONGEST_WAIT / 2
-    usual = wait_exponential(first, longest) + wait_randomly(first, longest)
-
-    last_try = stop_after_attempt(tries)
+    usual = wait_exponential(first, longest) + wait_randomly(first, longest)  # threads do not return all at once
 
     def choose_wait(state: RetryCallState) -> float:
-        after = _get_trouble(state).after
-        return usual(state) if after is None else after
+        trouble = _get_trouble(state)
+        if trouble.after is not None and trouble.after > LONGEST_ASKED:
+            raise TransientError(
+                f"{doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
+                hint="run the same command again then: it goes on where this one stopped",
+            ) from trouble
+        return usual(state) if trouble.after is None else trouble.after
+
+    def give_up(state: RetryCallState) -> NoReturn:
+        trouble = _get_trouble(state)
+        raise trouble.last or TransientError(
+            f"{doing} failed {state.attempt_number} times, the last time because {trouble}",
+            hint="run the same command again later: it goes on where this one stopped",
+        ) from trouble
 
     return Retrying(
         retry=retry_if_exception_type(TroubleError),
         wait=choose_wait,
-        stop=lambda state: last_try(state) or _is_asked_too_long(state),
+        stop=stop_after_attempt(tries),
         sleep=lambda seconds: sleep_unless_stopped(seconds, stop),
-        retry_error_callback=lambda state: _give_up(doing, state),
+        retry_error_callback=give_up,
     )
 
 
@@ -77,20 +86,3 @@ def _get_trouble(state: RetryCallState) -> TroubleError:
     trouble = state.outcome.exception() if state.outcome is not None else None
     assert isinstance(trouble, TroubleError)  # noqa: S101 - nothing else is tried again
     return trouble
-
-
-def _is_asked_too_long(state: RetryCallState) -> bool:
-    return (_get_trouble(state).after or 0) > LONGEST_ASKED
-
-
-def _give_up(doing: str, state: RetryCallState) -> NoReturn:
-    trouble = _get_trouble(state)
-    if _is_asked_too_long(state):
-        raise TransientError(
-            f"{doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
-            hint="run the same command again then: it goes on where this one stopped",
-        ) from trouble
-    raise trouble.last or TransientError(
-        f"{doing} failed {state.attempt_number} times, the last time because {trouble}",
-        hint="run the same command again later: it goes on where this one stopped",
-    ) from trouble
