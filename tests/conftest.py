@@ -9,9 +9,11 @@ from hypothesis import settings
 settings.register_profile("shardctl", deadline=None)  # a busy machine is not a failure
 settings.load_profile("shardctl")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and so would every program that a test starts and interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    # A shell's background job ignores Ctrl-C, and one under nohup the end of its terminal; so would every program that
+    # a test starts and interrupts.
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 SLOW = Path(__file__).with_name("slow_tests.txt")
 """Files and tests that took more than five seconds on a quiet machine, one a line; what follows `[` may be left out."""
