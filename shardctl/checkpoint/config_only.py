@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl import models
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.catalogue import FORMATS
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import FOREIGN, list_unfinished_downloads
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import Manifest, Tensor
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 CONFIG: Final = "config.json"
 FORMAT: Final = "config"
 """What a manifest without weights has as its format."""
-_INDEX: Final = ".index.json"
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".distcp", *FOREIGN)
+_WEIGHTS: Final = (*WEIGHT_SUFFIXES, *FOREIGN)
 """Suffixes of files that hold weights, in formats that are read and in others."""
 _STACK: Final = 3
 """Dims of the array in which some families have one matrix of all experts."""
@@ -41,7 +41,7 @@ def find_config_file(source: Source) -> str | None:
     given = find_given_file(source)
     files = source.files()
     if given is not None:
-        fits = given.endswith(".json") and not given.endswith(_INDEX) and given != RECORD
+        fits = given.endswith(".json") and not given.endswith(INDEX_SUFFIX) and given != RECORD
         return given if fits and files[given].size <= _LARGEST else None
     if CONFIG not in files or RECORD in files:
         return None
@@ -90,7 +90,7 @@ def build_model_from_config(
 
 
 def _note_absent_files(source: Source) -> list[str]:
-    indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(_INDEX))
+    indexes = sorted(path for path in source.files() if "/" not in path and path.endswith(INDEX_SUFFIX))
     return [f"none of the files that {index} names is here; {CONFIG} alone describes the model" for index in indexes]
 
 

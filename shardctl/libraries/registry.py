@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError, format_first_few
 from shardctl.libraries.catalogue import FORMATS
+from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, refuse_impostor
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
@@ -108,7 +109,7 @@ def _build_unknown_error(source: Source) -> SourceError:
             f"{source.name} is a Hugging Face cache folder, not a checkpoint",
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
-    saves = [path.removesuffix("/.metadata") for path in files if path.endswith("/.metadata")]
+    saves = [path.removesuffix(f"/{DCP_METADATA}") for path in files if path.endswith(f"/{DCP_METADATA}")]
     if saves:
         return SourceError(
             f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",

@@ -19,6 +19,7 @@ from shardctl.conversion.conversion_plan import (
 )
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.estimate.search import WeightTotals
+from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.planning.advice import PlanAdvice, advise_plan
@@ -41,8 +42,6 @@ _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard
 
 _HEADERS: Final = 1 << 20
 """Bytes of headers that a rank's files may have without a word."""
-_DATA: Final = (".safetensors", ".distcp", ".pt", ".pth")
-"""How the names of files with weights end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +296,7 @@ def _build_rank_plan(holding: RankHolding, work: PlannedConversion | None, tenso
         sizes = {
             path: file.size
             for path, file in work.plan.want.files.items()
-            if path.startswith(prefix) and path.endswith(_DATA)
+            if path.startswith(prefix) and path.endswith(WEIGHT_SUFFIXES)
         }
     return RankPlan(
         rank=holding.rank,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box, BoxIndex, make_disjoint, subtract_indexed
 from shardctl.errors import format_first_few
+from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, hash_source_spans
 from shardctl.verify.finding import CheckFinding
@@ -32,7 +33,7 @@ def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iter
             yield CheckFinding("error", "files", f"{path} has {found:,} bytes; {RECORD} says {size:,}", file=path)
     for path in files:
         if path not in record.files and path != RECORD:
-            weights = path.endswith((".safetensors", ".bin", ".pt", ".pth"))
+            weights = path.endswith(LOADED_SUFFIXES)
             yield CheckFinding(
                 "error" if weights else "warning",
                 "files",

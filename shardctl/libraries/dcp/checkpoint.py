@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shardctl.manifest import CheckpointFile, Tensor
     from shardctl.storage import Source
 
-METADATA: Final = ".metadata"
-SUFFIX: Final = ".distcp"
 _FLAT: Final = "_flat_param"
 """All parameters of a module of FSDP1 in one row; tensors beside them are ranks' views of them, saved as if whole."""
 

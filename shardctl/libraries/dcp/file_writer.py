@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.torch_save.item_writer import encode_tensor
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, PickleObject, Value, encode_pickle
 from shardctl.manifest import CheckpointFile, Region, compute_dense_strides
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shardctl.box import Box
     from shardctl.dtype import DType
 
-METADATA: Final = ".metadata"
 VERSION: Final = "1.0.0"
 """Of the format; torch checks nothing of it."""
 _CLASSES: Final = "torch.distributed.checkpoint.metadata"
@@ -130,7 +130,7 @@ class DcpFiles:
             "version": VERSION,
         }
         content = encode_pickle(PickleObject(PickleName(_CLASSES, "Metadata"), state), 4)
-        path = self._folder + METADATA
+        path = self._folder + DCP_METADATA
         return {**self.files, path: CheckpointFile(path, len(content), ((0, content),))}
 
     def _descriptions(self) -> Iterator[tuple[str, Value]]:

@@ -9,7 +9,7 @@ from shardctl.dtype import BY_TORCH
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.torch_save.tensors import as_tensor
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
-from shardctl.libraries.torch_save.zip_records import MAGIC
+from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
 from shardctl.manifest import Region
 from shardctl.settings import as_setting
 from shardctl.storage import read_bytes
@@ -98,8 +98,8 @@ class ItemReader:
         return saved.region(view, key)
 
     def _check_magic(self, item: StoredItem, where: str) -> None:
-        head = read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC)))
-        if head != MAGIC:
+        head = read_bytes(self._source, item.file, item.offset, min(item.length, len(LOCAL_MAGIC)))
+        if head != LOCAL_MAGIC:
             raise UnsupportedError(
                 f"{where} is not what torch.save writes: it begins with {head.hex(' ')}",
                 hint="a FileSystemWriter told to write safetensors does this, and torch itself cannot read it; save "
@@ -129,7 +129,7 @@ class ItemReader:
         return self._values[data]
 
     def _looked_into(self, item: StoredItem) -> tuple[Setting] | None:
-        if read_bytes(self._source, item.file, item.offset, min(item.length, len(MAGIC))) != MAGIC:
+        if read_bytes(self._source, item.file, item.offset, min(item.length, len(LOCAL_MAGIC))) != LOCAL_MAGIC:
             return None
         return as_setting(read_torch_zip(self._source, item.file, start=item.offset, size=item.length).tree)
 

@@ -6,8 +6,9 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.libraries.dcp.checkpoint import METADATA, SUFFIX, DcpCollector
+from shardctl.libraries.dcp.checkpoint import DcpCollector
 from shardctl.libraries.dcp.metadata import read_metadata
+from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import is_megatron
 from shardctl.libraries.reader import Format
 
@@ -32,7 +33,7 @@ def detect_dcp(source: Source) -> bool:
 
 def _is_mark(path: str) -> bool:
     folder, _, name = path.rpartition("/")
-    mark = name == METADATA or _OWN.fullmatch(name) is not None or name.endswith(SUFFIX)
+    mark = name == DCP_METADATA or _OWN.fullmatch(name) is not None or name.endswith(DCP)
     return mark and (not folder or _MODEL.fullmatch(folder) is not None or _OPTIMIZER.fullmatch(folder) is not None)
 
 
@@ -68,10 +69,10 @@ def _list_saves(source: Source) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in source.files():
         folder, _, name = path.rpartition("/")
-        if _is_mark(path) and not name.endswith(SUFFIX):
+        if _is_mark(path) and not name.endswith(DCP):
             found.setdefault(folder, []).append(path)
     for folder, paths in found.items():
-        whole = f"{folder}/{METADATA}" if folder else METADATA
+        whole = f"{folder}/{DCP_METADATA}" if folder else DCP_METADATA
         found[folder] = [whole] if whole in paths else sorted(paths, key=lambda path: (len(path), path))
     return found
 
@@ -81,7 +82,7 @@ def _build_unfinished_error(source: Source) -> SourceError:
     if name is None:
         return SourceError(f"{source.name} holds no {FORMAT.title}")
     return SourceError(
-        f"{name} is there, but {METADATA} is not",
+        f"{name} is there, but {DCP_METADATA} is not",
         hint="the save did not finish, or a copy left out hidden files; the metadata is written last",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.libraries.files.file_names import LOADED_SUFFIXES
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ ADAPTERS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 def refuse_adapter(source: Source) -> None:
     """Raise UnsupportedError if the source is a LoRA (or other peft) adapter and not a model."""
     files = source.files()
-    weights = {path for path in files if "/" not in path and path.endswith((".safetensors", ".bin", ".pt", ".pth"))}
+    weights = {path for path in files if "/" not in path and path.endswith(LOADED_SUFFIXES)}
     adapters = weights & {*ADAPTERS}
     if adapters and not weights - adapters - {"training_args.bin", "optimizer.pt", "scheduler.pt"}:
         raise UnsupportedError(

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 MARK: Final = "metadata.json"
 COMMON: Final = "common.pt"
 """What all ranks have alike, a file of torch.save."""
-_METADATA: Final = ".metadata"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """Beside the folders of iterations: the number of the last one, or `release`."""
 _FOLDERS: Final = ("weights", "model_weights")
@@ -55,7 +55,7 @@ def is_megatron(source: Source) -> bool:
     """Whether there is such a file, or all else of such a checkpoint: nobody should take it for one of torch alone."""
     files = source.files()
     return read_sharded_backend(source) is not None or any(
-        f"{folder}{COMMON}" in files and f"{folder}{_METADATA}" in files for folder in _list_folders(source)
+        f"{folder}{COMMON}" in files and f"{folder}{DCP_METADATA}" in files for folder in _list_folders(source)
     )
 
 

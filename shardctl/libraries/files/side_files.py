@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import format_first_few
+from shardctl.libraries.files.file_names import DCP_METADATA, WEIGHT_SUFFIXES
 from shardctl.libraries.files.impostors import ADAPTERS
 from shardctl.libraries.files.links import check_link
 from shardctl.manifest import OpaqueObject
@@ -37,7 +38,7 @@ _TRAINER: Final = re.compile(
 )
 """What Trainer and accelerate keep to resume training (transformers/trainer.py, accelerate/utils/constants.py)."""
 _TRAINER_FOLDERS: Final = re.compile(r"checkpoint-[0-9]+|global_step[0-9]+|optimizer_[0-9]+|pytorch_model_fsdp_[0-9]+")
-_WEIGHTS: Final = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt|distcp)|\.metadata")
+_WEIGHTS: Final = re.compile(f".+({'|'.join(map(re.escape, (*WEIGHT_SUFFIXES, '.ckpt')))})|{re.escape(DCP_METADATA)}")
 
 
 def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.dcp.checkpoint import METADATA, SUFFIX
 from shardctl.libraries.dcp.save import count_writers
+from shardctl.libraries.files.file_names import DCP, DCP_METADATA
 from shardctl.libraries.files.sharded_backend import COMMON, MARK, TRACKER
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.megatron.arguments import has_zero_centred_norms
@@ -31,7 +31,7 @@ _MASTERS: Final = ("param", "fp32_param")
 _VERSIONS: Final = (None, 2.0, 3.0)
 """Of the order of rows in fused projections; all that can be saved so have the same (`checkpoint_version`)."""
 _FOLDER: Final = re.compile(r"(iter_[0-9]{7}|release)/.+")
-_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, METADATA, "integrity.json", "modelopt_run_config.yaml"})
+_FRAMEWORK: Final = frozenset({MARK, TRACKER, COMMON, DCP_METADATA, "integrity.json", "modelopt_run_config.yaml"})
 _EXTRA: Final = "._extra_state/"
 _SHOWN: Final = 3
 
@@ -117,7 +117,7 @@ def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], 
     files = save.source.files()
     own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK}
     own |= {path for path in files if path in _FRAMEWORK or (folder and _FOLDER.fullmatch(path))}
-    others = {path for path in files if path not in own and path.endswith(SUFFIX)}
+    others = {path for path in files if path not in own and path.endswith(DCP)}
     return [o for o in list_side_files(save.source, own)[0] if o.name not in others], tuple(
         f"{path} is not part of this checkpoint; it is left behind" for path in sorted(others)[:_SHOWN]
     )

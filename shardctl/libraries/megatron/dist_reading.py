@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.dcp.checkpoint import METADATA
 from shardctl.libraries.dcp.metadata import read_metadata
 from shardctl.libraries.dcp.save import DcpSave
+from shardctl.libraries.files.file_names import DCP_METADATA
 from shardctl.libraries.files.sharded_backend import MARK, ShardedBackend, is_megatron, read_sharded_backend
 from shardctl.libraries.megatron.dist_checkpoint import build_manifest
 from shardctl.libraries.reader import Format
@@ -44,7 +44,7 @@ def scan_torch_dist(source: Source, weights: Weights = None) -> Manifest:
             hint="the save did not finish, or the file was not copied",
         )
     _check_backend(backend)
-    path = f"{backend.folder}{METADATA}"
+    path = f"{backend.folder}{DCP_METADATA}"
     if path not in source.files():
         raise SourceError(f"{backend.folder}{MARK} is there, but {path} is not", hint="a copy left out hidden files")
     return build_manifest(_NAME, DcpSave(source, [read_metadata(source, path)]), backend.folder, weights)

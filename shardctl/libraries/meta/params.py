@@ -31,7 +31,7 @@ _KNOWN: Final = frozenset(
 )
 """Fields that a config can say; `max_seq_len` and `max_batch_size` are limits of a run."""
 _LLAMA3_VOCABULARY: Final = 128_256
-_LLAMA3_THETA: Final = 500_000
+LLAMA3_THETA: Final = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tupl
     """Which Llama this seems to be, and the longest context it was trained for."""
     if scaled:
         return "Llama 3.1", 131_072
-    if vocabulary == _LLAMA3_VOCABULARY or theta == _LLAMA3_THETA:
+    if vocabulary == _LLAMA3_VOCABULARY or theta == LLAMA3_THETA:
         return "Llama 3", 8_192
     if theta > 10_000:  # noqa: PLR2004 - the theta of all before
         return "Code Llama", 16_384

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import CutError, UnsupportedError
+from shardctl.libraries.meta.params import LLAMA3_THETA, PARAMS
 from shardctl.libraries.torch_save.item_writer import build_archive, build_tensor_value
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, Region, compute_dense_strides
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
     from shardctl.pieces import PlacedCheckpoint
 
 NAME: Final = "meta"
-PARAMS: Final = "params.json"
 _EMBEDDING: Final = "model.embed_tokens.weight"
-_LLAMA3_THETA: Final = 500_000
 _MULTIPLES: Final = (256, 1_024, 4_096)
 _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 """What the published `params.json` have for `multiple_of` and `ffn_dim_multiplier`."""
@@ -56,7 +55,7 @@ def pack_meta(request: PackRequest) -> Manifest:
     builder: dict[str, list[Chunk]] = {}
     files: dict[str, CheckpointFile] = {}
     tied = any(tensor.ties for tensor in have.tensors.values())
-    for rank, held in _list_rank_boxes(have, placed, hidden=theta != _LLAMA3_THETA and not tied):
+    for rank, held in _list_rank_boxes(have, placed, hidden=theta != LLAMA3_THETA and not tied):
         path = f"{_number_file(rank)}pth"
         arrays = [(name, tensor, box) for tensor, box in held for name in names[tensor.name]]
         sizes = [dtypes[tensor.name].nbytes(box.shape) for _, tensor, box in arrays]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.libraries.dcp.keys import sort_keys
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_TORCH
 from shardctl.libraries.files.rank_files import list_rank_files
 from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.rank_pickles.checkpoint import RankCollector
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shardctl.libraries.files.rank_files import RankFileName
     from shardctl.storage import Source
 
-_WHOLE: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_WHOLE: Final = (WHOLE_TORCH, WHOLE_TORCH + INDEX_SUFFIX)
 """Beside these, the files of ranks are something else."""
 _CONFIG: Final = "huggingface/config.json"
 """Where verl keeps the config, beside the files of its ranks."""

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, WHOLE_SAFETENSORS
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.writer import Layout
 from shardctl.manifest import CheckpointFile, Manifest
@@ -55,14 +56,14 @@ def _build_manifest(have: Manifest, groups: list[list[TensorArray]], dtypes: dic
     builder = FileBuilder(build_container_metadata(have))
     weight_map: dict[str, str] = {}
     for number, arrays in enumerate(groups, 1):
-        path = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        path = WHOLE_SAFETENSORS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         builder.add(path, arrays)
         weight_map |= {array.name: path for array in arrays}
     if len(groups) > 1:
         total = sum(array.dtype.nbytes(array.box.shape) for arrays in groups for array in arrays)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         content = (json.dumps(index, indent=2) + "\n").encode()
-        path = "model.safetensors.index.json"
+        path = WHOLE_SAFETENSORS + INDEX_SUFFIX
         builder.files[path] = CheckpointFile(path, len(content), ((0, content),))
     return builder.manifest(NAME, have, dtypes)
 

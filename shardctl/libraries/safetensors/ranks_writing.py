@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
+from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
 from shardctl.libraries.writer import Layout
 from shardctl.views import ViewGroup, merge_boxes
 
@@ -145,10 +146,10 @@ def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
         place = (array.box.origin, array.shape)
         said = spelled.get(place)
         if said is None:
-            said = json.dumps({"saved_offsets": list(array.box.origin), "global_shape": list(array.shape)})
+            said = json.dumps({OFFSETS: list(array.box.origin), GLOBAL_SHAPE: list(array.shape)})
             spelled[place] = said
         entries.append(f"{json.dumps(array.name)}: {said}")
-    return {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": f"{{{', '.join(entries)}}}"}
+    return {VERSION_KEY: "1.0", KEY: f"{{{', '.join(entries)}}}"}
 
 
 LAYOUT: Final = Layout(

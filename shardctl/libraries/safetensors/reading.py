@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, list_unfinished_downloads, refuse_adapter, refuse_unfinished
 from shardctl.libraries.files.index import read_index
 from shardctl.libraries.files.links import check_link
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.storage import Source, Span
 
-_SUFFIX: Final = ".safetensors"
-_INDEX_SUFFIX: Final = ".safetensors.index.json"
-_WHOLE: Final = "model.safetensors"
-_STANDARD_INDEX: Final = "model.safetensors.index.json"
+_INDEXES: Final = SAFETENSORS + INDEX_SUFFIX
+_STANDARD_INDEX: Final = WHOLE_SAFETENSORS + INDEX_SUFFIX
 _RANK_FILE: Final = re.compile(r"shard-[0-9]{5}-(model-[0-9]{5}-of-[0-9]{5}\.safetensors)")
 """What torch's HuggingFaceStorageWriter writes and transformers >= 5.20 recognises."""
 
@@ -43,9 +42,9 @@ def detect_safetensors(source: Source) -> bool:
     """Whether the directory holds safetensors files or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
-        return given.endswith((_SUFFIX, _INDEX_SUFFIX)) or looks_like_header(source, given)
-    return any("/" not in path and path.endswith((_SUFFIX, _INDEX_SUFFIX)) for path in source.files()) or bool(
-        list_unfinished_downloads(source, _SUFFIX)
+        return given.endswith((SAFETENSORS, _INDEXES)) or looks_like_header(source, given)
+    return any("/" not in path and path.endswith((SAFETENSORS, _INDEXES)) for path in source.files()) or bool(
+        list_unfinished_downloads(source, SAFETENSORS)
     )
 
 
@@ -94,13 +93,13 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
 def _choose_files(source: Source) -> FileChoice:
     given = find_given_file(source)
     if given is not None:
-        return choose_given_file(given, _SUFFIX)
-    names = [p for p in source.files() if "/" not in p and p.endswith(_SUFFIX) and p not in ADAPTERS]
-    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
+        return choose_given_file(given, SAFETENSORS)
+    names = [p for p in source.files() if "/" not in p and p.endswith(SAFETENSORS) and p not in ADAPTERS]
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
     if any(_RANK_FILE.fullmatch(name) for name in names):
         _check_numbering(names)
         return FileChoice(tuple(names))
-    if _WHOLE in names:
+    if WHOLE_SAFETENSORS in names:
         return _choose_whole_file(source, indexes)
     if indexes:
         index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
@@ -109,29 +108,29 @@ def _choose_files(source: Source) -> FileChoice:
         _check_numbering(names)
         return FileChoice(tuple(names))
     refuse_adapter(source)
-    for path in list_unfinished_downloads(source, _SUFFIX):
+    for path in list_unfinished_downloads(source, SAFETENSORS):
         refuse_unfinished(source, path)
-    raise SourceError(f"{source.name} holds no {_SUFFIX} file")
+    raise SourceError(f"{source.name} holds no {SAFETENSORS} file")
 
 
 def _choose_whole_file(source: Source, indexes: Sequence[str]) -> FileChoice:
     """The choice where `model.safetensors` exists; an index of other files beside it is a second checkpoint."""
     if _STANDARD_INDEX not in indexes:
-        return FileChoice((_WHOLE,))
+        return FileChoice((WHOLE_SAFETENSORS,))
     index = read_index(source, _STANDARD_INDEX)
-    others = [path for path in index.shards if path != _WHOLE]
+    others = [path for path in index.shards if path != WHOLE_SAFETENSORS]
     if others:
         raise SourceError(
-            f"{source.name} holds two checkpoints: {_WHOLE}, and {others[0]} with the others that {_STANDARD_INDEX} "
-            "names",
-            hint=f"give {_WHOLE} itself, or move it away",
+            f"{source.name} holds two checkpoints: {WHOLE_SAFETENSORS}, and {others[0]} with the others "
+            f"that {_STANDARD_INDEX} names",
+            hint=f"give {WHOLE_SAFETENSORS} itself, or move it away",
         )
-    return FileChoice((_WHOLE,), index, index.warnings)
+    return FileChoice((WHOLE_SAFETENSORS,), index, index.warnings)
 
 
 def _parse_numbers(name: str) -> tuple[str, str, str] | None:
     """Prefix, number and count of one file of several, or None for a name without numbers; ranks are left out."""
-    return parse_numbered_name(_RANK_FILE.sub(r"\1", name), _SUFFIX)
+    return parse_numbered_name(_RANK_FILE.sub(r"\1", name), SAFETENSORS)
 
 
 def _check_numbering(names: Sequence[str]) -> None:
@@ -151,7 +150,7 @@ def _check_numbering(names: Sequence[str]) -> None:
             if expected not in present:
                 width = len(next(iter(present.values())))
                 raise SourceError(
-                    f"{prefix}-{expected:0{width}}-of-{count}{_SUFFIX} is missing: only {len(present)} of the "
+                    f"{prefix}-{expected:0{width}}-of-{count}{SAFETENSORS} is missing: only {len(present)} of the "
                     f"{int(count)} files are here",
                     hint="fetch the missing file",
                 )

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 KEY: Final = "DCP_SHARDING_INFO"
 VERSION_KEY: Final = "DCP_VERSION"
-_OFFSETS: Final = "saved_offsets"
-_GLOBAL: Final = "global_shape"
+OFFSETS: Final = "saved_offsets"
+GLOBAL_SHAPE: Final = "global_shape"
 _LONGEST_ENTRY: Final = 10_000
 
 
@@ -74,15 +74,15 @@ def read_sharding_info(header: SafetensorsHeader) -> dict[str, ArrayPlace] | Non
 
 
 def _parse_place(name: str, entry: dict[str, Any], ndim: int) -> ArrayPlace:
-    unknown = sorted(entry.keys() - {_OFFSETS, _GLOBAL})
+    unknown = sorted(entry.keys() - {OFFSETS, GLOBAL_SHAPE})
     if unknown:
         raise UnsupportedError(
             f"tensor {name!r} has the unknown field {unknown[0]!r}", hint="a newer torch wrote it; update shardctl"
         )
-    if _OFFSETS not in entry:
-        raise MalformedError(f"tensor {name!r} has no field {_OFFSETS!r}")
-    origin = _parse_indices(name, _OFFSETS, entry[_OFFSETS], ndim)
-    shape = _parse_indices(name, _GLOBAL, entry[_GLOBAL], ndim) if _GLOBAL in entry else None
+    if OFFSETS not in entry:
+        raise MalformedError(f"tensor {name!r} has no field {OFFSETS!r}")
+    origin = _parse_indices(name, OFFSETS, entry[OFFSETS], ndim)
+    shape = _parse_indices(name, GLOBAL_SHAPE, entry[GLOBAL_SHAPE], ndim) if GLOBAL_SHAPE in entry else None
     return ArrayPlace(origin, shape)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from shardctl.libraries.torch_save.zip_records import MAGIC, read_archive
+from shardctl.libraries.torch_save.zip_records import read_archive
+from shardctl.libraries.torch_save.zip_signatures import CENTRAL_MAGIC, LOCAL_MAGIC
 from shardctl.storage import read_bytes
 from shardctl.storage.crc_tracker import CrcRange
 
@@ -50,8 +51,8 @@ class ArchiveCrcs:
         file = self._files.get(path)
         if file is None or file.archives or not self._saved:
             return file.archives if file is not None else ()
-        head = read_bytes(self._source, path, 0, min(file.size, len(MAGIC)))
-        return ((0, file.size),) if head == MAGIC else ()
+        head = read_bytes(self._source, path, 0, min(file.size, len(LOCAL_MAGIC)))
+        return ((0, file.size),) if head == LOCAL_MAGIC else ()
 
     def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
         """The records of one of them; raises as `read_archive`."""
@@ -63,7 +64,7 @@ class ArchiveCrcs:
                     each._replace(offset=offset + each.offset, crc=_parse_crc(tail, known.crcs[each.crc]))
                     for each in known.ranges
                 ]
-        elif read_bytes(self._source, path, offset, min(size, len(MAGIC))) != MAGIC:
+        elif read_bytes(self._source, path, offset, min(size, len(LOCAL_MAGIC))) != LOCAL_MAGIC:
             return ()  # what was saved is no archive, and nobody reads it as one
         return self._read(path, offset, size)
 
@@ -81,7 +82,7 @@ class ArchiveCrcs:
         crcs: list[int] = []
         names: dict[str, int] = {}
         at = 0
-        while tail[at : at + 4] == b"PK\x01\x02":
+        while tail[at : at + 4] == CENTRAL_MAGIC:
             _, named, extra, remark = _ENTRY.unpack_from(tail, at)
             full = tail[at + _ENTRY.size : at + _ENTRY.size + named].decode()
             names[full.partition("/")[2]] = len(crcs)

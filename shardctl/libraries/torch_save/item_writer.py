@@ -16,6 +16,20 @@ from typing import TYPE_CHECKING, Final
 from shardctl.dtype import STORAGES
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.torch_save.pickle_writer import PickleCall, PickleName, PickleReference, Value, encode_pickle
+from shardctl.libraries.torch_save.zip_signatures import (
+    CENTRAL,
+    CENTRAL_MAGIC,
+    END,
+    END64,
+    END64_MAGIC,
+    END_MAGIC,
+    FULL2,
+    FULL4,
+    LOCAL,
+    LOCAL_MAGIC,
+    LOCATOR,
+    LOCATOR_MAGIC,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +38,6 @@ if TYPE_CHECKING:
 
 _ROOT: Final = "archive/"
 _ALIGNMENT: Final = 64
-_FULL: Final = 0xFFFFFFFF
-_MANY: Final = 0xFFFF
 _NO_TIME: Final = (0, 0x21)
 """Midnight of 1 January 1980, the first day that zip knows."""
 
@@ -105,21 +117,16 @@ def _encode_local_header(name: str, crc: int, size: int, padding: int | None = N
     extra = _encode_zip64_field(size)
     if padding is not None:
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    narrow = min(size, _FULL)
-    return (
-        struct.pack("<4s5H3I2H", b"PK\x03\x04", 45, 0, 0, *_NO_TIME, crc, narrow, narrow, len(full), len(extra))
-        + full
-        + extra
-    )
+    narrow = min(size, FULL4)
+    return LOCAL.pack(LOCAL_MAGIC, 45, 0, 0, *_NO_TIME, crc, narrow, narrow, len(full), len(extra)) + full + extra
 
 
 def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes:
     full = (_ROOT + name).encode()
-    extra, narrow = _encode_zip64_field(size, header), min(size, _FULL)
+    extra, narrow = _encode_zip64_field(size, header), min(size, FULL4)
     return (
-        struct.pack(
-            "<4s6H3I5H2I",
-            b"PK\x01\x02",
+        CENTRAL.pack(
+            CENTRAL_MAGIC,
             45,
             45,
             0,
@@ -134,7 +141,7 @@ def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes
             0,
             0,
             0,
-            min(header, _FULL),
+            min(header, FULL4),
         )
         + full
         + extra
@@ -143,15 +150,15 @@ def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes
 
 def _encode_zip64_field(size: int, header: int = 0) -> bytes:
     """The zip64 field, with what does not fit elsewhere: the size, twice, and where the header is."""
-    values = (*((size, size) if size >= _FULL else ()), *((header,) if header >= _FULL else ()))
+    values = (*((size, size) if size >= FULL4 else ()), *((header,) if header >= FULL4 else ()))
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _encode_directory_end(count: int, length: int, first: int) -> bytes:
     """What follows the directory of `count` records, `length` bytes from byte `first`."""
     wide = b""
-    if first >= _FULL or count >= _MANY:
-        wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, first)
-        wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, first + length, 1)
-    many = min(count, _MANY)
-    return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, many, many, length, min(first, _FULL), 0)
+    if first >= FULL4 or count >= FULL2:
+        wide = END64.pack(END64_MAGIC, END64.size - 12, 45, 45, 0, 0, count, count, length, first)
+        wide += LOCATOR.pack(LOCATOR_MAGIC, 0, first + length, 1)
+    many = min(count, FULL2)
+    return wide + END.pack(END_MAGIC, 0, 0, many, many, length, min(first, FULL4), 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.libraries.files.file_names import INDEX_SUFFIX, TORCH_SAVED, WHOLE_TORCH
 from shardctl.libraries.files.impostors import (
     ADAPTERS,
     list_unfinished_downloads,
@@ -27,7 +28,7 @@ from shardctl.libraries.torch_save.legacy_file import MAGICS, read_legacy
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.state_dict import StateDict, extract_state_dict, unknown_globals
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
-from shardctl.libraries.torch_save.zip_records import MAGIC
+from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
 from shardctl.storage import read_bytes
 from shardctl.storage.entry_limit import charge_entries
@@ -38,11 +39,9 @@ if TYPE_CHECKING:
     from shardctl.libraries.torch_save.tensors import SavedFile, StorageView
     from shardctl.storage import Source, Span
 
-_SUFFIXES: Final = (".bin", ".pt", ".pth")
 _SHARD: Final = ".bin"
-_INDEX_SUFFIX: Final = f"{_SHARD}.index.json"
-_WHOLE: Final = "pytorch_model.bin"
-_STANDARD_INDEX: Final = "pytorch_model.bin.index.json"
+_INDEXES: Final = _SHARD + INDEX_SUFFIX
+_STANDARD_INDEX: Final = WHOLE_TORCH + INDEX_SUFFIX
 _OTHERS: Final = re.compile(
     r"(optimizer|scheduler|scaler|training_args|random_states|rng_state).*|.*(model|optim)_states\.pt"
     r"|consolidated\.[0-9]+\.pth|common\.pt"
@@ -63,10 +62,10 @@ def detect_torch_save(source: Source) -> bool:
     """Whether the directory holds files of torch.save or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
-        return given.endswith((*_SUFFIXES, _INDEX_SUFFIX)) or _has_magic(source, given)
+        return given.endswith((*TORCH_SAVED, _INDEXES)) or _has_magic(source, given)
     return bool(
         _list_candidates(source)
-        or any("/" not in path and path.endswith(_INDEX_SUFFIX) for path in source.files())
+        or any("/" not in path and path.endswith(_INDEXES) for path in source.files())
         or any(path.startswith("pytorch_model") for path in list_unfinished_downloads(source, _SHARD))
     )
 
@@ -148,7 +147,7 @@ def read_saved(source: Source, path: str) -> SavedFile:
         UnsupportedError: a container of before 2017, TorchScript, compressed or big-endian data.
     """
     head = _read_head(source, path)
-    if head.startswith(MAGIC):
+    if head.startswith(LOCAL_MAGIC):
         return read_torch_zip(source, path)
     if head.startswith(MAGICS):
         return read_legacy(source, path)
@@ -174,19 +173,19 @@ def _choose_files(source: Source) -> FileChoice:
     if given is not None:
         return choose_given_file(given, _SHARD)
     names = _list_candidates(source)
-    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEX_SUFFIX)]
+    indexes = [path for path in source.files() if "/" not in path and path.endswith(_INDEXES)]
     index = None
-    if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and _WHOLE not in names):
+    if _STANDARD_INDEX in indexes or len(indexes) == 1 or (indexes and WHOLE_TORCH not in names):
         index = read_index(source, choose_index(indexes, _STANDARD_INDEX))
-    if index is not None and (_WHOLE not in names or index.path == _STANDARD_INDEX):
-        if _WHOLE in names and index.shards != (_WHOLE,):
+    if index is not None and (WHOLE_TORCH not in names or index.path == _STANDARD_INDEX):
+        if WHOLE_TORCH in names and index.shards != (WHOLE_TORCH,):
             raise SourceError(
-                f"{source.name} holds two checkpoints: {_WHOLE}, and the files that {index.path} names",
-                hint=f"give {_WHOLE} itself, or move it away",
+                f"{source.name} holds two checkpoints: {WHOLE_TORCH}, and the files that {index.path} names",
+                hint=f"give {WHOLE_TORCH} itself, or move it away",
             )
         return FileChoice(index.shards, index, index.warnings)
-    if _WHOLE in names:
-        return FileChoice((_WHOLE,))
+    if WHOLE_TORCH in names:
+        return FileChoice((WHOLE_TORCH,))
     if names:
         _check_numbering(names)
         return FileChoice(tuple(names))
@@ -198,12 +197,12 @@ def _choose_files(source: Source) -> FileChoice:
 
 def _list_candidates(source: Source) -> list[str]:
     """The files of the root that are weights by their names or by their first bytes."""
-    whole = not {_WHOLE, _STANDARD_INDEX}.isdisjoint(source.files())
+    whole = not {WHOLE_TORCH, _STANDARD_INDEX}.isdisjoint(source.files())
     return [
         path
         for path in source.files()
         if "/" not in path
-        and path.endswith(_SUFFIXES)
+        and path.endswith(TORCH_SAVED)
         and path not in ADAPTERS
         and not _OTHERS.fullmatch(path)
         and (parse_rank_file_name(path) is None or whole)
@@ -213,7 +212,7 @@ def _list_candidates(source: Source) -> list[str]:
 
 def _has_magic(source: Source, path: str) -> bool:
     head = _read_head(source, path)
-    return head.startswith(MAGICS) or (head.startswith(MAGIC) and b"/data.pkl" in head)
+    return head.startswith(MAGICS) or (head.startswith(LOCAL_MAGIC) and b"/data.pkl" in head)
 
 
 def _read_head(source: Source, path: str) -> bytes:

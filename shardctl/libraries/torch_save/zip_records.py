@@ -13,6 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.torch_save.zip_signatures import (
+    CENTRAL,
+    CENTRAL_MAGIC,
+    END,
+    END64,
+    END64_MAGIC,
+    END_MAGIC,
+    FULL2,
+    FULL4,
+    LOCAL,
+    LOCAL_MAGIC,
+    LOCATOR,
+    LOCATOR_MAGIC,
+)
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -20,17 +34,6 @@ if TYPE_CHECKING:
 
     from shardctl.storage import Source
 
-MAGIC: Final = b"PK\x03\x04"
-"""What a non-empty archive begins with."""
-
-_END: Final = struct.Struct("<4s4H2IH")
-_LOCATOR: Final = struct.Struct("<4sIQI")
-_END64: Final = struct.Struct("<4sQ2H2I4Q")
-_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
-_LOCAL: Final = struct.Struct("<4s5H3I2H")
-_FULL2: Final = 0xFFFF
-_FULL4: Final = 0xFFFFFFFF
-"""Stands for "see the zip64 field"."""
 _ENCRYPTED: Final = 1 << 0 | 1 << 6 | 1 << 13
 _DESCRIPTOR: Final = 1 << 3
 """Sizes and CRC follow the data, so the local header may have zeros."""
@@ -141,17 +144,17 @@ class _ZipReader:
 
     def _end(self) -> tuple[int, int, int]:
         """Offset, length and number of entries of the central directory."""
-        if self.size < _END.size:
+        if self.size < END.size:
             self._refuse("is cut off before its directory", _AGAIN)
-        at = self.size - _END.size
-        end = _END.unpack(self._read(at, _END.size))
-        if end[0] != b"PK\x05\x06" or end[7]:
+        at = self.size - END.size
+        end = END.unpack(self._read(at, END.size))
+        if end[0] != END_MAGIC or end[7]:
             self._refuse("does not end with its directory", _AGAIN)
         _, disk, first_disk, here, count, length, first, _ = end
-        locator_at = at - _LOCATOR.size
-        tail = self._read(locator_at, _LOCATOR.size) if locator_at >= _END64.size else b""
-        if tail.startswith(b"PK\x06\x07"):
-            at = locator_at - _END64.size
+        locator_at = at - LOCATOR.size
+        tail = self._read(locator_at, LOCATOR.size) if locator_at >= END64.size else b""
+        if tail.startswith(LOCATOR_MAGIC):
+            at = locator_at - END64.size
             disk, first_disk, here, count, length, first = self._end64(tail, at, end)
         if disk or first_disk or here != count:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
@@ -164,15 +167,15 @@ class _ZipReader:
         return first, length, count
 
     def _end64(self, tail: bytes, at: int, end: tuple[int, ...]) -> tuple[int, ...]:
-        _, disk, where, disks = _LOCATOR.unpack(tail)
+        _, disk, where, disks = LOCATOR.unpack(tail)
         if disk or disks > 1:
             raise UnsupportedError(f"{self.path}: the zip archive is spread over several disks")
         if where != at:
             self._refuse(f"points to its zip64 end record at byte {where:,}, which should be at {at:,}", _AGAIN)
-        signature, length, _, _, *wide = _END64.unpack(self._read(at, _END64.size))
-        if signature != b"PK\x06\x06" or length != _END64.size - 12:
+        signature, length, _, _, *wide = END64.unpack(self._read(at, END64.size))
+        if signature != END64_MAGIC or length != END64.size - 12:
             self._refuse("has a malformed zip64 end record")
-        for narrow, value, full in zip(end[1:7], wide, (_FULL2,) * 4 + (_FULL4,) * 2, strict=True):
+        for narrow, value, full in zip(end[1:7], wide, (FULL2,) * 4 + (FULL4,) * 2, strict=True):
             if narrow not in (full, value):
                 self._refuse(f"has two end records that disagree: {narrow:,} and {value:,}")
         return tuple(wide)
@@ -182,12 +185,12 @@ class _ZipReader:
     def _entries(self, directory: bytes, count: int) -> Iterator[_DirectoryEntry]:
         at = 0
         for _ in range(count):
-            if at + _CENTRAL.size > len(directory):
+            if at + CENTRAL.size > len(directory):
                 self._refuse(f"has fewer records than the {count:,} it declares")
-            fields = _CENTRAL.unpack_from(directory, at)
+            fields = CENTRAL.unpack_from(directory, at)
             signature, _, _, flags, method, _, _, crc, packed, size, named, extra, remark, disk, _, _, header = fields
-            at += _CENTRAL.size
-            if signature != b"PK\x01\x02" or at + named + extra + remark > len(directory):
+            at += CENTRAL.size
+            if signature != CENTRAL_MAGIC or at + named + extra + remark > len(directory):
                 self._refuse("has a malformed directory")
             full = directory[at : at + named]
             fields64 = self._zip64(directory[at + named : at + named + extra], (size, packed, header), full)
@@ -213,11 +216,11 @@ class _ZipReader:
             at += 4 + length
         if at != len(extra):
             self._refuse(f"has a malformed extra field for {_format_record_name(full)}")
-        needed = values.count(_FULL4)
+        needed = values.count(FULL4)
         if len(wide) < 8 * needed:
             self._refuse(f"lacks the zip64 field of {_format_record_name(full)}")
         replacements = iter(struct.unpack_from(f"<{needed}Q", wide))
-        return [next(replacements) if value == _FULL4 else value for value in values]
+        return [next(replacements) if value == FULL4 else value for value in values]
 
     def _check_stored(self, full: bytes, flags: int, method: int, packed: int, size: int) -> None:
         if flags & _ENCRYPTED:
@@ -288,11 +291,11 @@ class _ZipReader:
 
     def _headers(self, entries: Sequence[_DirectoryEntry], directory: int) -> Iterator[bytes]:
         """The local header of each entry with its name; neighbours share a read."""
-        sizes = ((entry.header, _LOCAL.size + len(entry.full)) for entry in entries)
+        sizes = ((entry.header, LOCAL.size + len(entry.full)) for entry in entries)
         self.source.expect((self.path, self.start + at, size) for at, size in sizes if at + size <= directory)
         run, base = b"", 0
         for i, entry in enumerate(entries):
-            end = entry.header + _LOCAL.size + len(entry.full)
+            end = entry.header + LOCAL.size + len(entry.full)
             if end > directory:
                 self._refuse(
                     f"has the header of {_format_record_name(entry.full)} at byte {entry.header:,}, inside "
@@ -300,33 +303,33 @@ class _ZipReader:
                 )
             if end > base + len(run):
                 base = entry.header
-                for other in entries[i : i + _RUN // _LOCAL.size]:
-                    reach = other.header + _LOCAL.size + len(other.full)
+                for other in entries[i : i + _RUN // LOCAL.size]:
+                    reach = other.header + LOCAL.size + len(other.full)
                     if reach > max(end, base + _RUN) or reach > directory:
                         break
                     end = max(end, reach)
                 run = self._read(base, end - base)
-            yield run[entry.header - base : entry.header - base + _LOCAL.size + len(entry.full)]
+            yield run[entry.header - base : entry.header - base + LOCAL.size + len(entry.full)]
 
     def _check_local(self, entry: _DirectoryEntry, header: bytes) -> int:
         """The length of the local header with its extra field, once it agrees with the directory."""
-        signature, _, flags, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
+        signature, _, flags, method, _, _, crc, packed, size, named, extra = LOCAL.unpack_from(header)
         later = bool(flags & _DESCRIPTOR)
         agrees = (
-            signature == MAGIC
+            signature == LOCAL_MAGIC
             and named == len(entry.full)
-            and header[_LOCAL.size :] == entry.full
+            and header[LOCAL.size :] == entry.full
             and method == entry.method
             and not flags & _ENCRYPTED
             and (crc == entry.crc or (later and not crc))
-            and all(n in (entry.size, _FULL4) or (later and not n) for n in (packed, size))
+            and all(n in (entry.size, FULL4) or (later and not n) for n in (packed, size))
         )
         if not agrees:
             self._refuse(
                 f"describes record {_format_record_name(entry.full)} in two ways, in its directory and at "
                 f"byte {entry.header:,}"
             )
-        return _LOCAL.size + len(entry.full) + int(extra)
+        return LOCAL.size + len(entry.full) + int(extra)
 
 
 def _format_record_name(name: bytes) -> str:

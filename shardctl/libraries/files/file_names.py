@@ -1,0 +1,18 @@
+"""Names of files with weights: what formats look for, what layouts write, and what others tell weights by."""
+
+from typing import Final
+
+SAFETENSORS: Final = ".safetensors"
+TORCH_SAVED: Final = (".bin", ".pt", ".pth")
+"""Files of torch.save."""
+DCP: Final = ".distcp"
+DCP_METADATA: Final = ".metadata"
+"""Which file of a distributed checkpoint of torch holds what (`torch/distributed/checkpoint/filesystem.py`)."""
+LOADED_SUFFIXES: Final = (SAFETENSORS, *TORCH_SAVED)
+"""Files that loaders take for weights by their names alone."""
+WEIGHT_SUFFIXES: Final = (*LOADED_SUFFIXES, DCP)
+"""Every file that holds weights, in a format that shardctl reads."""
+INDEX_SUFFIX: Final = ".index.json"
+"""Follows the name of the one file that the weights could be in."""
+WHOLE_SAFETENSORS: Final = "model.safetensors"
+WHOLE_TORCH: Final = "pytorch_model.bin"
