@@ -1,0 +1,55 @@
+"""What the catalogue says of libraries is complete and is all that the layers above know of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from test_layers import LIBRARIES, MODULES, graph, library_of
+
+from shardctl.conversion.conversion_plan import choose_layout
+from shardctl.errors import UsageError
+from shardctl.libraries.catalogue import FORMATS, LAYOUTS, SCHEMAS
+from shardctl.options import ReshardOptions
+
+MACHINERY = {"arrays", "catalogue", "files", "reader", "registry", "schemas", "writer"}
+ZIP = {"shardctl.libraries.torch_save.zip_records"}
+"""How a damaged record of an archive is told, which is asked while files are copied and verified."""
+
+
+@pytest.mark.parametrize("known", [FORMATS, LAYOUTS, SCHEMAS], ids=["formats", "layouts", "schemas"])
+def test_no_name_stands_for_two(known):
+    names = [each.name for each in known]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_the_options_of_a_layout_are_options(layout):
+    assert layout.options <= {field.name for field in fields(ReshardOptions)}
+
+
+def test_what_is_above_libraries_knows_none_of_them_but_by_the_catalogue():
+    found = graph(MODULES)
+    inside = graph(sorted(LIBRARIES.rglob("*.py")))
+    strangers = [
+        (own, other)
+        for own, others in found.items()
+        for other in others
+        if own not in inside and other in inside and library_of(other) not in MACHINERY and other not in ZIP
+    ]
+    assert strangers == []
+
+
+def test_only_help_loads_the_libraries_before_a_command_runs():
+    said = "import sys, shardctl.cli.app; print('shardctl.libraries.catalogue' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", said], text=True) == "False\n"
+
+
+@pytest.mark.parametrize("option", [{"names": "keep"}, {"experts": "split"}, {"max_shard_size": 1}])
+def test_an_option_that_a_layout_would_ignore_is_refused_with_the_layouts_that_have_it(option):
+    with pytest.raises(UsageError, match="means nothing to --to meta") as raised:
+        choose_layout(ReshardOptions(to="meta", **option))
+    assert "hf" in str(raised.value.hint)
+    assert "meta" not in str(raised.value.hint)
