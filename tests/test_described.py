@@ -187,7 +187,7 @@ def test_weights_that_are_damaged_or_of_another_kind_are_not_passed_over(alone, 
         inspect(alone)
 
 
-NAMELESS = "model.json is no model's config: it names neither architectures nor model_type"
+NAMELESS = "model.json is not the config of a model: it names neither architectures nor model_type"
 
 
 @pytest.mark.parametrize(

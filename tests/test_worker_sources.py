@@ -89,6 +89,6 @@ def test_what_several_workers_read_is_compared_to_the_last_bit(source, tmp_path,
     with pytest.raises(SourceError) as refused:
         finish(tmp_path / "out")
     assert refused.value.message == (
-        f"{SHARED} is not the same for everybody: worker 1/2 read other elements than worker 0/2"
+        f"{SHARED} is not the same for all workers: worker 1/2 read different elements from worker 0/2"
     )
     assert not (tmp_path / "out").exists()

@@ -68,7 +68,7 @@ class OpenedCheckpoint:
     def unverified(self) -> Iterator[str]:
         """The files that were read and not compared with the hash that their place promises, as warnings."""
         for path, reason in self.source.proofs().unverified.items():
-            yield f"{path} was not compared with the hash that is promised of it: {reason}"
+            yield f"{path} was not compared with the hash that is stated for it: {reason}"
 
     @property
     def whole(self) -> Manifest:
@@ -264,7 +264,7 @@ def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, An
         if find_given_file(source) is None or _has_known_format(source):
             return None
         raise SourceError(
-            f"{source.name} is no model's config: it names neither architectures nor model_type",
+            f"{source.name} is not the config of a model: it names neither architectures nor model_type",
             hint="give the config.json of a transformers model, or a checkpoint",
         )
     if not reading.described:

@@ -136,7 +136,7 @@ def require_object_names(work: PlannedConversion) -> None:
     odd = [side.name for side in work.carried if not is_unicode(side.name)]
     if odd:
         raise DestinationError(
-            f"{odd[0]} travels along, and its name is not UTF-8, as that of an object must be",
+            f"{odd[0]} is copied, and its name is not UTF-8, as the name of an object must be",
             hint="rename the file, or write to a directory",
         )
 

@@ -77,7 +77,7 @@ class PlanFile:
         done or would be done otherwise by this version of shardctl.
         """
         if _with_effort(wish, self.wish, effort_options(ReshardOptions)) != self.wish:
-            raise UsageError(f"another conversion than that of {self.path} is asked for")
+            raise UsageError(f"the conversion asked for is not that of {self.path}")
         self._check_source(checkpoint)
         try:
             work = plan_conversion(checkpoint, wish)
@@ -87,7 +87,7 @@ class PlanFile:
             raise SourceError(f"{self.path} cannot be done: {error.message}", hint=error.hint) from error
         if work.identity() != self.identity:
             raise SourceError(
-                f"{self.path} says otherwise than what would be done: shardctl {self.version} made it, and this is "
+                f"{self.path} differs from what would be done now: shardctl {self.version} made it, and this is "
                 f"{__version__}",
                 hint="make the plan again",
             )
@@ -116,7 +116,7 @@ def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOp
     source = work.checkpoint.source
     folder = None if find_given_file(source) is not None else source.folder
     if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
-        raise DestinationError(f"{path} is inside the source, and would travel along", hint="write it elsewhere")
+        raise DestinationError(f"{path} is inside the source, and would be copied with it", hint="write it elsewhere")
     with translate_os_errors(path, "looking at"):
         if path.is_dir() or (path.exists() and not _is_plan(path)):
             raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
@@ -210,7 +210,7 @@ def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, Sourc
         elif new.size != old.size:
             yield f"{name} has {new.size:,} bytes, and had {old.size:,}"
         elif new.sha256 != old.sha256:
-            yield f"{name} has other content" if name.endswith(".json") else f"the header of {name} says otherwise"
+            yield f"{name} has other content" if name.endswith(".json") else f"the header of {name} differs"
     for name in now:
         if name not in before:
             yield f"{name} is new"
@@ -315,7 +315,7 @@ class _PlanFileReader:
                 self.count(found["etp"], f"{key}.etp"),
             )
         except UsageError as error:
-            raise SourceError(f"{self.path} has {key} that is no mesh: {error.message}", hint=error.hint) from error
+            raise SourceError(f"{self.path} has {key} that is not a mesh: {error.message}", hint=error.hint) from error
 
     def text(self, value: object, key: str) -> str:
         """A string."""

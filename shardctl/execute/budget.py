@@ -56,7 +56,7 @@ class HostMemoryBudget:
             raise MemoryBudgetError(
                 f"the interrupted run had blocks of {block:,} bytes, too many for --memory {self.limit / MIB:.0f}MiB",
                 needed=self.reserved + per_thread,
-                hint="allow as much memory as then, or add --no-resume to start anew",
+                hint="allow as much memory as that run had, or add --no-resume to start again",
             )
         return replace(self, block=block, per_thread=per_thread, threads=threads)
 

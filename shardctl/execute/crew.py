@@ -52,7 +52,7 @@ class WorkerCrew:
         except (ValueError, TypeError, KeyError):
             pass
         raise DestinationError(
-            f"{self._note} is damaged, so that nobody knows what the workers were writing",
+            f"{self._note} is damaged, so it is not known what the workers were writing",
             hint=f"remove {self._staging.root}, and run them all again",
         )
 

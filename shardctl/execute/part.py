@@ -154,7 +154,7 @@ def require_one_source(parts: Mapping[str, WorkerPart]) -> None:
                 zero = DigestSums((0,) * len(seen.words))
                 others = [w for w, other in parts.items() if w != writer and other.source_sums.get(name, zero) != zero]
                 raise SourceError(
-                    f"{name} is not the same for everybody: {writer} read other elements than "
+                    f"{name} is not the same for all workers: {writer} read different elements from "
                     f"{format_first_few(others)}",
-                    hint="give all workers one source; shardctl digest on each machine says which of them differs",
+                    hint="give all workers the same source; shardctl digest on each machine finds the one that differs",
                 )

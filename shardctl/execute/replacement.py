@@ -93,5 +93,5 @@ def replaced_by(bucket: CloudBucket) -> BucketReplacement | None:
         return BucketReplacement(str(found["record"]), dict(found["staged"]), dict(found["replaces"]))
     except (ValueError, TypeError, KeyError):
         raise DestinationError(
-            f"{bucket.name}/{REPLACEMENT} is damaged", hint=f"remove all that is in {bucket.name}"
+            f"{bucket.name}/{REPLACEMENT} is damaged", hint=f"remove everything in {bucket.name}"
         ) from None

@@ -198,7 +198,7 @@ class BucketUploads:
     def _require_place(self) -> None:
         if noted_plan(self._bucket) != self._plan:
             raise DestinationError(
-                f"{self._bucket.name} was taken by another run, which has finished or goes on",
+                f"{self._bucket.name} was taken by another run, which has finished or is still running",
                 hint="only one run may write to a destination: choose another prefix for this one",
             )
 
@@ -259,7 +259,7 @@ def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
             return dict(found)
     except (ValueError, TypeError, KeyError):
         pass
-    raise DestinationError(f"{bucket.name}/{_PLAN} is damaged", hint=f"remove all that is in {bucket.name}")
+    raise DestinationError(f"{bucket.name}/{_PLAN} is damaged", hint=f"remove everything in {bucket.name}")
 
 
 def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> bytes | None:

@@ -96,10 +96,10 @@ def _find_launched_worker(environment: Mapping[str, str]) -> WorkerId:
             break
     if not found:
         known = ", ".join(f"{number} and {count} ({launcher})" for launcher, number, count in _LAUNCHERS)
-        raise UsageError(f"--worker auto finds none of {known}", hint="say it: --worker 0/3 is the first of three")
+        raise UsageError(f"--worker auto finds none of {known}", hint="give it: --worker 0/3 is the first of three")
     if len(set(found.values())) > 1:
         said = ", ".join(f"{launcher}: {worker}" for launcher, worker in found.items())
-        raise UsageError(f"--worker auto: launchers contradict each other: {said}", hint="say it: --worker I/N")
+        raise UsageError(f"--worker auto: launchers contradict each other: {said}", hint="give it: --worker I/N")
     return next(iter(found.values()))
 
 

@@ -324,7 +324,7 @@ class FileHashes:
             if file.proved:
                 return ""
             if not file.promise.digest:
-                return "no hash is promised of it"
+                return "the source states no hash for it"
             if file.forgotten:
                 return "it was read in too many pieces out of order"
             read = file.read_bytes()
@@ -368,7 +368,7 @@ def _compare_hash(path: str, file: _HashedFile) -> None:
     found, promised = file.state.hexdigest(), file.promise.digest
     if found != promised:
         raise ChangedError(
-            f"{path} is not what it should be: its {file.state.name} is {found}, and {promised} was promised",
+            f"{path} differs from its stated hash: its {file.state.name} is {found}, but {promised} is expected",
             hint=_ON_THE_WAY,
         )
     file.compared = True

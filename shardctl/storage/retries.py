@@ -52,8 +52,8 @@ def make_retrying(doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> Re
         trouble = _get_trouble(state)
         if trouble.after is not None and trouble.after > LONGEST_ASKED:
             raise TransientError(
-                f"{doing} failed because {trouble}, and another try is asked for in {trouble.after:,.0f} s",
-                hint="run the same command again then: it goes on where this one stopped",
+                f"{doing} failed because {trouble}, and the server asks to try again in {trouble.after:,.0f} s",
+                hint="run the same command again then: it resumes where this one stopped",
             ) from trouble
         return usual(state) if trouble.after is None else trouble.after
 
@@ -61,7 +61,7 @@ def make_retrying(doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> Re
         trouble = _get_trouble(state)
         raise trouble.last or TransientError(
             f"{doing} failed {state.attempt_number} times, the last time because {trouble}",
-            hint="run the same command again later: it goes on where this one stopped",
+            hint="run the same command again later: it resumes where this one stopped",
         ) from trouble
 
     return Retrying(

@@ -104,7 +104,7 @@ def test_a_plan_reads_back_as_it_was(source, tmp_path, wish):
     with open_checkpoint(source) as checkpoint:
         work = plan_conversion(checkpoint, wish)
         assert read.drafted(checkpoint, read.wish).identity() == work.identity() == read.identity
-        with pytest.raises(UsageError, match="another conversion"):
+        with pytest.raises(UsageError, match="the conversion asked for"):
             read.drafted(checkpoint, ReshardOptions(mesh=Mesh.of(tp=4)))
 
 
@@ -173,7 +173,7 @@ class TestChangedSources:
         up, down = b"layers.0.mlp.up_proj", b"layers.1.mlp.up_proj"
         path.write_bytes(data.replace(up, b"-").replace(down, up).replace(b"-", down, 1))
         assert path.stat().st_size == len(data)
-        assert refused() == "the header of model.safetensors says otherwise"
+        assert refused() == "the header of model.safetensors differs"
 
     def test_several_changes_are_counted(self, copied, refused):
         (copied / "tokenizer.json").unlink()
@@ -272,7 +272,7 @@ class TestMalformedPlans:
 
     def test_a_mesh_that_is_none(self, plan):
         self.edited(plan, ["wish", "mesh", "ep"], 7)
-        with pytest.raises(SourceError, match=r"wish\.mesh that is no mesh: ep=7"):
+        with pytest.raises(SourceError, match=r"wish\.mesh that is not a mesh: ep=7"):
             plan_file.read_plan_file(plan)
 
     def test_a_value_that_means_nothing(self, say, plan, tmp_path):

@@ -241,7 +241,7 @@ def test_a_plan_that_was_damaged_is_said(s3, bucket, source, content):
     s3.put_object(Bucket=bucket, Key="out/.shardctl/plan.json", Body=content)
     with pytest.raises(DestinationError, match=r"plan\.json is damaged") as refused:
         reshard(source, f"s3://{bucket}/out", TP2)
-    assert refused.value.hint == f"remove all that is in s3://{bucket}/out"
+    assert refused.value.hint == f"remove everything in s3://{bucket}/out"
 
 
 def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
@@ -318,7 +318,7 @@ def test_what_is_not_there_is_said(bucket, source):
     with pytest.raises(DestinationError, match="no-such-bucket"):
         reshard(source, "s3://no-such-bucket/model", TP2)
     for wrong in ("s3://", "s3:///x", f"s3://{bucket}/../x"):
-        with pytest.raises(UsageError, match="is no address in a bucket"):
+        with pytest.raises(UsageError, match="is not an address in a bucket"):
             digest(wrong)
 
 

@@ -160,7 +160,7 @@ def test_an_object_that_somebody_else_wrote_is_the_destinations_fault(s3_place, 
         return upload(self, path, file, size)
 
     monkeypatch.setattr(CloudBucket, "upload", overtaken)
-    with pytest.raises(DestinationError, match="was written by somebody else"):
+    with pytest.raises(DestinationError, match="was written by another program"):
         reshard(source, s3_place.address("out"), TP2)
 
 

@@ -335,7 +335,7 @@ class TestRefusals:
         with pytest.raises(SourceError, match=r"the files hold 2 layers, but the args of .* say 3"):
             scan_checkpoint(LocalSource(written))
         change(written, args_tensor_model_parallel_size="two")
-        with pytest.raises(SourceError, match="tensor_model_parallel_size 'two' among its args, which is no degree"):
+        with pytest.raises(SourceError, match="tensor_model_parallel_size 'two' among its args, which is not a degree"):
             scan_checkpoint(LocalSource(written))
 
     def test_args_of_a_model_that_no_config_describes(self, written, tmp_path):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardctl.formats.meta.params import MetaParams
 from stored_bytes import scan
 
 from fixtures.meta import make as make_meta
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.meta.params import MetaParams
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 
@@ -137,8 +137,8 @@ def test_copies_of_a_head_that_differ_are_found(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dim": 0}, "dim 0, which is no positive number"),
-        ({"n_layers": "2"}, "n_layers '2', which is no positive number"),
+        ({"dim": 0}, "dim 0, which is not a positive number"),
+        ({"n_layers": "2"}, "n_layers '2', which is not a positive number"),
         ({"n_heads": 5}, "5 heads, which do not divide dim 32"),
         ({"norm_eps": -1}, "norm_eps -1"),
         ({"n_kv_heads": True}, "n_kv_heads True"),

@@ -295,7 +295,7 @@ class TestRefusals:
         [
             ({"position_embedding_type": "learned_absolute"}, "positions of another kind"),
             ({"rotary_pct": 0.5}, "positions of another kind"),
-            ({"embedding_multiplier": 12.0}, "embedding_multiplier, which Llama and Qwen have not"),
+            ({"embedding_multiplier": 12.0}, "embedding_multiplier, which Llama and Qwen do not have"),
             ({"is_pruned": True}, "pruned: its weights are left out"),
             ({"mapping": {"tp_size": 8, "world_size": 8, "enable_attention_dp": True}}, "enable_attention_dp"),
             ({"mapping": {"tp_size": 8, "world_size": 8, "moe_cluster_size": 2}}, "clusters of experts"),

@@ -190,7 +190,7 @@ BAD = (
     Bad(
         "persistent-id-as-text",
         legacy(0, raw=b"(dS'w'\nP('storage', 1)\ns.", tail=pickle.dumps([], 0)),
-        "refers to something that is no storage",
+        "refers to something that is not a storage",
     ),
     Bad("legacy-cut", legacy(data={}), "cut off"),
     Bad("legacy-protocol", legacy().replace(b"\xe9\x03", b"\xea\x03"), "cut off"),

@@ -202,7 +202,7 @@ def test_another_hash_is_an_error_with_the_last_byte():
     *first, last = pieces()
     for piece in first:
         reader.take(*piece)
-    with pytest.raises(ChangedError, match=r"its sha256 is [0-9a-f]{64}, and 0{64} was promised"):
+    with pytest.raises(ChangedError, match=r"its sha256 is [0-9a-f]{64}, but 0{64} is expected"):
         reader.take(*last)
 
 
@@ -233,4 +233,4 @@ def test_a_file_of_which_nothing_is_promised():
     reader = Reader("")
     reader.take(0, len(CONTENT))
     assert reader.prove() == ("a",)
-    assert reader.hashes.why_not("a") == "no hash is promised of it"
+    assert reader.hashes.why_not("a") == "the source states no hash for it"

@@ -53,19 +53,19 @@ def test_a_name_that_is_not_unicode(hub, path):
     "change", [{"path": 3}, {"oid": 3}, {"oid": None}, {"lfs": {"oid": 3, "size": 2, "pointerSize": 1}}]
 )
 def test_what_is_not_text_where_text_is_expected(hub, change):
-    with pytest.raises(SourceError, match="not named by text"):
+    with pytest.raises(SourceError, match="whose name is not text"):
         listing(hub, ENTRY | change)
 
 
 @pytest.mark.parametrize("missing", ["type", "path", "size", "oid"])
 def test_an_entry_without_what_every_entry_has(hub, missing):
-    with pytest.raises(TransientError, match="not what the Hub would say"):
+    with pytest.raises(TransientError, match="not in the form of the Hub"):
         listing(hub, {key: value for key, value in ENTRY.items() if key != missing})
 
 
 @pytest.mark.parametrize("entry", [3, None, "x", [], [[]]])
 def test_an_entry_that_is_none(hub, entry):
-    with pytest.raises(TransientError, match="not what the Hub would say"):
+    with pytest.raises(TransientError, match="not in the form of the Hub"):
         listing(hub, entry)
 
 

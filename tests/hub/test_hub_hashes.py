@@ -136,7 +136,7 @@ def test_a_file_without_a_promised_hash_is_refused_unless_that_is_allowed(hub, f
 
     hub.repositories[NAME].large = ()
     hub.fail("tree", unpromised, unpromised)
-    with pytest.raises(SourceError, match="no hash is promised of it") as refused:
+    with pytest.raises(SourceError, match="the source states no hash for it") as refused:
         digest(NAME)
     assert "--allow-unverified" in refused.value.hint
     done = digest(NAME, reading=TRUSTING)

@@ -78,7 +78,7 @@ def test_a_refusal_of_what_is_too_large_says_what_to_do(hub, files, tmp_path, mo
     monkeypatch.setattr("shardctl.storage.hub.ranges.has_xet", lambda: False)
     refused = status(number, X_Error_Code="FileTooLarge")
     hub.fail("cdn", *[refused] * 200, path=server.sha256(files[shards(files)[0]]))
-    with pytest.raises(SourceError, match="refuses to give parts of it") as told:
+    with pytest.raises(SourceError, match="refuses to send parts of it") as told:
         reshard(NAME, tmp_path / "out", WISH)
     assert told.value.exit_code == 4
     assert "hf download someone/llama" in told.value.hint

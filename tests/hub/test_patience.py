@@ -50,7 +50,7 @@ def test_a_server_may_ask_for_more(slept):
 
 def test_one_that_asks_for_an_hour_is_not_waited_for_in_silence(slept):
     with pytest.raises(
-        TransientError, match="reading failed because busy, and another try is asked for in 3,600 s"
+        TransientError, match="reading failed because busy, and the server asks to try again in 3,600 s"
     ) as e:
         make_retrying("reading", StopRequest())(fail_with(TroubleError("busy", 3600.0)))
     assert "run the same command again then" in e.value.hint

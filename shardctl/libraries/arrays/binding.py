@@ -192,9 +192,7 @@ def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored
                 found.setdefault(part, {}).setdefault(format_state_name(state, part), []).append(plain)
     unknown = [name for name in by_array if name not in parts]
     if unknown:
-        raise UnsupportedError(
-            f"{schema.title} has no {format_first_few(unknown)}, of which there are optimizer states"
-        )
+        raise UnsupportedError(f"{schema.title} has no {format_first_few(unknown)}, which have optimizer states")
     states = {
         state: Tensor(state, chunks[0].dtype, model.tensors[part].shape, tuple(chunks))
         for part in model.tensors

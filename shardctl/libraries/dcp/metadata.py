@@ -148,7 +148,7 @@ def _check_names(path: str, names: tuple[GlobalNode, ...]) -> None:
         if str(name) not in _ALLOWED and not _is_dtype(name):
             raise UnsupportedError(
                 f"{path} mentions {name}, which the metadata of a distributed checkpoint does not need",
-                hint="a storage or planner of somebody's own wrote it; save it with torch's own",
+                hint="a custom storage or planner wrote it; save the checkpoint with torch's own",
             )
 
 

@@ -160,7 +160,9 @@ def _check_disjoint(key: str, boxes: tuple[Box, ...], most: int) -> int:
         group = groups.pop()
         looked += len(group)
         if looked > _LOOKED * len(boxes) + most:
-            raise HostileError(f"{key!r} has {len(boxes):,} boxes in an order that nobody saves and that takes long")
+            raise HostileError(
+                f"{key!r} has {len(boxes):,} boxes in an unusual order that would take too long to check"
+            )
         parts = _divide_boxes(group)
         if len(parts) > 1:
             groups += parts
@@ -182,13 +184,15 @@ def _compare_boxes(key: str, boxes: list[Box], most: int) -> int:
             open_boxes = [other for other in open_boxes if other.stop[dim] > box.origin[dim]]
         compared += len(open_boxes) + 1
         if compared > most:
-            raise HostileError(f"{key!r} has {len(boxes):,} boxes in an order that nobody saves and that takes long")
+            raise HostileError(
+                f"{key!r} has {len(boxes):,} boxes in an unusual order that would take too long to check"
+            )
         for other in open_boxes:
             common = box.intersect(other)
             if common is not None:
                 raise HostileError(
                     f"{key!r}: the boxes {other} and {box} overlap in {common}",
-                    hint="torch refuses to save such a checkpoint; which of the two is right nobody can say",
+                    hint="torch refuses to save such a checkpoint, and nothing says which of the two is right",
                 )
         open_boxes.append(box)
     return compared

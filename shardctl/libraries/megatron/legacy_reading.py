@@ -111,7 +111,7 @@ def _build_mesh(file: MegatronRankFile) -> Mesh:
         if found is None:
             return None
         if not isinstance(found, int) or not 0 < found < _MOST:
-            raise SourceError(f"{file.path} has {names[0]} {ascii(found)[:40]} among its args, which is no degree")
+            raise SourceError(f"{file.path} has {names[0]} {ascii(found)[:40]} among its args, which is not a degree")
         return found
 
     tp = degree("tensor_model_parallel_size", "model_parallel_size") or 1

@@ -139,7 +139,7 @@ def read_params(source: Source) -> MetaParams | None:
         value = given.get(name)
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _TOO_LARGE
         if value is not None and not number:
-            raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
+            raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is not a positive number")
     vocabulary = given.get("vocab_size")
     known = isinstance(vocabulary, int) and not isinstance(vocabulary, bool) and vocabulary > 0
     return MetaParams(dim, layers, heads, kv_heads, head, vocabulary if known else None, given)
@@ -148,5 +148,5 @@ def read_params(source: Source) -> MetaParams | None:
 def _parse_count(given: Mapping[str, Any], name: str) -> int:
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_MANY:
-        raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is no positive number")
+        raise SourceError(f"{PARAMS} has {name} {ascii(value)[:40]}, which is not a positive number")
     return value

@@ -145,7 +145,7 @@ def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
     todo: list[tuple[Way, Any]] = [((), tree)]
     if as_mapping(tree) is None:
         raise UnsupportedError(
-            f"{path} holds something else than a dict of tensors", hint="torch.save(model.state_dict(), ...) makes one"
+            f"{path} holds something other than a dict of tensors", hint="torch.save(model.state_dict(), ...) makes one"
         )
     visits = VisitCounter(path)
     while todo:

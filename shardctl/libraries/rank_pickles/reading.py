@@ -91,7 +91,7 @@ def _select_one_save(source: Source, files: Sequence[RankFileName], what: str) -
         shown = " and ".join(file.path for file in [*families.values()][-2:])
         raise SourceError(
             f"{source.name} holds files of several {what}' ranks, such as {shown}",
-            hint="leave only those that are meant",
+            hint="leave only the files that you mean to convert",
         )
     ordered = sorted(files, key=lambda file: file.rank)
     for one, two in pairwise(ordered):

@@ -150,7 +150,7 @@ def parse_storage(node: PersistentNode, where: str) -> TorchStorage:
         case ("storage", GlobalNode() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
             view = rest[0] if rest else None
         case _:
-            raise SourceError(f"{where} refers to something that is no storage")
+            raise SourceError(f"{where} refers to something that is not a storage")
     dtype = BY_NAME.get(_STORAGES.get(kind.name, ""))
     itemsize = dtype.unit_bytes if dtype else _OTHER_STORAGES.get(kind.name)
     if itemsize is None or kind.module not in _STORAGE_MODULES:

@@ -214,7 +214,7 @@ def _refuse_unlike(config: ModelConfig, head: int) -> None:
     odd = next((key for key in _MULTIPLIERS if config.values.get(key, 1.0) != 1.0), None)
     odd = odd or ("residual_mlp" if config.values.get("residual_mlp") else None)
     if odd is not None:
-        raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen have not")
+        raise UnsupportedError(f"config.json has {odd}, which Llama and Qwen do not have")
 
 
 def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:

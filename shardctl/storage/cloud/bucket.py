@@ -74,7 +74,7 @@ class CloudBucket:
         name, _, prefix = rest.partition("/")
         parts = prefix.strip("/").split("/") if prefix.strip("/") else []
         if not name or not {"", ".", ".."}.isdisjoint(parts):
-            raise UsageError(f"{text} is no address in a bucket", hint=f"write {scheme}://BUCKET/FOLDER")
+            raise UsageError(f"{text} is not an address in a bucket", hint=f"write {scheme}://BUCKET/FOLDER")
         self.name = text.rstrip("/")
         self.root = f"{scheme}://{name}"
         self.prefix = "/".join(parts)
@@ -185,7 +185,7 @@ class CloudBucket:
         sent, there = self._tried("writing", path, put), self.head(path)
         if there is not None and sent.etag and there.etag != sent.etag:
             raise self._refusals.changed(
-                f"{self.name}/{path} was written by somebody else meanwhile", "run again alone"
+                f"{self.name}/{path} was written by another program in the meantime", "run again alone"
             )
         if there is None or there.size != size:
             raise self._refusals.refuse(

@@ -50,11 +50,11 @@ class HubAddress:
             revision = special[0] if special else tail.partition("/")[0]
             inside = tail[len(revision) :]
         if head.partition("/")[0] in _OTHER_KINDS:
-            raise UsageError(f"{text} is no model", hint="models are hf://owner/name[@revision][/folder]")
+            raise UsageError(f"{text} is not a model", hint="models are hf://owner/name[@revision][/folder]")
         inside, revision = unquote(inside.strip("/")), unquote(revision)
         wrong = inside and not {"", ".", ".."}.isdisjoint(inside.split("/"))
         if not _REPOSITORY.fullmatch(head) or not revision or wrong:
-            raise UsageError(f"{text} is no address of a model", hint="write hf://owner/name[@revision][/folder]")
+            raise UsageError(f"{text} is not the address of a model", hint="write hf://owner/name[@revision][/folder]")
         return cls(head, revision, inside)
 
     @property

@@ -132,7 +132,7 @@ def _check_connections() -> None:
 
 def _parse_entries(page: Any) -> list[Any]:  # noqa: ANN401 - it is any JSON
     if not isinstance(page, list):
-        raise TypeError("a page of a listing is no list")
+        raise TypeError("a page of a listing is not a list")
     return page
 
 
@@ -167,7 +167,7 @@ def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop:
         except HFValidationError as error:
             raise SourceError(f"{address.repository} is neither a path here nor a name that the Hub allows") from error
         except _NOT_AN_ANSWER as error:
-            raise TroubleError(f"its answer is not what the Hub would say: {error}") from error
+            raise TroubleError(f"its answer is not in the form of the Hub's API: {error}") from error
 
     return make_retrying(f"asking the Hub about {address.repository}", stop, _FIRST_TRIES)(ask)
 
@@ -179,7 +179,7 @@ def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
     """
     for path, file in files.items():
         if not all(isinstance(text, str) for text in (path, file.blob, file.sha256)):
-            raise SourceError(f"the Hub lists a file {path!r:.200} that is not named by text")
+            raise SourceError(f"the Hub lists a file {path!r:.200} whose name is not text")
         if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
         if not is_unicode(path):

@@ -62,7 +62,7 @@ class HubQuestions:
             except RecursionError as error:
                 raise SourceError("the Hub's answer is nested without end", hint=_ENDPOINT) from error
             return document, urljoin(url, following) if following else None
-        raise SourceError("the Hub redirects a question without end", hint=_ENDPOINT)
+        raise SourceError("the Hub redirects a request to its API without end", hint=_ENDPOINT)
 
     def pages(self, url: str) -> Iterator[Any]:
         """The documents of all pages, of which this is the address of the first; raises as `ask`."""

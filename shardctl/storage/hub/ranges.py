@@ -131,7 +131,7 @@ class RangeReader:
     def _too_large(self, path: str) -> SourceError:
         name = self._address.repository
         return SourceError(
-            f"{path} of {name} has {self._listing.files[path].size:,} bytes, and its place refuses to give parts of it",
+            f"{path} of {name} has {self._listing.files[path].size:,} bytes; its server refuses to send parts of it",
             hint=f"pip install hf_xet; or hf download {name} --local-dir DIR, and give DIR as the source",
         )
 
@@ -292,7 +292,7 @@ class RangeReader:
             raise ChangedError(
                 f"{path} is not the file that the Hub listed: commit {commit}, ETag {etag}, {size} bytes came back for "
                 f"commit {self._listing.commit}, ETag {file.etag}, {file.size} bytes",
-                hint="run again; if that does not help, something between here and the Hub answers for it",
+                hint="run again; if that does not help, a proxy or mirror may answer in place of the Hub",
             )
 
 
@@ -336,7 +336,7 @@ def _resolve_redirect(url: str, location: str, path: str) -> str:
     except ValueError:
         scheme = host = ""
     if scheme not in {"http", "https"} or not host:
-        raise SourceError(f"a request for {path} is redirected to what is no address of HTTP", hint=_BETWEEN)
+        raise SourceError(f"a request for {path} is redirected to an address that is not HTTP", hint=_BETWEEN)
     return found
 
 

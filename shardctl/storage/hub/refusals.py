@@ -26,7 +26,7 @@ def build_refusal_error(error: HfHubHTTPError, address: HubAddress, path: str = 
     status = error.response.status_code
     if isinstance(error, errors.GatedRepoError):
         return AccessError(
-            f"{name} is gated, and its authors have not let you in (HTTP {status})",
+            f"{name} is gated, and you have not been given access (HTTP {status})",
             hint=f"accept its terms at {_strip_credentials(constants.ENDPOINT)}/{name}, then {_LOG_IN}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -65,7 +65,7 @@ class XetRanges:
             for piece in group.download_stream(wanted, start=offset, end=offset + len(into)):
                 raise_if_stopped(stop)
                 if done + len(piece) > len(into):
-                    raise TroubleError("more bytes came back from Xet than were asked for")
+                    raise TroubleError("Xet sent more bytes than were requested")
                 into[done : done + len(piece)] = piece
                 done += len(piece)
         except (module.XetAuthenticationError, module.XetObjectNotFoundError, OSError, RuntimeError) as error:

@@ -209,7 +209,7 @@ class ForwardComparison:
 def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
     """The config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
     if original.config is None:
-        raise UnsupportedError("the source has no config.json, so that there is no model to run")
+        raise UnsupportedError("the source has no config.json, so there is no model to run")
     quantised = original.config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "some way") if isinstance(quantised, dict) else "some way"
