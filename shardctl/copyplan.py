@@ -1,8 +1,10 @@
 """Plans a copy between two manifests, and proves that stored bytes fill every box that is wanted.
 
-plan = join_manifests(have, want)  # raises CoverageError if any wanted box is not covered
-for copy in plan.copies:
-print(copy.target.name, copy.read_bytes, copy.write_bytes)
+For example:
+
+    plan = join_manifests(have, want)  # raises CoverageError if any wanted box is not covered
+    for copy in plan.copies:
+        print(copy.target.name, copy.read_bytes, copy.write_bytes)
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class AccessError(ShardctlError):
 
 
 class DestinationError(ShardctlError):
-    """The destination exists and is not ours, has no space, or cannot be written."""
+    """The destination was not written by shardctl, has no space, or cannot be written."""
 
     exit_code = 6
 

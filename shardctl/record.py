@@ -1,8 +1,10 @@
 """Reads and writes `shardctl.json`, the record of a finished directory, which is written last.
 
-record = parse_record(path.read_bytes())  # raises SourceError if it is damaged
-print(record.layout, record.mesh, record.digest)
-(directory / RECORD).write_bytes(encode_record(record))
+For example:
+
+    record = parse_record(path.read_bytes())  # raises SourceError if it is damaged
+    print(record.layout, record.mesh, record.digest)
+    (directory / RECORD).write_bytes(encode_record(record))
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Opens a checkpoint: finds its format, its model, and the canonical name of each tensor.
 
-with open_checkpoint("./llama-tp4") as checkpoint:
-print(checkpoint.source.name, checkpoint.manifest.format, len(checkpoint.manifest.tensors))
+For example:
+
+    with open_checkpoint("./llama-tp4") as checkpoint:
+        print(checkpoint.source.name, checkpoint.manifest.format, len(checkpoint.manifest.tensors))
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""From an opened checkpoint and a wish to a copy plan: the part that `plan`, `--dry-run` and `reshard` share."""
+"""Plans a conversion: makes a copy plan from an opened checkpoint and options, for `plan`, `--dry-run` and `reshard`.
+
+For example:
+
+    with open_checkpoint("./llama") as checkpoint:
+        work = plan_conversion(checkpoint, ReshardOptions(mesh=Mesh.of(tp=4)))
+        print(work.layout, work.plan.read_bytes, work.budget.limit)
+"""
 
 from __future__ import annotations
 

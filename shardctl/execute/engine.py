@@ -1,8 +1,10 @@
 """Carries out a copy plan: every band is read once, digested, cast if asked, and written wherever it is wanted.
 
-budget = divide_host_memory(plan, limit=1 << 30, threads=8)
-outcome = execute_plan(plan, source, target, budget)
-print(outcome.written_bytes, outcome.source_sums["lm_head.weight"])
+For example:
+
+    budget = divide_host_memory(plan, limit=1 << 30, threads=8)
+    outcome = execute_plan(plan, source, target, budget)
+    print(outcome.written_bytes, outcome.source_sums["lm_head.weight"])
 """
 
 from __future__ import annotations

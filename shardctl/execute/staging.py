@@ -8,6 +8,13 @@ Invariants, in the order in which they are made true:
 4. A new destination appears by one rename; an overwritten one is exchanged, and the old one is removed afterwards. What
    is about to happen is noted before, so that the next run knows how far it came.
 5. Whatever a kill leaves, the same command finishes the job: either the journal is still there, or the result is.
+
+For example:
+
+    with StagingArea(Path("llama-tp4")) as staging:
+        staging.begin("a name of the result", keep=False)
+        ...  # write and sync the files of `staging.data`, the record last
+        staging.publish({"shardctl.json": size, "shard-00001-model-00001-of-00001.safetensors": other})
 """
 
 from __future__ import annotations

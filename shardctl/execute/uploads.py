@@ -64,8 +64,8 @@ class BucketUploads:
         """Begin to write `files` there, or go on; what another plan had left is removed.
 
         `header` is the same for all workers, and says how many they are; `held` are the files that wait for the others.
-        Raises DestinationError if there is a finished checkpoint that may not be replaced, anything that is not ours,
-        or several workers with another plan.
+        Raises DestinationError if there is a finished checkpoint that may not be replaced, anything that
+        shardctl did not write, or several workers with another plan.
         """
         wanted = {"schema": _SCHEMA, **header, "files": sorted(files), "held": sorted(held)}
         earlier = noted_plan(bucket)
@@ -213,7 +213,7 @@ class BucketUploads:
 def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) -> dict[str, Any] | None:
     """What of a finished checkpoint will be replaced; None if there is nothing.
 
-    Raises DestinationError if there is one and it may not be replaced, or anything that is not ours.
+    Raises DestinationError if there is one and it may not be replaced, or anything that shardctl did not write.
     """
     objects = bucket.objects()
     others = sorted(path for path in objects if not path.startswith(STATE))

@@ -48,7 +48,7 @@ class FailureReport:
 
 
 def describe_failure(error: BaseException) -> FailureReport:
-    """What to say about an error; one that is not ours is a bug, unless the system's own words tell enough."""
+    """What to say about an error; one of another kind is a bug, unless the system's message is enough."""
     if isinstance(error, ShardctlError):
         hint = error.hint or _HINTS.get(error.exit_code, _BUG)
         if isinstance(error, UnsupportedError) and not error.hint:

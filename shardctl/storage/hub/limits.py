@@ -1,7 +1,7 @@
 """Limits each request: the time of its answer, the rate of its body, and how much of it is read.
 
 A server may keep a client for ever without ever being silent: a byte a second, one interim answer after another, an
-error whose body has no end. Whatever exceeds a limit here is passing trouble, and is asked for again as often as other
+error whose body has no end. Whatever exceeds a limit here is a temporary failure, and is retried as often as other
 trouble is.
 """
 

@@ -148,7 +148,7 @@ def _parse_file(entry: dict[str, Any]) -> HubFile:
 
 
 def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop: StopRequest) -> Answer:
-    """The answer to a question, asked again after passing trouble."""
+    """Return the answer to a request, retried after temporary failures."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     from shardctl.storage.hub.library import TransportError
