@@ -112,11 +112,15 @@ def test_a_file_system_whose_inodes_do_not_last_costs_work_only(out, monkeypatch
 
 def test_a_note_that_was_not_finished_is_none(tmp_path):
     path = tmp_path / "note"
-    for text in (b"", b"{", b"[]", b'{"way": "rename"}'):
+    odd = (
+        b'{"way": "sideways", "tree": "t", "inode": 0, "files": []}',
+        b'{"way": "move", "tree": "t", "inode": 0, "files": "ab"}',
+    )
+    for text in (b"", b"{", b"[]", b'{"way": "rename"}', *odd):
         path.write_bytes(text)
         assert PublicationNote.read(path) is None
         assert not path.exists()
-    note = PublicationNote("move", "tree", 7, ("a", "b"))
+    note = PublicationNote("move", "tree", 7, ("a", "b\udcff"))
     note.write(path)
     assert PublicationNote.read(path) == note
 

@@ -38,12 +38,13 @@ class PublicationNote:
     @classmethod
     def read(cls, path: Path) -> PublicationNote | None:
         """The note of an earlier run; None if there is none, or if it was not finished, when nothing had begun."""
+        import msgspec
+
         try:
-            raw = json.loads(path.read_bytes())
-            return cls(raw["way"], str(raw["tree"]), int(raw["inode"]), tuple(raw["files"]))
+            return msgspec.convert(json.loads(path.read_bytes()), cls)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, msgspec.ValidationError):
             path.unlink()
             return None
 

@@ -14,15 +14,14 @@ Between 1 and 3 readers find a part of a checkpoint, without a record: that is n
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping  # noqa: TC003 - msgspec looks at the types of fields
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 from shardctl.errors import DestinationError
 from shardctl.record import RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardctl.storage.cloud.bucket import CloudBucket
 
 STATE: Final = ".shardctl/"
@@ -34,6 +33,15 @@ REPLACEMENT: Final = f"{STATE}publishing.json"
 _CONFIG: Final = "config.json"
 
 
+class ReplacedObjects(TypedDict, total=False):
+    """The checkpoint that is replaced, by ETags; empty if there is none."""
+
+    files: Mapping[str, str]
+    """Of its objects."""
+    etag: str
+    """Of its record."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketReplacement:
     """What is to be done; noted in the bucket before it begins."""
@@ -42,8 +50,7 @@ class BucketReplacement:
     """The new record."""
     staged: Mapping[str, int]
     """Bytes of each file that waits below `NEW`."""
-    replaces: Mapping[str, Any]
-    """The ETags of the old checkpoint's objects, `files`, and of its record, `etag`; empty if there is none."""
+    replaces: ReplacedObjects
 
     def note(self, bucket: CloudBucket) -> None:
         """Say that everything is complete: from here on it goes forward only."""
@@ -85,13 +92,14 @@ class BucketReplacement:
 
 def replaced_by(bucket: CloudBucket) -> BucketReplacement | None:
     """The replacement that an earlier run had begun; None if there is none."""
+    import msgspec
+
     content = bucket.read(REPLACEMENT)
     if content is None:
         return None
     try:
-        found = json.loads(content)
-        return BucketReplacement(str(found["record"]), dict(found["staged"]), dict(found["replaces"]))
-    except (ValueError, TypeError, KeyError):
+        return msgspec.convert(json.loads(content), BucketReplacement)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise DestinationError(
-            f"{bucket.name}/{REPLACEMENT} is damaged", hint=f"remove everything in {bucket.name}"
-        ) from None
+            f"{bucket.name}/{REPLACEMENT} is damaged: {error}", hint=f"remove everything in {bucket.name}"
+        ) from error

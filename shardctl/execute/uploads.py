@@ -16,12 +16,12 @@ Objects have no names to exchange, so they get their final ones at once, and wha
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict
 
 from shardctl.errors import DestinationError, SourceError, format_first_few
 from shardctl.execute.crew import other_plan
 from shardctl.execute.part import encode_part, parse_part
-from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, replaced_by
+from shardctl.execute.replacement import NEW, REPLACEMENT, STATE, BucketReplacement, ReplacedObjects, replaced_by
 from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
 
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 _PLAN: Final = f"{STATE}plan.json"
 _SCHEMA: Final = "shardctl.uploads/2"
+
+
+class NotedPlan(TypedDict):
+    """What every plan that is noted has, beside what its conversion says of itself."""
+
+    schema: Literal["shardctl.uploads/2"]
+    files: list[str]
+    held: list[str]
+    replaces: ReplacedObjects | None
 
 
 class BucketUploads:
@@ -184,7 +193,7 @@ class BucketUploads:
                 )
         staged = {path: size for path, size in sizes.items() if self._at(path) != path}
         if staged or self.replacing:
-            replacement = BucketReplacement(record.decode(), staged, self._plan["replaces"] or {})
+            replacement = BucketReplacement(record.decode(), staged, self._plan["replaces"] or ReplacedObjects())
             replacement.note(self._bucket)
             replacement.carry_out(self._bucket)
         else:
@@ -210,7 +219,7 @@ class BucketUploads:
         return f"{_format_worker_path(self._worker) if self._worker is not None else STATE}group-{number:05d}"
 
 
-def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) -> dict[str, Any] | None:
+def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) -> ReplacedObjects | None:
     """What of a finished checkpoint will be replaced; None if there is nothing.
 
     Raises DestinationError if there is one and it may not be replaced, or anything that shardctl did not write.
@@ -249,17 +258,19 @@ def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
 
 def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
     """The plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
+    import msgspec
+
     content = bucket.read(_PLAN)
     if content is None:
         return None
     try:
-        found = json.loads(content)
-        lists = isinstance(found["files"], list) and isinstance(found["held"], list)
-        if found["schema"] == _SCHEMA and lists and isinstance(found["replaces"], dict | None):
-            return dict(found)
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise DestinationError(f"{bucket.name}/{_PLAN} is damaged", hint=f"remove everything in {bucket.name}")
+        found: dict[str, Any] = json.loads(content)
+        msgspec.convert(found, NotedPlan)
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise DestinationError(
+            f"{bucket.name}/{_PLAN} is damaged: {error}", hint=f"remove everything in {bucket.name}"
+        ) from error
+    return found
 
 
 def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> bytes | None:

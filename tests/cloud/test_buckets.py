@@ -11,6 +11,7 @@ from cloud_models import held, llama, on_disk, put, unfinished
 
 from shardctl.errors import ChangedError, DestinationError, Interrupted, SourceError, UsageError
 from shardctl.execute.progress import SilentProgress
+from shardctl.execute.replacement import replaced_by
 from shardctl.execute.uploads import BucketUploads
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
@@ -236,11 +237,37 @@ def test_a_run_that_was_killed_when_all_was_there_is_found_finished(s3, bucket, 
     assert held(s3, bucket, "out/") == on_disk(tmp_path / "out")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"schema": "shardctl.uploads/1", "files": 7}'])
+PLAN = b'{"schema": "shardctl.uploads/2", "files": %s, "held": [], "replaces": %s}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{", b"[]", b"{}", b"null", b"[" * 100_000, b'{"schema": "shardctl.uploads/1", "files": 7}'),
+        *(PLAN % (b"[[1]]", b"null"), PLAN % (b"[]", b'{"files": 3}'), PLAN % (b"[]", b'{"etag": {}}')),
+    ],
+    ids=lambda content: content.decode()[:80],
+)
 def test_a_plan_that_was_damaged_is_said(s3, bucket, source, content):
     s3.put_object(Bucket=bucket, Key="out/.shardctl/plan.json", Body=content)
-    with pytest.raises(DestinationError, match=r"plan\.json is damaged") as refused:
+    with pytest.raises(DestinationError, match=r"plan\.json is damaged: ") as refused:
         reshard(source, f"s3://{bucket}/out", TP2)
+    assert refused.value.hint == f"remove everything in s3://{bucket}/out"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{", b"[]", b"null", b'{"record": 3, "staged": {}, "replaces": {}}'),
+        *(b'{"record": "", "staged": {"a": "b"}, "replaces": {}}', b'{"record": "", "staged": [], "replaces": {}}'),
+        b'{"record": "", "staged": {}, "replaces": {"files": 3}}',
+    ],
+    ids=lambda content: content.decode(),
+)
+def test_a_note_of_a_replacement_that_was_damaged_is_said(s3, bucket, content):
+    s3.put_object(Bucket=bucket, Key="out/.shardctl/publishing.json", Body=content)
+    with pytest.raises(DestinationError, match=r"publishing\.json is damaged: ") as refused:
+        replaced_by(CloudBucket(f"s3://{bucket}/out", writing=True))
     assert refused.value.hint == f"remove everything in s3://{bucket}/out"
 
 
