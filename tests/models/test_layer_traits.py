@@ -203,7 +203,7 @@ def test_a_family_that_does_not_say_what_its_layers_compute_is_named(monkeypatch
     for traits in (None, LayerTraits(activation=("hidden_act", "silu"))):
         mute = replace(llama, traits=traits)
         others = tuple(family for family in FAMILIES if family is not llama)
-        monkeypatch.setattr(sys.modules["shardctl.models.describe_model"], "FAMILIES", (*others, mute))
+        monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (*others, mute))
         with pytest.raises(UnsupportedError, match=r"of llama .*is not known"):
             build_anatomy(fixture("llama"))
         assert describe_model(fixture("llama")).parameters
@@ -214,7 +214,7 @@ def test_the_family_in_extending_md_is_whole(monkeypatch):
     said: dict[str, object] = {}
     exec(re.search(r"## A family of models.*?```python\n(.*?)```", page, re.DOTALL)[1], said)  # noqa: S102
     family = next(value for value in said.values() if isinstance(value, Family))
-    monkeypatch.setattr(sys.modules["shardctl.models.describe_model"], "FAMILIES", (family,))
+    monkeypatch.setattr(sys.modules["shardctl.models.describe"], "FAMILIES", (family,))
     for architecture in family.classes:
         config = {**fixture("llama"), "model_type": family.name, "architectures": [architecture]}
         for changes in ({}, {"attention_bias": True, "mlp_bias": True}):
