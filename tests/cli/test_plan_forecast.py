@@ -186,7 +186,7 @@ def test_a_page_takes_no_file_of_another_kind(say, tmp_path):
     (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
     found = say("plan", tmp_path, "--report", tmp_path / "config.json")
     assert found.code == 2
-    assert "--report writes a page of HTML" in found.err
+    assert "--report writes HTML" in found.err
     assert (tmp_path / "config.json").read_bytes() == LLAMA.read_bytes()
 
 
