@@ -171,7 +171,7 @@ BAD = (
     Bad(
         "stride-bomb-of-dims", one(f"({WIDE * 20}t", f"({'K' + chr(0)}" * 1 + "K\0" * 19 + "t"), "repeat", HostileError
     ),
-    Bad("numel-negative", one(numel="J\xff\xff\xff\xff"), "no storage"),
+    Bad("numel-negative", one(numel="J\xff\xff\xff\xff"), "not a storage"),
     Bad("numel-enormous", one(numel=WIDE), "but the file has 16"),
     Bad("storage-type-unknown", one(storage="torch\nMysteryStorage"), "does not know", UnsupportedError),
     Bad("storage-type-elsewhere", one(storage="evil\nFloatStorage"), "does not know", UnsupportedError),
