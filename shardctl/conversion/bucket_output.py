@@ -21,7 +21,9 @@ from shardctl.conversion.share_transfer import list_source_versions, move_share
 from shardctl.errors import DestinationError
 from shardctl.execute.budget import divide_host_memory
 from shardctl.execute.interrupt import stop_on_signals
+from shardctl.execute.provenance import list_whole_files
 from shardctl.execute.uploads import BucketUploads, require_free_destination
+from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, SUMS, encode_record, parse_record
 from shardctl.shares import WorkerShare, build_share, divide_files, group_files
 from shardctl.storage.byte_names import is_unicode
@@ -193,6 +195,8 @@ class ShareSender:
     ) -> None:
         self._work, self._versions, self._scratch, self._uploads = work, versions, scratch, uploads
         self._progress, self._stop, self._sha256 = _CombinedProgress(progress), stop, sha256
+        allowed = work.checkpoint.allow_unverified
+        self._whole = frozenset() if allowed else list_whole_files(work.plan.copies, work.checkpoint.source)
 
     def send(self, groups: ShareGroups, sides: Sequence[OpaqueObject]) -> list[WorkerPart]:
         """Files with tensors, then what makes a checkpoint of them: index, side files, `config.json` at the end."""
@@ -203,9 +207,14 @@ class ShareSender:
         return [*parts, self._sent(*last, sorted(sides, key=lambda side: side.name == CONFIG))]
 
     def _group(self, number: int, mine: WorkerShare) -> WorkerPart:
-        """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then."""
+        """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then.
+
+        Where the source's place promises hashes, they are kept only if that run had compared those of the files that
+        they came from: what it read of others may have been damaged on the way.
+        """
         found = self._uploads.group(number)
-        if found is not None and found.files.keys() == mine.plan.want.files.keys():
+        same = found is not None and found.files.keys() == mine.plan.want.files.keys()
+        if found is not None and same and self._whole & _list_read_files(mine) <= set(found.proved):
             for path, size in found.files.items():
                 self._progress.advance(size, kept=True)
                 self._progress.file_done(path)
@@ -231,6 +240,12 @@ class ShareSender:
         self._uploads.upload(number, part, tree)
         shutil.rmtree(tree)
         return part
+
+
+def _list_read_files(share: WorkerShare) -> set[str]:
+    """The files of the source that a share reads tensors from."""
+    chunks = (chunk for copy in share.plan.copies for chunk in copy.reads)
+    return {chunk.where.file for chunk in chunks if not isinstance(chunk.where, ConstantFill)}
 
 
 class _CombinedProgress:

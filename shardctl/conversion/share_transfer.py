@@ -89,6 +89,7 @@ def move_share(
         hashes=hashes,
         sha256=sha256s,
         crcs=tuple(tracker.shares()),
+        proved=tuple(work.checkpoint.source.proofs().verified),
         read_bytes=share.read_bytes,
         written_bytes=outcome.written_bytes,
         kept_bytes=outcome.kept_bytes,

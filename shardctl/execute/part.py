@@ -16,7 +16,7 @@ from shardctl.storage.crc_tracker import CrcPiece, CrcRange, CrcShare
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SCHEMA: Final = "shardctl.part/2"
+SCHEMA: Final = "shardctl.part/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class WorkerPart:
     """Of whole files, if they were asked for; hexadecimal."""
     crcs: tuple[CrcShare, ...] = ()
     """What was read in part of the ranges whose CRC-32 the source's files state."""
+    proved: tuple[str, ...] = ()
+    """Files of the source whose promised hashes had been compared when this part was done."""
     read_bytes: int = 0
     written_bytes: int = 0
     kept_bytes: int = 0
@@ -56,6 +58,7 @@ def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str,
         "header": dict(header),
         "files": dict(part.files),
         "sha256": dict(part.sha256),
+        "proved": list(part.proved),
         "read_bytes": part.read_bytes,
         "written_bytes": part.written_bytes,
         "kept_bytes": part.kept_bytes,
@@ -106,6 +109,7 @@ def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapp
         hashes=hashes,
         sha256=head["sha256"],
         crcs=tuple(crcs),
+        proved=tuple(head["proved"]),
         read_bytes=head["read_bytes"],
         written_bytes=head["written_bytes"],
         kept_bytes=head["kept_bytes"],
@@ -132,6 +136,7 @@ def merge_parts(parts: Sequence[WorkerPart]) -> WorkerPart:
         hashes={path: found for part in parts for path, found in part.hashes.items()},
         sha256={path: found for part in parts for path, found in part.sha256.items()},
         crcs=tuple(share for part in parts for share in part.crcs),
+        proved=tuple(sorted({path for part in parts for path in part.proved})),
         read_bytes=sum(part.read_bytes for part in parts),
         written_bytes=sum(part.written_bytes for part in parts),
         kept_bytes=sum(part.kept_bytes for part in parts),

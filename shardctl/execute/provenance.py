@@ -18,8 +18,20 @@ if TYPE_CHECKING:
 
     from shardctl.bands import ChunkIndex
     from shardctl.box import Box
+    from shardctl.copyplan import TensorCopy
     from shardctl.execute.journal import BandJournal
     from shardctl.storage import Source
+
+
+def list_whole_files(copies: Iterable[TensorCopy], source: Source) -> frozenset[str]:
+    """The files of promised hash that copies read all of, or almost: those whose hashes can be had."""
+    read: Counter[str] = Counter()
+    for copy in copies if source.promised else ():
+        for chunk in copy.reads:
+            if not isinstance(chunk.where, ConstantFill) and chunk.where.file in source.promised:
+                read[chunk.where.file] += chunk.dtype.nbytes(chunk.box.shape)
+    files = source.files()
+    return frozenset(path for path, size in read.items() if is_almost_all(size, files[path].size))
 
 
 class Provenance:
