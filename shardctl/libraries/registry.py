@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UsageError, format_first_few
@@ -11,6 +12,7 @@ from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, r
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
+from shardctl.libraries.torch_save.pickle_budget import list_noticed
 from shardctl.storage.byte_names import is_unicode
 
 if TYPE_CHECKING:
@@ -56,12 +58,18 @@ def scan_checkpoint(
     chosen = _get_format(override) if override is not None else detect_format(source)
     if weights is None:
         indexed = chosen.scan_indexed if prefer_index else None
-        return _check_names((indexed or chosen.scan)(source))
+        return _finish_scan(source, (indexed or chosen.scan)(source))
     if chosen.scan_copy is None:
         raise UsageError(
             f"--weights {weights}, but {chosen.title} hold one copy of the weights only", hint="leave --weights out"
         )
-    return _check_names(chosen.scan_copy(source, weights))
+    return _finish_scan(source, chosen.scan_copy(source, weights))
+
+
+def _finish_scan(source: Source, found: Manifest) -> Manifest:
+    """The manifest with what was noticed of the files of torch.save that it consists of, whoever read them."""
+    more = tuple(warning for warning in list_noticed(source) if warning not in found.warnings)
+    return _check_names(replace(found, warnings=(*found.warnings, *more)) if more else found)
 
 
 def _check_names(found: Manifest) -> Manifest:

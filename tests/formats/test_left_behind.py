@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from shardctl.libraries.registry import scan_checkpoint
 from shardctl.storage.local import LocalSource
 from shardctl.verbs.reshard import reshard
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 ONE = {"a": torch.arange(6.0)}
 SECOND = {"a": torch.zeros(3), "b": torch.ones(2)}
 
@@ -94,3 +98,17 @@ def test_a_shard_in_a_folder_is_read_and_does_not_travel_along(tmp_path, name):
     assert done.warnings == ()
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], ONE["a"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "shardctl.json"]
+
+
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [("deepspeed/z2", "*_model_states.pt"), ("megatron/llama-tp1", "model_optim_rng.pt")],
+)
+def test_records_of_trainers_files_that_nothing_refers_to_are_named(tmp_path, case, file):
+    shutil.copytree(FIXTURES / case, tmp_path / "source")
+    path = min((tmp_path / "source").rglob(file))
+    with zipfile.ZipFile(path, "a") as archive:
+        root = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{root}/data/99999", b"left behind")
+    warnings = scan_checkpoint(LocalSource(tmp_path / "source")).warnings
+    assert [w for w in warnings if "data/99999" in w and path.name in w], warnings

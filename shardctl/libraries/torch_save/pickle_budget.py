@@ -7,7 +7,7 @@ the source, because honest tensors are larger than what describes them, and a ho
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -36,6 +36,8 @@ class PickleBudget:
 
     opcodes: int = _OPCODES
     tensors: int = _TENSORS
+    warnings: list[str] = field(default_factory=list)
+    """What files have besides their tensors, which no reader uses."""
     litter: int = 0
     """Estimated bytes of the trees that were made since cycles were last collected."""
 
@@ -71,6 +73,12 @@ def budget_of(source: Source) -> PickleBudget:
         found = PickleBudget(_OPCODES + size // _BYTES_PER_OPCODE, _TENSORS + size // _BYTES_PER_TENSOR)
         _BUDGETS[source] = found
     return found
+
+
+def list_noticed(source: Source) -> tuple[str, ...]:
+    """The warnings about the files of torch.save that were opened in a source, each once."""
+    found = _BUDGETS.get(source)
+    return tuple(dict.fromkeys(found.warnings)) if found is not None else ()
 
 
 class VisitCounter:

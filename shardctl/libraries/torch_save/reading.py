@@ -135,7 +135,9 @@ def open_saved(source: Source, path: str) -> SavedFile:
     """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
     refuse_unfinished(source, path)
     check_link(source, path)
-    return read_saved(source, path)
+    saved = read_saved(source, path)
+    budget_of(source).warnings += saved.warnings
+    return saved
 
 
 def read_saved(source: Source, path: str) -> SavedFile:
