@@ -270,6 +270,7 @@ def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, An
             hint="give the config.json of a transformers model, or a checkpoint",
         )
     if not reading.described:
+        formats.refuse_nested_saves(source)
         raise SourceError(
             f"{source.name} has no weights, only a config",
             hint=f"shardctl plan {source.name} says what such a model would need",

@@ -81,6 +81,16 @@ def _check_names(found: Manifest) -> Manifest:
     return found
 
 
+def refuse_nested_saves(source: Source) -> None:
+    """Raise SourceError if there are distributed checkpoints in folders of the source, and it is not said which."""
+    saves = [path.removesuffix(f"/{DCP_METADATA}") for path in source.files() if path.endswith(f"/{DCP_METADATA}")]
+    if saves:
+        raise SourceError(
+            f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
+            hint=f"give one of them, such as {source.name}/{saves[-1]}",
+        )
+
+
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
     """What the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
@@ -117,12 +127,7 @@ def _build_unknown_error(source: Source) -> SourceError:
             f"{source.name} is a Hugging Face cache folder, not a checkpoint",
             hint=f"give one of its snapshots, such as {source.name}/snapshots/{snapshots[-1]}",
         )
-    saves = [path.removesuffix(f"/{DCP_METADATA}") for path in files if path.endswith(f"/{DCP_METADATA}")]
-    if saves:
-        return SourceError(
-            f"{source.name} holds distributed checkpoints in folders of their own: {', '.join(saves[:_SHOWN])}",
-            hint=f"give one of them, such as {source.name}/{saves[-1]}",
-        )
+    refuse_nested_saves(source)
     return SourceError(
         f"{source.name} holds no checkpoint, only {format_first_few(files, _SHOWN)}", hint=f"recognised are {known}"
     )

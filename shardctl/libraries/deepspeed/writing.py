@@ -127,7 +127,7 @@ class _UniversalBuilder:
                 f"{parameter} has a state {kind}, and Universal Checkpoints have {', '.join(sorted(_STATES))} only",
                 hint="add --optimizer-states drop, or --to dcp",
             )
-        if "/" in parameter or "\0" in parameter or parameter in {".", ".."} or len(parameter.encode()) > _LONGEST:
+        if "/" in parameter or "\0" in parameter or parameter in {"", ".", ".."} or len(parameter.encode()) > _LONGEST:
             raise UnsupportedError(f"{ascii(parameter)[:300]} cannot be the name of a folder")
         value = build_tensor_value(array.dtype, array.shape)
         tree = value if kind == _STEP else {"cat_dim": 0, "param": value}
