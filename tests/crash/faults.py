@@ -15,7 +15,8 @@ from shardctl.storage import linux
 DATA = {"write", "pwrite"}
 """Calls that carry bytes, and can be torn."""
 PYTHONS = (*DATA, "fsync", "open", "mkdir", "rename", "replace", "unlink", "remove", "rmdir", "ftruncate", "link")
-OURS = ("reserve", "exchange", "rename_new")
+OURS = {"reserve": "reserve_space", "exchange": "exchange_names", "rename_new": "rename_without_replacing"}
+"""Our own system calls, by the names that they have in `calls`."""
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Faults:
         self._pwrite = os.pwrite
         for name in PYTHONS:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
-        for name in OURS:
-            setattr(linux, name, self._wrapped(name, getattr(linux, name)))
+        for name, function in OURS.items():
+            setattr(linux, function, self._wrapped(name, getattr(linux, function)))
 
     def _wrapped(self, name, call):
         def wrapper(*args, **options):

@@ -43,7 +43,7 @@ def test_addresses(text, expected):
     ],
 )  # fmt: skip
 def test_addresses_that_are_none(text):
-    with pytest.raises(UsageError, match=r"is no (address of a )?model"):
+    with pytest.raises(UsageError, match=r"is (not the address of a|not a|no) model"):
         open_source(text)
 
 

@@ -149,7 +149,7 @@ def test_threads_and_memory_change_no_byte(tiny, tmp_path, mesh):
 
     first = made(threads=1)
     assert "shardctl.json" in first
-    for options in ({"threads": 2}, {"threads": 7}, {"threads": 1, "memory": 100 << 20}, {"threads": 3}):
+    for options in ({"threads": 2}, {"threads": 7}, {"threads": 1, "host_memory": 100 << 20}, {"threads": 3}):
         assert made(**options) == first
 
 

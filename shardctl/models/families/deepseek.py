@@ -99,7 +99,7 @@ def _build_latent_facts(config: ModelConfig, *, mlp_bias: bool) -> FamilyFacts:
     value = config.size("v_head_dim", 128)
     no_lora = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     noun = "attention heads"
-    return build_decoder_facts(config, o_bias=bias, mlp_bias=mlp_bias).also(
+    return build_decoder_facts(config, head_dim=nope + rope, o_bias=bias, mlp_bias=mlp_bias).also(
         dims={
             "qs": LogicalDim(heads * (nope + rope), nope + rope, "tp", noun=noun),
             "kvs": LogicalDim(heads * (nope + value), nope + value, "tp", noun=noun),
