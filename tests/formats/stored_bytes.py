@@ -6,8 +6,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import as_strided
+from stored_bits import bits
 
 from shardctl.libraries import registry as formats
 from shardctl.manifest import ConstantFill
@@ -16,6 +16,8 @@ from shardctl.storage.local import LocalSource
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
     from shardctl.manifest import Manifest, Tensor
 
@@ -44,12 +46,6 @@ def gather(root: Path, tensor: Tensor) -> bytes:
         times[at] += 1
     assert times.all(), f"{tensor.name} is not covered"
     return filled.tobytes()
-
-
-def bits(value: torch.Tensor) -> bytes:
-    """The bytes of a tensor of torch in row-major order."""
-    plain = value.detach().clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def check(root: Path, found: Mapping[str, Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
+from stored_bits import bits
 
 from shardctl.errors import CutError, HostileError, SourceError, UnsupportedError
 from shardctl.libraries.registry import detect_format, scan_checkpoint
@@ -18,6 +19,9 @@ from shardctl.storage.local import LocalSource
 from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
+
+if TYPE_CHECKING:
+    import torch
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepseek_mp"
 CASES = (("bf16", 1), ("bf16", 2), ("bf16", 4), ("fp8", 1), ("fp8", 2), ("predicting", 2))
@@ -35,8 +39,8 @@ def said(name: str) -> SourceOptions:
     return SourceOptions(config=FIXTURES / name / "source" / "config.json")
 
 
-def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def stored(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, bits(tensor)
 
 
 def wish(ranks: int) -> ReshardOptions:
@@ -51,7 +55,7 @@ class TestReading:
         theirs = load_file(FIXTURES / name / "source" / "model.safetensors")
         theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith(PREDICTING)}
         assert ours.keys() == theirs.keys()
-        assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+        assert [key for key in theirs if stored(ours[key]) != stored(theirs[key])] == []
 
     def test_it_is_recognised_and_its_mesh_is_known(self, place):
         assert detect_format(LocalSource(place)).name == "deepseek"
@@ -75,7 +79,7 @@ class TestWriting:
         for path in (FIXTURES / name / f"mp{ranks}").glob("model*"):
             theirs, ours = load_file(path), load_file(tmp_path / "out" / path.name)
             assert ours.keys() == theirs.keys()
-            assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+            assert [key for key in theirs if stored(ours[key]) != stored(theirs[key])] == []
         assert len(list((tmp_path / "out").glob("model*"))) == ranks
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
         assert verify(tmp_path / "out", against=str(FIXTURES / name / "source")).ok
@@ -96,7 +100,7 @@ class TestWriting:
         reshard(FIXTURES / "bf16" / "mp2", tmp_path / "mp4", wish(4), reading=said("bf16"))
         for path in (FIXTURES / "bf16" / "mp4").glob("model*"):
             theirs, ours = load_file(path), load_file(tmp_path / "mp4" / path.name)
-            assert [key for key in theirs if bits(ours[key]) != bits(theirs[key])] == []
+            assert [key for key in theirs if stored(ours[key]) != stored(theirs[key])] == []
 
 
 class TestRefusals:

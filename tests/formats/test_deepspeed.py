@@ -17,7 +17,8 @@ from dcp_builder import Runs
 from deepspeed_builder import changed, joined, scattered
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_bytes import bits, gather, scan
+from stored_bits import bits
+from stored_bytes import gather, scan
 
 from shardctl.errors import CoverageError, HostileError, ShardctlError, SourceError, UnsupportedError, UsageError
 from shardctl.libraries import registry as formats

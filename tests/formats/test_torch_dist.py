@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from stored_bytes import bits, check, gather
+from stored_bits import bits
+from stored_bytes import check, gather
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

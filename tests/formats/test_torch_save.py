@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
+from stored_bits import bits
 from torch_corpus import BAD, GOOD, file, one, tensor
 from zip_builder import Entry
 
@@ -51,13 +52,6 @@ def gather(root: Path, found) -> bytes:
     base = content[chunk.where.offset :]
     view = as_strided(base, (*shape, unit), (*chunk.where.strides, 1), writeable=False)
     return view.tobytes()
-
-
-def bits(value: torch.Tensor) -> bytes:
-    plain = value.detach().as_subclass(torch.Tensor).clone(memory_format=torch.contiguous_format)
-    if not plain.numel():
-        return b""
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check(root: Path, manifest, state: dict[str, torch.Tensor]) -> None:

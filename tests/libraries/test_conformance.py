@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from samples import READERS, WRITERS
+from stored_bits import bits
 
 from shardctl.api import ReshardOptions, ShardctlError, SourceOptions, digest, reshard
 from shardctl.checkpoint.opening import open_checkpoint
@@ -48,12 +49,9 @@ STRANGERS = {
 """Tensors that no model has, by kind."""
 
 
-def bits(tensors):
-    """The type, the shape and the bytes of each tensor."""
-    return {
-        name: (tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        for name, tensor in tensors.items()
-    }
+def stored(tensors):
+    """The type, the shape and the bits of each tensor."""
+    return {name: (tensor.dtype, tuple(tensor.shape), bits(tensor)) for name, tensor in tensors.items()}
 
 
 def tree(folder):
@@ -124,7 +122,7 @@ class TestReader:
     def test_it_gives_the_tensors_that_its_library_saved(self, made, tmp_path, name):
         sample = READERS[name]
         reshard(made(name), tmp_path / "hf", ReshardOptions(to="hf"), reading=sample.reading)
-        assert bits(load_file(tmp_path / "hf/model.safetensors")) == bits(sample.weights())
+        assert stored(load_file(tmp_path / "hf/model.safetensors")) == stored(sample.weights())
         read = digest(made(name), reading=sample.reading)
         assert read.digest == digest(tmp_path / "hf").digest
         assert {key: found.shape for key, found in read.tensors.items()} == {
@@ -271,7 +269,7 @@ class TestWriter:
         source = save_model(tmp_path / "source", sample.model, tensors, dtype="float32")
         reshard(source, tmp_path / "out", ReshardOptions(to=name, mesh=sample.mesh, dtype="bf16"))
         back = read_back(tmp_path / "out", source / "config.json", tmp_path / "back")
-        assert bits(back) == bits({key: tensor.bfloat16() for key, tensor in tensors.items()})
+        assert stored(back) == stored({key: tensor.bfloat16() for key, tensor in tensors.items()})
 
     @pytest.mark.parametrize("kind", STRANGERS)
     def test_a_strange_tensor_is_kept_or_refused_by_name_and_nothing_is_written_elsewhere(
@@ -309,7 +307,7 @@ def assert_goes_back(source, tmp_path, wish):
         digest(tmp_path / "out", reading=SourceOptions(config=source / "config.json")).digest == digest(source).digest
     )
     back = read_back(tmp_path / "out", source / "config.json", tmp_path / "back")
-    assert bits(back) == bits(load_file(source / "model.safetensors"))
+    assert stored(back) == stored(load_file(source / "model.safetensors"))
 
 
 def read_back(folder, config, back):

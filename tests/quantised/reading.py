@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from safetensors.torch import load_file
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+from stored_bits import bits
 
 
 def read(path, rank=None):
@@ -23,7 +19,7 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+        assert bits(found[name]) == bits(tensor), name
 
 
 def of(module, state):

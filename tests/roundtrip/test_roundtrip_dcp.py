@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from stored_bits import bits
 from tiny_models import CONFIGS, build, config_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -40,11 +41,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
     for name, value in expected.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
         assert bits(found[name]) == bits(value), name
-
-
-def bits(value: torch.Tensor) -> bytes:
-    plain = value.detach().clone(memory_format=torch.contiguous_format)
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 @pytest.fixture(scope="module")

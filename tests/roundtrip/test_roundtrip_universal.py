@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_roundtrip_dcp import CONFIG, TRAINED, bits, compare_with_torch, experts, same, whole  # noqa: F401 - a fixture
+from stored_bits import bits
+from test_roundtrip_dcp import CONFIG, TRAINED, compare_with_torch, experts, same, whole  # noqa: F401 - a fixture
 from tiny_models import CONFIGS, build, config_of
 
 from shardctl.checkpoint.opening import open_checkpoint
