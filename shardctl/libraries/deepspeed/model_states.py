@@ -5,7 +5,7 @@ Written by DeepSpeed `runtime/engine.py`, `_save_checkpoint` and `_common_checkp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError
@@ -78,7 +78,7 @@ def read_model_state(source: Source, path: str) -> ModelState:
     tree = as_mapping(saved.tree)
     if tree is None or _MODULE not in tree:
         raise SourceError(f"{path} is not the state of a module: it has no entry {_MODULE!r}")
-    found = ModelState(path, {}, saved=saved)
+    found = ModelState(path, {}, saved=replace(saved, tree=None))  # what is needed of the tree is taken out of it here
     found.module, found.others = collect_tensors(saved, tree[_MODULE])
     found.others += [str(key)[:200] for key, value in tree.items() if key not in _KNOWN and value is not None]
     found.buffers = frozenset(name for name in as_list(tree.get("buffer_names")) if isinstance(name, str))
