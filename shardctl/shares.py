@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardctl.box import Box, BoxIndex, make_disjoint
+from shardctl.box import Box, BoxIndex, make_disjoint, merge_boxes
 from shardctl.copyplan import CopyPlan
 from shardctl.manifest import ConstantFill
 
@@ -173,36 +173,3 @@ def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -
         for position, common in index.overlapping(box):
             found[writers[parts[position][0]] == number].append(common)
     return tuple(WorkerPortion(box, counted) for counted, group in found.items() for box in merge_boxes(group))
-
-
-def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
-    """Fewer disjoint boxes with the same union: neighbours that differ in one dim only become one.
-
-    >>> [str(box) for box in merge_boxes([Box((0, 2), (4, 2)), Box((0, 0), (4, 2)), Box((4, 0), (1, 4))])]
-    ['[0:5, 0:4]']
-    """
-    found = list(boxes)
-    for dim in reversed(range(len(found[0].shape) if found else 0)):
-        lines: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = {}
-        for box in found:
-            lines.setdefault((_drop_dim(box.origin, dim), _drop_dim(box.shape, dim)), []).append(box)
-        found = [box for line in lines.values() for box in _join_along_dim(line, dim)]
-    return sorted(found, key=lambda box: box.origin)
-
-
-def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*values[:dim], *values[dim + 1 :])
-
-
-def _join_along_dim(line: list[Box], dim: int) -> list[Box]:
-    """Boxes that differ in one dim, with those that touch made one."""
-    ordered = sorted(line, key=lambda box: box.origin[dim])
-    joined = ordered[:1]
-    for box in ordered[1:]:
-        last = joined[-1]
-        if last.origin[dim] + last.shape[dim] == box.origin[dim]:
-            shape = (*last.shape[:dim], last.shape[dim] + box.shape[dim], *last.shape[dim + 1 :])
-            joined[-1] = Box(last.origin, shape)
-        else:
-            joined.append(box)
-    return joined

@@ -17,7 +17,7 @@ from shardctl.manifest import Chunk, ConstantFill, Region
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 @value_class
@@ -171,34 +171,3 @@ def _pull_whole_bytes(
         return None
     shift, found = view.strided(view.first(box, within), strides)
     return Box(tuple(a + b for a, b in zip(part.origin, within.origin, strict=True)), within.shape), shift, found
-
-
-def merge_boxes(boxes: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes joined where they touch along one dim and agree in all others, sorted by origin.
-
-    >>> [str(box) for box in merge_boxes([Box((1, 0), (1, 2)), Box((0, 0), (1, 2)), Box((0, 2), (2, 2))])]
-    ['[0:2, 0:4]']
-    """
-    found, before = list(boxes), -1
-    while len(found) != before:
-        before = len(found)
-        for dim in reversed(range(len(found[0].origin) if found else 0)):
-            rows: dict[object, list[Box]] = {}
-            for box in found:
-                rest = (box.origin[:dim], box.origin[dim + 1 :], box.shape[:dim], box.shape[dim + 1 :])
-                rows.setdefault(rest, []).append(box)
-            found = [joined for row in rows.values() for joined in _join_along_dim(row, dim)]
-    return sorted(found, key=lambda box: (box.origin, box.shape))
-
-
-def _join_along_dim(row: list[Box], dim: int) -> list[Box]:
-    """Boxes that differ along `dim` only, the adjacent ones joined."""
-    joined: list[Box] = []
-    for box in sorted(row, key=lambda b: b.origin[dim]):
-        if joined and joined[-1].origin[dim] + joined[-1].shape[dim] == box.origin[dim]:
-            before = joined.pop()
-            extent = before.shape[dim] + box.shape[dim]
-            joined.append(Box(before.origin, (*box.shape[:dim], extent, *box.shape[dim + 1 :])))
-        else:
-            joined.append(box)
-    return joined

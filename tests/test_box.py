@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardctl.box import Box, BoxIndex, list_flat_boxes, make_disjoint, subtract_all
+from shardctl.box import Box, BoxIndex, list_flat_boxes, make_disjoint, merge_boxes, subtract_all
 
 SHAPE = (5, 4, 6)
 
@@ -75,3 +75,18 @@ def test_a_large_join_is_found_quickly():
 def test_impossible_boxes_are_refused(origin, shape):
     with pytest.raises(ValueError, match="box"):
         Box(origin, shape)
+
+
+@given(st.lists(box_in(), max_size=8))
+def test_merged_boxes_hold_the_same_elements(boxes):
+    parts = [box for _, box in make_disjoint(boxes)]
+    joined = merge_boxes(parts)
+    assert len(joined) <= len(parts)
+    np.testing.assert_array_equal(mask(joined), mask(parts))
+
+
+def test_boxes_that_touch_become_one():
+    boxes = [Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]
+    assert merge_boxes(boxes) == [Box((0, 0), (4, 4)), Box((5, 0), (1, 4))]
+    assert merge_boxes([]) == []
+    assert merge_boxes([Box((), ())]) == [Box((), ())]

@@ -14,7 +14,7 @@ from shardctl.execute import engine
 from shardctl.execute.engine import execute_plan
 from shardctl.manifest import CheckpointFile, ConstantFill, Manifest, Region, Tensor
 from shardctl.manifest import Chunk as Stored
-from shardctl.shares import WorkerPortion, build_share, divide_files, merge_boxes
+from shardctl.shares import WorkerPortion, build_share, divide_files
 
 
 def shared(plan, groups, files, block=64):
@@ -157,10 +157,3 @@ def test_what_no_file_holds_counts_for_the_first_worker():
     values[3:] = 0x0107
     _, sums = shared(plan, [("g",), ("f",)], {"f": values[:3].tobytes(), "g": b""})
     assert sums == compute_box_sums(values.tobytes(), U16, Box.whole((5, 4)), (5, 4))
-
-
-def test_merging_keeps_the_union():
-    boxes = [Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]
-    assert merge_boxes(boxes) == [Box((0, 0), (4, 4)), Box((5, 0), (1, 4))]
-    assert merge_boxes([]) == []
-    assert merge_boxes([Box((), ())]) == [Box((), ())]

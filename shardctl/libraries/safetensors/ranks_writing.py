@@ -11,10 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from shardctl.box import merge_boxes
 from shardctl.libraries.safetensors.packing import FileBuilder, TensorArray, build_container_metadata
 from shardctl.libraries.safetensors.sharding_info import GLOBAL_SHAPE, KEY, OFFSETS, VERSION_KEY
 from shardctl.libraries.writer import Layout
-from shardctl.views import ViewGroup, merge_boxes
+from shardctl.views import ViewGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
