@@ -14,7 +14,7 @@ import shardctl
 ROOT = Path(shardctl.__file__).parent
 LAYERS = (
     (
-        *("amounts", "box", "dtype", "errors", "settings", "value", "version", "workers"),
+        *("amounts", "box", "dtype", "errors", "garbage_collection", "settings", "value", "version", "workers"),
         *("affine", "bands", "cast", "copyplan", "dialect", "digest", "manifest", "mesh", "pieces", "placement"),
         *("record", "shares", "storage", "training", "views"),
     ),

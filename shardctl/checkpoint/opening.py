@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
 from shardctl.checkpoint.config_only import CONFIG, build_model_from_config, find_config_file, is_model_config
-from shardctl.checkpoint.garbage_collection import pause_garbage_collection
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
 from shardctl.libraries import schemas
 from shardctl.libraries.catalogue import FORMATS

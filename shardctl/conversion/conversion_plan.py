@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.config_only import CONFIG
-from shardctl.checkpoint.garbage_collection import pause_garbage_collection
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import (
     add_optimizer_states,
@@ -33,6 +32,7 @@ from shardctl.dialect import LibraryDialect
 from shardctl.dtype import BY_NAME, CASTABLE, FLOATS, DType
 from shardctl.errors import UsageError
 from shardctl.execute.budget import HostMemoryBudget, divide_host_memory, require_bookkeeping
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.arrays.form import EXPERTS, choose_form
 from shardctl.libraries.catalogue import LAYOUTS, get_layout, list_layouts_with
 from shardctl.libraries.writer import Layout, PackRequest

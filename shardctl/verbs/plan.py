@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardctl.amounts import format_memory_size
-from shardctl.checkpoint.garbage_collection import pause_garbage_collection
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.conversion import plan_file
 from shardctl.conversion.conversion_plan import (
@@ -19,6 +18,7 @@ from shardctl.conversion.conversion_plan import (
 )
 from shardctl.errors import MemoryBudgetError, UsageError
 from shardctl.estimate.search import WeightTotals
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.files.file_names import WEIGHT_SUFFIXES
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions, SourceOptions

@@ -7,18 +7,17 @@ are those of protocols 0 to 5 (CPython `Lib/pickletools.py`).
 from __future__ import annotations
 
 import codecs
-import contextlib
-import gc
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries.torch_save.pickle_state import FLAT, NODE, PickleLimits, PickleState
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, ParsedPickle, PersistentNode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from shardctl.libraries.torch_save.pickle_budget import PickleBudget
 
@@ -55,23 +54,11 @@ def parse_pickle(
         limits = replace(limits, opcodes=max(min(limits.opcodes, budget.opcodes), 0))
     machine = _PickleMachine(data, where, start, limits)
     try:
-        with _pause_garbage_collection():
+        with pause_garbage_collection():
             return machine.run()
     finally:
         if budget is not None:
             budget.take_run(machine.ran, machine.spent)
-
-
-@contextlib.contextmanager
-def _pause_garbage_collection() -> Iterator[None]:
-    """Stop the cyclic garbage collector: a growing tree has no garbage; looking for it takes a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _PickleMachine(PickleState):

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def pause_garbage_collection() -> Iterator[None]:
     """Collect no cycles meanwhile, because none are made: as a `with` block, or as the decorator of a function.
 
-    Manifests and plans of 100,000 tensors are millions of objects that only refer to older ones. The collector, which
-    starts whenever many are made, finds nothing among them, and looks at all of them again and again: a third of the
-    time of reading headers. What is no longer referred to is freed as always.
+    Manifests and plans of 100,000 tensors are millions of objects that only refer to older ones, and so is the tree of
+    a pickle. The collector, which starts whenever many are made, finds nothing among them, and looks at all of them
+    again and again: a third of the time of reading headers. What is no longer referred to is freed as always.
     """
     if not gc.isenabled():
         yield
