@@ -17,6 +17,7 @@ from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
 from shardctl.libraries.torch_save.tensors import as_sizes
+from shardctl.settings import is_text
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class _MetadataReader:
             raise UnsupportedError(f"{self.path} does not say where its tensors are; a storage of its own wrote it")
         tensors, objects = {}, []
         for key, value in described.items():
-            if not isinstance(key, str) or not key or not _is_text(key):
+            if not is_text(key) or not key:
                 self.malformed(f"a tensor has the name {ascii(key)[:100]}")
             if _is_call_of(value, _BYTES):
                 objects.append(key)
@@ -267,7 +268,7 @@ class _MetadataReader:
     def item(self, key: str, node: object) -> StoredItem:
         state = self.fields(node, f"where {key!r} is", _INFO)
         file, offset, length = state.get("relative_path"), state.get("offset"), state.get("length")
-        if not isinstance(file, str) or not _is_text(file):
+        if not is_text(file):
             self.malformed(f"{key!r} is in a file without a name")
         if not file or file in {".", ".."} or any(c in file for c in "/\\\0:"):
             raise HostileError(
@@ -284,10 +285,6 @@ class _MetadataReader:
 
 def _is_call_of(node: object, kind: str) -> bool:
     return isinstance(node, CallNode) and str(node.function) == kind
-
-
-def _is_text(name: str) -> bool:
-    return name.isascii() or not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 @lru_cache(maxsize=1 << 16)

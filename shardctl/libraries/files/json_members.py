@@ -10,6 +10,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from shardctl.settings import is_text
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -97,7 +99,7 @@ def parse_string(text: str, at: int) -> tuple[str, int]:
         value, end = _DECODER.raw_decode(text, at)
     except json.JSONDecodeError as error:
         raise MalformedError(f"{error.msg} in the string {quote_excerpt(text, at)}") from error
-    if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+    if not is_text(value):
         raise MalformedError(f"the string {quote_excerpt(value, 0)} holds a lone surrogate, which is not Unicode text")
     return value, end
 

@@ -12,6 +12,7 @@ from shardctl.libraries.torch_save.pickle_budget import VisitCounter
 from shardctl.libraries.torch_save.pickle_tree import CallNode, as_mapping
 from shardctl.libraries.torch_save.reading import check_total_size, open_saved
 from shardctl.manifest import Chunk, ConstantFill, Region, Tensor
+from shardctl.settings import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -164,6 +165,6 @@ def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
                 raise SourceError(
                     f"{path} has a value under the {type(key).__name__} {ascii(key)[:100]}, not under a name"
                 )
-            if isinstance(key, str) and not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+            if isinstance(key, str) and not is_text(key):
                 raise SourceError(f"{path} has a value whose name {ascii(key)[:100]} is not Unicode text")
             todo.append(((*way, str(key)), value))

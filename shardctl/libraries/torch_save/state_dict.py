@@ -9,6 +9,7 @@ from shardctl.errors import SourceError, UnsupportedError, format_first_few
 from shardctl.libraries.torch_save.pickle_names import is_harmless
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
 from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
+from shardctl.settings import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +96,7 @@ def _build_state_dict(held: dict[Any, Any], views: dict[Any, StorageView], path:
             raise SourceError(
                 f"{path} has a tensor under the {type(key).__name__} {_format_key(key)[:100]}, not under a name"
             )
-        if not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+        if not is_text(key):
             raise SourceError(f"{path} has a tensor whose name {ascii(key)[:100]} is not Unicode text")
     others = {key: value for key, value in held.items() if key not in views}
     warnings = []
