@@ -26,7 +26,7 @@ EXPERT_FSDP: Final = "efsdp"
 """What is left of fsdp for the experts, which ep and etp have already divided over some of its ranks."""
 MOST_RANKS: Final = 1 << 17
 """Of a mesh; clusters have up to about 100,000 devices, and plans and layouts speak of every rank."""
-HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
+_HOLDING: Final = ("pp", "fsdp", "tp", *EXPERT_AXES, EXPERT_FSDP)
 """The axes on which two ranks must agree to hold the same weights."""
 
 
@@ -160,6 +160,16 @@ class Mesh:
         if not self._experts_follow:
             sizes += [f"{name}{degree}" for name, degree in (("ep", self.ep), ("etp", self.etp)) if degree > 1]
         return " x ".join(sizes) or "one device"
+
+
+def build_holding_key(at: Mapping[str, int]) -> tuple[int, ...]:
+    """Build what a coordinate has in common with those of all ranks that hold the same parts of everything.
+
+    >>> mesh = Mesh.of(dp=2, tp=2)
+    >>> [build_holding_key(mesh.coordinate(rank))[2] for rank in range(4)]
+    [0, 1, 0, 1]
+    """
+    return tuple(at[axis] for axis in _HOLDING)
 
 
 def _choose_etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:

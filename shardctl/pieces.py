@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardctl.errors import CutError, UsageError
-from shardctl.mesh import HOLDING, REPLICATING
+from shardctl.mesh import REPLICATING, build_holding_key
 from shardctl.placement import check_cuts, compute_rank_boxes
 from shardctl.value import value_class
 
@@ -67,7 +67,7 @@ class PlacedCheckpoint:
         for rank in range(self.mesh.world):
             at = self.mesh.coordinate(rank)
             dense, expert = (True, True) if replicas else _flag_first_holder(at)
-            key = (dense, expert, *(at[axis] for axis in HOLDING))
+            key = (dense, expert, *build_holding_key(at))
             if key not in alike:
                 parts = [
                     tuple(compute_rank_boxes(shape, spec, self.mesh, at))

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from shardctl.mesh import EXPERT_FSDP, HOLDING
+from shardctl.mesh import EXPERT_FSDP, build_holding_key
 from shardctl.placement import check_cuts, compute_ceil_part, compute_intervals
 from shardctl.value import value_class
 
@@ -120,7 +120,7 @@ def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int])
         check_cuts(kind.example, kind.shape, kind.spec, mesh, beside=specs)
     by_stage, spans = _group_by_stage(inventory, stages)
     places = [mesh.coordinate(rank) for rank in range(mesh.world)]
-    alike = Counter(map(_build_holding_key, places))
+    alike = Counter(map(build_holding_key, places))
     seen: set[tuple[int, ...]] = set()
     dividing = sorted({kind.spec.member.axis for kind in groups if kind.spec.member})
     ways_at = _PartSizes(groups, mesh)
@@ -128,7 +128,7 @@ def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int])
     same: dict[tuple[object, ...], tuple[HeldPart, ...]] = {}
     found = []
     for rank, at in enumerate(places):
-        key = _build_holding_key(at)
+        key = build_holding_key(at)
         if key in seen:
             continue
         seen.add(key)
@@ -211,10 +211,6 @@ def _group_by_stage(
     spans = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]
     kinds = list(enumerate(inventory.kinds))
     return [[(number, k) for number, k in kinds if _is_on_stage(k, n, spans)] for n in range(len(spans))], spans
-
-
-def _build_holding_key(at: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(at[axis] for axis in HOLDING)
 
 
 def _is_on_stage(kind: TensorKind, stage: int, spans: Sequence[range]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from shardctl.errors import UsageError
 from shardctl.estimate.scheme import F32, choose_scheme
 from shardctl.estimate.term import MemorySum, MemoryTerm
-from shardctl.mesh import HOLDING
+from shardctl.mesh import build_holding_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,9 +111,9 @@ def list_link_needs(
 
 def sum_heaviest_node(estimate: MeshEstimate, mesh: Mesh, tier: Tier = "host", *, per_node: int = 8) -> MemorySum:
     """Bytes in `tier` of the node whose ranks need most there; nodes have `per_node` ranks each, in order."""
-    alike = {_build_holding_key(mesh, rank.holding.rank): rank.total(tier) for rank in estimate.ranks}
+    alike = {build_holding_key(rank.holding.coordinate): rank.total(tier) for rank in estimate.ranks}
     nodes = [
-        [alike[_build_holding_key(mesh, rank)] for rank in range(first, min(first + per_node, mesh.world))]
+        [alike[build_holding_key(mesh.coordinate(rank))] for rank in range(first, min(first + per_node, mesh.world))]
         for first in range(0, mesh.world, per_node)
     ]
     sums = [
@@ -121,11 +121,6 @@ def sum_heaviest_node(estimate: MeshEstimate, mesh: Mesh, tier: Tier = "host", *
         for n in nodes
     ]
     return max(sums, key=lambda total: total.nbytes)
-
-
-def _build_holding_key(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    at = mesh.coordinate(rank)
-    return tuple(at[axis] for axis in HOLDING)
 
 
 def list_buffer_terms(host: int, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:

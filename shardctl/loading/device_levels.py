@@ -11,7 +11,7 @@ from shardctl.errors import CutError, Mismatch, UnsupportedError
 from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.inventory import build_inventory
 from shardctl.loading.state_dict import list_expert_names
-from shardctl.mesh import HOLDING
+from shardctl.mesh import build_holding_key
 from shardctl.record import RECORD
 from shardctl.verify import rank_files
 from shardctl.verify.finding import CheckFinding
@@ -221,12 +221,8 @@ def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]
         holdings = list_holdings(build_inventory(tensors.values(), specs, model.layers), mesh, checkpoint.record.stages)
     except CutError:  # cut by rules that are not known here
         return {}
-    by_place = {_build_place_key(holding.coordinate): holding.nbytes for holding in holdings}
-    return {rank: by_place[_build_place_key(mesh.coordinate(rank))] for rank in range(mesh.world)}
-
-
-def _build_place_key(coordinate: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(coordinate[axis] for axis in HOLDING)
+    by_place = {build_holding_key(holding.coordinate): holding.nbytes for holding in holdings}
+    return {rank: by_place[build_holding_key(mesh.coordinate(rank))] for rank in range(mesh.world)}
 
 
 def _name_holder(checkpoint: OpenedCheckpoint, rank: int | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.amounts import format_count, format_file_size, format_memory_size, format_plural
 from shardctl.estimate.term import CATEGORIES, Category, MemorySum, sum_terms
-from shardctl.mesh import HOLDING
+from shardctl.mesh import build_holding_key
 from shardctl.report.memory_bars import format_amount, format_number, list_heaviest_ranks
 from shardctl.report.planning import (
     format_beyond_positions,
@@ -158,10 +158,10 @@ def _group_ranks(estimate: MeshEstimate) -> list[list[RankEstimate]]:
 
 def _list_cells(mesh: Mesh, estimate: MeshEstimate) -> list[tuple[int, str, int]]:
     """Number, label and bytes of each rank that is drawn."""
-    needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total().nbytes for r in estimate.ranks}
+    needs = {build_holding_key(r.holding.coordinate): r.total().nbytes for r in estimate.ranks}
     ranks = range(min(mesh.world, _DRAWN)) if mesh.world > 1 else ()
     coordinates = ((rank, mesh.coordinate(rank)) for rank in ranks)
-    return [(rank, mesh.label(rank), needs[tuple(at[a] for a in HOLDING)]) for rank, at in coordinates]
+    return [(rank, mesh.label(rank), needs[build_holding_key(at)]) for rank, at in coordinates]
 
 
 def _describe_formula(term: MemoryTerm) -> str:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shardctl.amounts import format_memory_size
 from shardctl.estimate.term import CATEGORIES, Category, sum_terms
-from shardctl.mesh import HOLDING
+from shardctl.mesh import build_holding_key
 from shardctl.report.grid import render_line, render_table
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None 
     """
     if not 1 < mesh.world <= PICTURED:
         return []
-    needs = {tuple(r.holding.coordinate[a] for a in HOLDING): r.total().nbytes for r in estimate.ranks}
+    needs = {build_holding_key(r.holding.coordinate): r.total().nbytes for r in estimate.ranks}
     inner = next((name for name, degree in reversed(mesh.axes) if degree > 1), "tp")
     width = mesh.degree(inner)
     rows = []
@@ -109,7 +109,7 @@ def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None 
         cells = []
         for rank in range(first, first + width):
             at = mesh.coordinate(rank)
-            cells.append(f"[{rank:>3} {format_memory_size(needs[tuple(at[a] for a in HOLDING)]):>9}]")
+            cells.append(f"[{rank:>3} {format_memory_size(needs[build_holding_key(at)]):>9}]")
         at = mesh.coordinate(first)
         rows.append(
             (" ".join(f"{name}{at[name]}" for name, degree in mesh.axes if degree > 1 and name != inner), cells)
