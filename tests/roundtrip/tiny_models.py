@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from safetensors import safe_open
+from stored_bits import bits
 
 from shardctl.verbs.digest import DigestResult, digest
 
@@ -97,17 +98,12 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, so that NaN equals the same NaN and -0.0 differs from 0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """The same names with the same types, shapes and bits."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(bits(found[name]), bits(tensor)), name
+        assert bits(found[name]) == bits(tensor), name
 
 
 def loaded(path: Path, kind: Any, **options: Any) -> Any:
