@@ -125,7 +125,7 @@ def view_band(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.g
     return buffer[: prod(shape) * dtype.unit_bytes].view(get_unit_type(dtype)).reshape(shape)
 
 
-class Band:
+class BandBuffer:
     """Reads and writes bands through one scratch buffer; one per thread.
 
     `block` bytes of scratch bound what is gathered or scattered at once; gaps of up to `gap` bytes between what is

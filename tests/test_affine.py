@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardctl.bands import Band, ChunkIndex
+from shardctl.bands import BandBuffer, ChunkIndex
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.errors import UnsupportedError
@@ -34,7 +34,7 @@ def chunk(name, count, affine=GAMMA_LESS_ONE):
 
 def read(stored, name):
     buffer = np.zeros(stored.nbytes, np.uint8)
-    found = Band(64).read(
+    found = BandBuffer(64).read(
         Memory(stored.tobytes()), ChunkIndex([chunk(name, stored.size)]), Box((0,), stored.shape), buffer
     )
     assert found == stored.size
@@ -54,7 +54,7 @@ def test_what_is_written_is_read_back_bit_for_bit(name):
     """From a half upwards the difference is exact in every type."""
     gamma = np.linspace(0.5, 9, 200).astype(KINDS[name])
     target = Memory(bytes(gamma.nbytes))
-    Band(64).write(target, chunk(name, gamma.size), Box((0,), gamma.shape), gamma.view(np.uint8).copy())
+    BandBuffer(64).write(target, chunk(name, gamma.size), Box((0,), gamma.shape), gamma.view(np.uint8).copy())
     stored = target.data.view(KINDS[name])
     np.testing.assert_array_equal(stored.astype(np.float64), gamma.astype(np.float64) - 1)
     np.testing.assert_array_equal(read(stored, name).view(np.uint8), gamma.view(np.uint8))
@@ -63,11 +63,13 @@ def test_what_is_written_is_read_back_bit_for_bit(name):
 def test_a_difference_that_would_be_rounded_is_refused_by_name():
     gamma = np.array([1.5, 0.001], ml_dtypes.bfloat16)
     with pytest.raises(UnsupportedError, match=r"norm.weight: 1 of its elements cannot be told as gamma-1 in BF16"):
-        Band(64).write(Memory(bytes(4)), chunk("BF16", 2), Box((0,), (2,)), gamma.view(np.uint8))
+        BandBuffer(64).write(Memory(bytes(4)), chunk("BF16", 2), Box((0,), (2,)), gamma.view(np.uint8))
 
 
 def test_no_other_change_is_known_and_no_other_type_is_changed():
     with pytest.raises(UnsupportedError, match="cannot be changed by 'sqrt'"):
-        Band(64).read(Memory(bytes(8)), ChunkIndex([chunk("F32", 2, "sqrt")]), Box((0,), (2,)), np.zeros(8, np.uint8))
+        BandBuffer(64).read(
+            Memory(bytes(8)), ChunkIndex([chunk("F32", 2, "sqrt")]), Box((0,), (2,)), np.zeros(8, np.uint8)
+        )
     with pytest.raises(UnsupportedError, match="I32"):
-        Band(64).read(Memory(bytes(8)), ChunkIndex([chunk("I32", 2)]), Box((0,), (2,)), np.zeros(8, np.uint8))
+        BandBuffer(64).read(Memory(bytes(8)), ChunkIndex([chunk("I32", 2)]), Box((0,), (2,)), np.zeros(8, np.uint8))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardctl.bands import Band, ChunkIndex, find_fastest_dim, split_bands
+from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands
 from shardctl.box import Box
 from shardctl.dtype import BY_NAME
 from shardctl.manifest import Chunk, ConstantFill, Region, compute_dense_strides, narrow_chunk
@@ -56,7 +56,7 @@ def test_any_permuted_and_gapped_storage_is_read_and_written_exactly(shape, bloc
     np.ndarray(shape, np.uint16, base, 6, strides)[...] = values
     chunk = Chunk(Box.whole(shape), U16, Region("f", 6, tuple(strides)))
     source, target = Memory(f=base), Memory(f=bytes(len(base)))
-    band = Band(max(block, 2))
+    band = BandBuffer(max(block, 2))
     buffer = np.zeros(max(block, 2), np.uint8)
     index = ChunkIndex([chunk])
     for box in split_bands(shape, U16, block, fastest=find_fastest_dim([chunk])):
@@ -73,14 +73,14 @@ def test_one_band_is_assembled_from_many_chunks_and_a_fill():
     right = Chunk(Box((0, 2), (2, 1)), U16, ConstantFill(b"\x07\x00"))
     source = Memory(a=np.arange(4, dtype=np.uint16).tobytes())
     buffer = np.zeros(64, np.uint8)
-    assert Band(64).read(source, ChunkIndex([left, right]), Box.whole((2, 3)), buffer) == 6
+    assert BandBuffer(64).read(source, ChunkIndex([left, right]), Box.whole((2, 3)), buffer) == 6
     assert buffer[:12].view(np.uint16).reshape(2, 3).tolist() == [[0, 1, 7], [2, 3, 7]]
 
 
 def test_a_whole_row_major_tensor_is_read_in_one_call_without_scratch():
     chunk = Chunk(Box.whole((8, 8)), U16, Region("a", 0, compute_dense_strides(U16, (8, 8))))
     source = Memory(a=bytes(128))
-    assert Band(2).read(source, ChunkIndex([chunk]), Box.whole((8, 8)), np.zeros(128, np.uint8)) == 64
+    assert BandBuffer(2).read(source, ChunkIndex([chunk]), Box.whole((8, 8)), np.zeros(128, np.uint8)) == 64
     assert source.read_bytes == 128
 
 
@@ -93,7 +93,7 @@ def test_narrow_types_are_cut_on_whole_bytes_only():
     source = Memory(a=bytes(range(8)))
     buffer = np.zeros(8, np.uint8)
     for box in split_bands((2, 8), f4, 3):
-        Band(8).read(source, ChunkIndex([chunk]), box, buffer)
+        BandBuffer(8).read(source, ChunkIndex([chunk]), box, buffer)
         assert buffer[0] == box.origin[0] * 4 + box.origin[1] // 2
 
 
@@ -102,6 +102,6 @@ def test_overlapping_and_gapped_storage_of_an_equal_span_is_not_taken_for_dense(
     data = np.arange(16, dtype=np.uint16)
     chunk = Chunk(Box.whole((2, 2)), U16, Region("a", 2, strides))
     buffer = np.zeros(64, np.uint8)
-    Band(64).read(Memory(a=data.tobytes()), ChunkIndex([chunk]), Box.whole((2, 2)), buffer)
+    BandBuffer(64).read(Memory(a=data.tobytes()), ChunkIndex([chunk]), Box.whole((2, 2)), buffer)
     expected = np.ndarray((2, 2), np.uint16, data.tobytes(), 2, strides)
     np.testing.assert_array_equal(buffer[:8].view(np.uint16).reshape(2, 2), expected)

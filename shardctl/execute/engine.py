@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, find_fastest_dim, split_bands
+from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands
 from shardctl.box import Box
 from shardctl.cast import cast_elements
 from shardctl.digest import DigestSums, compute_box_sums
@@ -290,7 +290,7 @@ class _BandMover:
 
     def __init__(self, budget: HostMemoryBudget, number: int, gap: int) -> None:
         self._turn = number / budget.threads
-        self._band = Band(budget.block, gap)
+        self._band = BandBuffer(budget.block, gap)
         self._data = np.empty(budget.block, np.uint8)
         self._cast = np.empty(0, np.uint8)
         self.written: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, find_fastest_dim, split_bands, view_band
+from shardctl.bands import BandBuffer, ChunkIndex, find_fastest_dim, split_bands, view_band
 from shardctl.box import Box, subtract_all
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
@@ -104,7 +104,7 @@ def measure_content(
                 yield _ContentTask(tensor, index, index, box)
 
     def worker() -> Callable[[_ContentTask], None]:
-        band, buffer = Band(effort.block), np.empty(effort.block, np.uint8)
+        band, buffer = BandBuffer(effort.block), np.empty(effort.block, np.uint8)
 
         def handle(task: _ContentTask) -> None:
             tensor, nbytes = task.tensor, task.tensor.dtype.nbytes(task.box.shape)
@@ -188,7 +188,7 @@ def _compare_tasks(
     tally = _DifferenceTally()
 
     def worker() -> Callable[[_ContentTask], None]:
-        band = Band(effort.block)
+        band = BandBuffer(effort.block)
         first, second, third = (np.empty(effort.block, np.uint8) for _ in range(3))
 
         def handle(task: _ContentTask) -> None:

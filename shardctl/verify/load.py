@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shardctl.bands import Band, ChunkIndex, build_unit_slices, split_bands
+from shardctl.bands import BandBuffer, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
 from shardctl.errors import CoverageError, Mismatch, SourceError, UnsupportedError
 from shardctl.verify.forward.lens import get_torch_type
@@ -179,7 +179,7 @@ def _split_copies(chunk: Chunk, whole: Torch, place: Sequence[int], block: int) 
 
 def _make_worker(reader: ByteReader, device: str, effort: ExecutionOptions) -> Callable[[_BlockCopy], None]:
     staging = HostStaging(effort.block, device)
-    band = Band(effort.block)
+    band = BandBuffer(effort.block)
     direct = device == "cpu"
 
     def handle(copy: _BlockCopy) -> None:

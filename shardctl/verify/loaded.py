@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardctl.bands import Band, ChunkIndex, build_unit_slices, split_bands
+from shardctl.bands import BandBuffer, ChunkIndex, build_unit_slices, split_bands
 from shardctl.box import Box
 from shardctl.cast import cast_elements
 from shardctl.copyplan import cover_tensor
@@ -143,7 +143,7 @@ def compare_loaded(
                 yield from _split_tasks(part, int(effort.block / wide), index)
 
     def worker() -> Callable[[_CompareTask], None]:
-        staging, band = HostStaging(effort.block, device), Band(effort.block)
+        staging, band = HostStaging(effort.block, device), BandBuffer(effort.block)
         other = np.empty(effort.block, np.uint8)
 
         def handle(task: _CompareTask) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from shardctl.bands import Band, ChunkIndex
+from shardctl.bands import BandBuffer, ChunkIndex
 from shardctl.box import Box
 from shardctl.copyplan import cover_tensor
 from shardctl.errors import CoverageError, UnsupportedError
@@ -46,7 +46,7 @@ def read_box(reader: ByteReader, index: ChunkIndex, box: Box) -> Array:
     dtype = index.chunks[0].dtype
     kind = get_torch_type(dtype)
     buffer = torch.empty(dtype.nbytes(box.shape), dtype=torch.uint8)  # torch aligns what NumPy may not
-    if box.size and Band(_SCRATCH).read(reader, index, box, buffer.numpy()) != box.size:
+    if box.size and BandBuffer(_SCRATCH).read(reader, index, box, buffer.numpy()) != box.size:
         raise CoverageError(f"{index.chunks[0].name}: not every element of {box} is stored")
     return buffer.view(kind).reshape(dtype.unit_shape(box.shape))
 
