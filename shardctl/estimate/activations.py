@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.dtype import BY_NAME
+from shardctl.errors import UnsupportedError
 from shardctl.estimate.kept_tensors import GROUPS
 from shardctl.estimate.profiles import get_runtime
-from shardctl.estimate.recurrent import compute_recurrent_sizes
+from shardctl.estimate.recurrent import PLAN_HINT, compute_recurrent_sizes
 from shardctl.estimate.schedule import count_in_flight, count_losses
 from shardctl.estimate.sizes import MicrobatchShare, compute_head_sizes, compute_layer_sizes
 from shardctl.estimate.term import MemoryTerm
@@ -182,6 +183,11 @@ class _RankActivations:
     def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
         """What all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes, flags = dict(compute_layer_sizes(layer, self.style, self.share)), self._flags(layer)
+        if layer.attention is not None and layer.attention.chosen is not None:
+            raise UnsupportedError(
+                f"what training keeps of layer {numbers[0]} is not known: it attends to tokens that an indexer chooses",
+                hint=PLAN_HINT,
+            )
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         full, selective = self.work.recompute == "full", self.work.recompute == "selective"

@@ -30,7 +30,15 @@ def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, l
     """
     bits = _get_dtype(dtype).bits
     return (
-        sum(n * count_elements_per_token(one, tp) for one, n in _count_attentions(anatomy, layers).items()) * bits // 8
+        sum(
+            n
+            * (
+                count_elements_per_token(one, tp) * bits
+                + sum(some.elements * bits // some.tokens for some in one.besides)
+            )
+            for one, n in _count_attentions(anatomy, layers).items()
+        )
+        // 8
     )
 
 
@@ -117,6 +125,7 @@ def _list_terms(
                 {**_collect_head_symbols(some, tp), "cp": cp, **common},
                 _PAGES,
             )
+    yield from _list_besides(found, work, cp, cached)
     for window in sorted({one.window for one in found if one.window is not None}):
         some = {one: n for one, n in found.items() if one.window == window}
         elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
@@ -161,6 +170,38 @@ def _list_terms(
             "(model_executor/layers/mamba/mamba_utils.py), which keeps them in the model's type unless told otherwise "
             "and the convolution's window without its last token",
             interval=(least * work.batch, most * work.batch) if least < most else None,
+        )
+
+
+def _list_besides(
+    found: Mapping[LayerAttention, int], work: ServingWorkload, cp: int, cached: DType
+) -> Iterator[MemoryTerm]:
+    """What attention caches besides keys and values, by name, in pages of as many tokens."""
+    caches = Counter({some: 0 for one in found for some in one.besides})
+    for one, n in found.items():
+        caches.update(dict.fromkeys(one.besides, n))
+    pages = -(-work.context // work.page)
+    for some, layers in caches.items():
+        tokens = -(-pages // cp) * work.page
+        vectors = layers * work.batch * -(-tokens // some.tokens)
+        kept, packed = vectors * some.elements * cached.bits // 8, vectors * some.packed
+        yield MemoryTerm(
+            some.name,
+            "kv cache",
+            kept,
+            "L * elements * B * ceil(ceil(ceil(c / p) / cp) * p / tokens) * bytes",
+            {
+                "L": layers,
+                "elements": some.elements,
+                "tokens": some.tokens,
+                "cp": cp,
+                "B": work.batch,
+                "c": work.context,
+                "p": work.page,
+                "bytes": cached.bits / 8,
+            },
+            f"transformers' cache, which keeps them in the model's type; vLLM keeps {some.packed} bytes of each",
+            interval=(min(kept, packed), max(kept, packed)) if some.packed else None,
         )
 
 

@@ -42,14 +42,19 @@ def count_attention_operations(
     """Operations of one forward pass for scores and values: each of `tokens` tokens looks at `context` others.
 
     tp divides the heads. Of a sliding window no more than the window is looked at, and where it is `masked`, a decoder
-    looks at what came before: half of its own tokens, and all of an encoder's.
+    looks at what came before: half of its own tokens, and all of an encoder's. Where an indexer chooses tokens, it
+    scores all of them on every rank, and attention looks at those that it chose.
     """
     return sum(
         2
         * tokens
-        * _count_seen_tokens(layer, layer.attention, context, masked=masked)
-        * _compute_attention_width(layer.attention)
-        / mesh.degree("tp")
+        * (
+            _count_attended_tokens(layer, layer.attention, context, masked=masked)
+            * _compute_attention_width(layer.attention)
+            / mesh.degree("tp")
+            + _count_seen_tokens(layer, layer.attention, context, masked=masked)
+            * _compute_indexer_width(layer.attention)
+        )
         for layer in layers
         if layer.attention
     )
@@ -92,6 +97,15 @@ def _count_seen_tokens(layer: ModelLayer, attention: LayerAttention, context: fl
     if attention.window is not None:
         own = min(own, attention.window)
     return own + (context if attention.cross else 0)
+
+
+def _count_attended_tokens(layer: ModelLayer, attention: LayerAttention, context: float, *, masked: bool) -> float:
+    seen = _count_seen_tokens(layer, attention, context, masked=masked)
+    return seen if attention.chosen is None else min(seen, attention.chosen)
+
+
+def _compute_indexer_width(attention: LayerAttention) -> int:
+    return attention.indexer.heads * attention.indexer.width if attention.indexer else 0
 
 
 def _compute_attention_width(attention: LayerAttention) -> int:

@@ -27,7 +27,7 @@ _DELTA_CHUNK: Final = 64
 _MULTIPROCESSORS: Final = 132
 """Of an H100. The kernel of the scan in chunks adds up heads in as many parts as keep all of them busy
 (mamba-ssm, `ops/triton/ssd_chunk_scan.py`, `_chunk_scan_bwd_dcb`, `nsplits`)."""
-_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
+PLAN_HINT: Final = "a plan of one mesh shows weights, gradients and optimizer states, which are known"
 
 TRANSFORMERS: Final = RecurrenceSupport(
     frozenset(("selective", "normed selective", "chunked", "delta")),
@@ -50,17 +50,17 @@ def compute_recurrent_sizes(
     """
     what = f"what training keeps of layer {number} is not known"
     if state.scan is None:
-        raise UnsupportedError(f"{what}: it has a recurrent state (Mamba or linear attention)", hint=_HINT)
+        raise UnsupportedError(f"{what}: it has a recurrent state (Mamba or linear attention)", hint=PLAN_HINT)
     if state.scan.kind not in has.scans:
         others = "that of transformers' layers is, with the profiles hf, fsdp2 and deepspeed"
         raise UnsupportedError(f"{what} with this profile: {has.why}", hint=others)
     if share.queries != share.keys:
-        raise UnsupportedError(f"{what} with cp: states pass along whole sequences", hint=_HINT)
+        raise UnsupportedError(f"{what} with cp: states pass along whole sequences", hint=PLAN_HINT)
     if share.tp > 1 and not has.tp:
-        raise UnsupportedError(f"{what} with tp: {has.why}", hint=_HINT)
+        raise UnsupportedError(f"{what} with tp: {has.why}", hint=PLAN_HINT)
     if state.groups % share.tp:
         raise UnsupportedError(
-            f"{what} with tp={share.tp}: its {state.groups} groups are divided evenly or not at all", hint=_HINT
+            f"{what} with tp={share.tp}: its {state.groups} groups are divided evenly or not at all", hint=PLAN_HINT
         )
     sizes = _SIZES[state.scan.kind](state, replace(state.scan, chunk=has.chunk or state.scan.chunk), share)
     return {name: count / share.tp for name, count in sizes.items()}

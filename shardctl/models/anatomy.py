@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from shardctl.errors import SourceError, UnsupportedError
@@ -24,6 +24,29 @@ _CROSS: Final = ("EncDecAttention", "encoder_attn", "crossattention")
 """What tables call a decoder's attention to the encoder."""
 _WEIGHTS_ONLY: Final = "its weights are counted exactly; cache, activations and traffic cannot be estimated"
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCache:
+    """What attention caches besides its keys and values: a vector for every so many tokens, whole on all tp ranks."""
+
+    name: str
+    """What it is, such as the keys of an indexer."""
+    elements: int
+    """Of one vector."""
+    packed: int
+    """Bytes of one vector as vLLM keeps it, whatever the cache's type is; 0 for elements of that type."""
+    tokens: int = 1
+    """Tokens for each vector."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndexer:
+    """What scores the tokens before, of which attention sees the best (DeepSeek sparse attention)."""
+
+    heads: int
+    width: int
+    """Elements of a head's query, and of the one key of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +74,13 @@ class LayerAttention:
     """Whether the layer attends to the encoder, too, with heads of the same numbers and a cache of its own."""
     gated: bool = False
     """Whether its result is multiplied by a gate (Qwen3-Next)."""
+    chosen: int | None = None
+    """The most tokens that a query attends to, of all that it sees, where an indexer of this or an earlier layer
+    chooses them."""
+    indexer: LayerIndexer | None = None
+    """What chooses them, if this layer does."""
+    besides: tuple[TokenCache, ...] = ()
+    """What it caches besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +296,11 @@ class _AnatomyReader:
         kinds = tuple(number in flag for flag in self.facts.flags.values() if not isinstance(flag, bool))
         key = (index, window, *kinds)
         if key not in self.known:
-            rows = [row for row in self.rows[index] if all(self.holds(word, number) for word in row.when.split())]
+            rows = [
+                row
+                for row in self.rows[index]
+                if all(self.holds(word, number) for word in (*row.when.split(), *row.needed.split()))
+            ]
             self.known[key] = self.described(index, rows, window) if rows else None
         return self.known[key]
 
@@ -328,7 +362,8 @@ class _AnatomyReader:
             head, value = named.unit("qs"), named.unit("vs")
             heads = named.size("qs") // head
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
-            return LayerAttention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
+            latent = LayerAttention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
+            return _add_indexer(latent, named) if named.known("chosen") else latent
         if not named.has("q"):
             return None
         head = named.size("head") if named.known("head") else named.unit("q")
@@ -342,6 +377,20 @@ class _AnatomyReader:
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
         return LayerAttention(kind, width // head, keys // head, head, head, window, cross=cross, gated=gated)
+
+
+_INDEXER_BLOCK: Final = 128
+"""Elements of an indexer's key with one fp32 scale; the elements are fp8 (vLLM, `deepseek_v2.py`, `Indexer`)."""
+
+
+def _add_indexer(attention: LayerAttention, named: RowDims) -> LayerAttention:
+    """`attention` to chosen tokens only, with the indexer that `named` has rows of, if any."""
+    chosen = replace(attention, chosen=named.size("chosen"))
+    if not named.has("index"):
+        return chosen
+    width = named.size("index")
+    keys = TokenCache("keys of the indexer", width, width + -(-width // _INDEXER_BLOCK) * 4)
+    return replace(chosen, indexer=LayerIndexer(named.size("index_heads"), width), besides=(keys,))
 
 
 _WITH_GATE: Final = 3

@@ -71,6 +71,7 @@ def build_predicting_rows(rows: Iterable[Row], layer: str, conditions: str) -> t
             when=" ".join(word for word in row.when.split() if word not in met),
             on="last",
             optional=True,
+            needed="",
         )
         for row in rows
         if not any(f"!{word}" in row.when.split() for word in met) and not row.buffer
@@ -113,3 +114,21 @@ def list_expert_layers(config: ModelConfig) -> frozenset[int]:
     if not isinstance(dense, list):
         raise SourceError(f"config.json has mlp_only_layers = {dense!r} where a list of layers is expected")
     return frozenset(n for n in range(layers) if (n + 1) % step == 0 and n not in dense)
+
+
+def list_later_layers(config: ModelConfig, dense: int) -> range:
+    """The layers after the first, dense ones, of which there are `dense` where `first_k_dense_replace` is silent."""
+    return range(config.count("first_k_dense_replace", dense), config.size("num_hidden_layers"))
+
+
+def list_sparse_layers(config: ModelConfig, dense: int) -> Collection[int]:
+    """The layers that `mlp_layer_types` calls sparse; where it is silent, those of `list_later_layers`.
+
+    Raises SourceError for a list that does not say dense or sparse of every layer.
+    """
+    kinds, layers = config.values.get("mlp_layer_types"), config.size("num_hidden_layers")
+    if kinds is None:
+        return list_later_layers(config, dense)
+    if not isinstance(kinds, list) or len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise SourceError(f"config.json has mlp_layer_types = {kinds!r} where {layers} kinds of layers are expected")
+    return frozenset(n for n, kind in enumerate(kinds) if kind == "sparse")

@@ -111,6 +111,8 @@ class Row:
     """The safetensors dtype of a parameter where it is not the model's."""
     optional: bool = False
     """Present in some checkpoints only, and not in the state dict of any class (DeepSeek's layers that predict)."""
+    needed: str = ""
+    """The flag of the only layers whose state dict has it; checkpoints may have it in others (GLM-5.2's indexers)."""
 
 
 @dataclass(frozen=True, slots=True)

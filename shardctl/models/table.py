@@ -49,6 +49,8 @@ class _RowPlan:
     tied: bool
     """Whether it is one more name of another tensor."""
     optional: bool
+    needed: frozenset[int] | None
+    """The values of the outermost index for which it is not optional; None for all."""
     spare: bool
     whole: int | None
     """Which of the indices counts experts, if one does."""
@@ -99,6 +101,7 @@ class _ModelBuilder:
                 only.append((frozenset(value), wanted))
             elif value != wanted:
                 return None
+        needed = self.facts.flags[row.needed] if row.needed else True
         pieces = INDEX.split(self.full(row.name))
         counting = [place for place, name in enumerate(pieces[1::2]) if self.facts.indices[name].axis]
         shape, cuts, free = self.extents(row.dims, mine=mine, expert=bool(counting))
@@ -119,6 +122,7 @@ class _ModelBuilder:
             mine=mine,
             tied=bool(row.tie) and (row.tied == "always" or bool(self.facts.flags[row.tied])),
             optional=bool(row.buffer) or row.optional or not mine,
+            needed=None if isinstance(needed, bool) else frozenset(needed),
             spare=spare and mine,
             whole=counting[0] if counting else None,
         )
@@ -205,8 +209,9 @@ class _ModelBuilder:
         if spec is None:
             spec = self.specs[key] = PartitionSpec(plan.cuts, (where,), self.member_of(plan, at))
         assert name not in self.tensors, name  # noqa: S101 - two rows with one name are our own bug
+        optional = plan.optional or (plan.needed is not None and at[0] not in plan.needed)
         self.tensors[name] = ModelTensor(
-            name, plan.shape, plan.dtype, spec, plan.row, (), plan.optional, plan.spare, plan.free
+            name, plan.shape, plan.dtype, spec, plan.row, (), optional, plan.spare, plan.free
         )
 
     def tie(self, name: str, plan: _RowPlan, where: tuple[Where, int]) -> None:

@@ -11,8 +11,15 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
 
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
-_WHOLE: Final = ("full_attention", "attention", "linear_attention", "mamba")
-"""What `layer_types` calls layers without a window: they see every token, or are none of attention."""
+_WHOLE: Final = (
+    "full_attention",
+    "attention",
+    "indexed_attention",
+    "deepseek_sparse_attention",
+    "linear_attention",
+    "mamba",
+)
+"""What `layer_types` calls layers without a window: they see every token, or choose of all, or have no attention."""
 
 
 @dataclass(frozen=True, slots=True)

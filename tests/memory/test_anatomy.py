@@ -48,7 +48,6 @@ def matrices(layer):
     h, found = layer.hidden, 0
     if layer.attention is not None:
         one = layer.attention
-        assert one.kind != "latent"
         attention = h * one.heads * (one.head_dim + one.value_dim) + h * one.kv_heads * (one.head_dim + one.value_dim)
         found += attention * (2 if one.cross else 1)
     each = (3 if layer.gated else 2) * h
@@ -59,7 +58,7 @@ def matrices(layer):
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in FIXTURES if not n.startswith(("deepseek", "mamba", "falcon_mamba"))])
+@pytest.mark.parametrize("name", [n for n in FIXTURES if not n.startswith(("mamba", "falcon_mamba"))])
 def test_layers_have_the_elements_that_their_tensors_have(name):
     """The tensors' shapes are those of transformers' state dicts (tests/models/test_families.py)."""
     config = fixture(name)
@@ -71,7 +70,7 @@ def test_layers_have_the_elements_that_their_tensors_have(name):
         if hidden in tensor.shape and len(tensor.shape) > 1 and min(tensor.shape) > 1 and "bias" not in tensor.name:
             found[number] += prod(tensor.shape)
     for layer, elements in zip(layers, found, strict=True):
-        if layer.state is not None:
+        if layer.state is not None or (layer.attention is not None and layer.attention.kind == "latent"):
             continue
         gate = 0
         if name == "qwen3_next":  # whose queries carry a gate each

@@ -77,7 +77,7 @@ def build(config):
 def tensors(cache):
     """Every tensor that a cache keeps of tokens."""
     for layer in cache.layers:
-        for name in ("keys", "values"):
+        for name in ("keys", "values", "indexer_keys"):
             if isinstance(getattr(layer, name, None), torch.Tensor):
                 yield getattr(layer, name)
         for name in ("conv_states", "recurrent_states"):
@@ -127,7 +127,12 @@ def test_bytes_are_those_of_the_cache_of_transformers(config):
         expected = expected * config["num_kv_heads"] // config["num_attention_heads"]
     assert as_transformers(terms) == expected
     assert {term.category for term in terms} == {"kv cache"}
-    free = any(layer.state or (layer.attention.window or TOKENS) < TOKENS for layer in shape.layers)
+    free = any(
+        layer.state
+        or (layer.attention.window or TOKENS) < TOKENS
+        or any(some.packed for some in layer.attention.besides)
+        for layer in shape.layers
+    )
     assert any(not term.exact for term in terms) == free
 
 

@@ -30,8 +30,8 @@ KEPT = {
 }
 """The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
 HEAD_NORM = re.compile(r"(^|\.)(q|k|qk)_(layer)?norm(\.|$)")
-WITHIN_MIXERS = re.compile(r"(^|\.)(mixer|mamba|linear_attn)\.|_a_layernorm$")
-"""Norms inside recurrent layers, and of what latent attention compresses."""
+WITHIN_MIXERS = re.compile(r"(^|\.)(mixer|mamba|linear_attn|indexer)\.|_a_layernorm$")
+"""Norms inside recurrent layers and indexers, and of what latent attention compresses."""
 
 
 def kept_by(norm):
@@ -117,7 +117,7 @@ def check_norms_and_activations(config):
     assert len(built) == len(found.layers)
     for layer, modules in zip(found.layers, built, strict=True):
         norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and not [*m.children()]}
-        heads = {n for n in norms if HEAD_NORM.search(n)}
+        heads = {n for n in norms if HEAD_NORM.search(n) and not WITHIN_MIXERS.search(n)}
         whole = {n for n in norms if n not in heads and not WITHIN_MIXERS.search(n)}
         assert layer.norms == len(whole), whole
         assert {kept_by(norms[n]) for n in whole} == {found.style.norm}

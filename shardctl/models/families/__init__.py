@@ -8,6 +8,7 @@ from shardctl.models.families.bloom import BLOOM
 from shardctl.models.families.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.families.cohere import COHERE, COHERE2
 from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from shardctl.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
@@ -57,6 +58,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     COHERE2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     DISTILBERT,
     FALCON,
     FALCON_MAMBA,
@@ -67,6 +69,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM_MOE_DSA,
     GPT2,
     GPTJ,
     GPT_NEOX,

@@ -42,6 +42,8 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
 """Every method; to add one, write its file and name it here."""
 _WEIGHT: Final = ".weight"
 _MATRIX: Final = 2
+_SPARED_DIMS: Final = ("experts ", "index_heads ")
+"""The first dims of what nobody quantises: routers, and the weights of an indexer's heads (`_keep_in_fp32_modules`)."""
 _TRANSPOSED: Final = ("gpt2",)
 """Families whose linear weights are `[in, out]`."""
 _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
@@ -177,7 +179,7 @@ class _ModelQuantiser:
 
     def spared(self, weight: _QuantisableWeight) -> bool:
         """Whether the config leaves the weight as it is, or nobody quantises such weights."""
-        if weight.tensor.row.dims.startswith("experts ") or self.listed(weight.module):
+        if weight.tensor.row.dims.startswith(_SPARED_DIMS) or self.listed(weight.module):
             return True
         where = {kind for kind, _ in weight.tensor.spec.where}
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)

@@ -1,0 +1,98 @@
+"""Describes DeepSeek-V3.2 and GLM-5: latent attention to the tokens that an indexer chooses, and experts as in V3.
+
+Names and shapes follow the Hub (`models/deepseek_v32/modeling_deepseek_v32.py`, and its namesake `glm_moe_dsa`). The
+indexer is small, and whole on every tp rank, as in vLLM. In GLM-5.2 some layers take over the choice of the layer
+before: transformers gives them no indexer, but the files may have one (vLLM, `deepseek_v2.py`, `load_weights`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import LAYER, NORMS
+from shardctl.models.experts import build_fused_experts, list_sparse_layers
+from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts, build_balanced_rows
+from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.latent_attention import LATENT, build_latent_facts
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+INDEXER: Final = (
+    Row(f"{LAYER}.self_attn.indexer.wq_b.weight", "index_q q_rank", needed="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.wk.weight", "index hidden", needed="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.k_norm.weight", "index", needed="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.k_norm.bias", "index", needed="indexer"),
+    Row(f"{LAYER}.self_attn.indexer.weights_proj.weight", "index_heads hidden", needed="indexer"),
+)
+"""What scores earlier tokens for each query, with one key for all its heads (DeepSeek sparse attention)."""
+_KINDS: Final = {"F": "full", "S": "shared"}
+
+
+def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> FamilyFacts:
+    """The facts of a decoder with latent attention and, in the layers `indexer`, an indexer of `heads` by default."""
+    count, width = config.size("index_n_heads", heads), config.size("index_head_dim", 128)
+    return build_latent_facts(config, mlp_bias=False).also(
+        dims={
+            "index": LogicalDim(width),
+            "index_q": LogicalDim(count * width),
+            "index_heads": LogicalDim(count),
+            "chosen": LogicalDim(config.size("index_topk", 2048)),
+        },
+        flags={"indexer": indexer},
+    )
+
+
+def _build_v32_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_indexer_facts(config, heads=64)
+    return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
+
+
+def _build_glm_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_indexer_facts(
+        config.over({"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192}),
+        heads=32,
+        indexer=_list_choosing_layers(config),
+    )
+    return add_balanced_facts(facts, config, moe=list_sparse_layers(config, 3), following=1)
+
+
+def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
+    """The layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them."""
+    layers = config.size("num_hidden_layers")
+    kinds = config.values.get("indexer_types") or config.values.get("index_topk_pattern")
+    if kinds is None:
+        period, offset = max(config.count("index_topk_freq", 1), 1), config.count("index_skip_topk_offset", 2)
+        return frozenset(n for n in range(layers) if max(n - offset + 1, 0) % period == 0)
+    said = [_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, str | list) else []
+    if len(said) != layers or not {"full", "shared"}.issuperset(said):
+        raise SourceError(f"config.json has {kinds!r} where it should say of {layers} layers who chooses their tokens")
+    return frozenset(n for n, kind in enumerate(said) if kind == "full")
+
+
+_LAYER: Final = (*LATENT, *INDEXER, *BALANCED_EXPERTS, *NORMS)
+_ROWS: Final = build_balanced_rows(_LAYER, "moe shared indexer")
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8)
+DEEPSEEK_V32: Final = Family(
+    name="deepseek_v32",
+    rows=_ROWS,
+    facts=_build_v32_facts,
+    classes={"DeepseekV32ForCausalLM": ModelClass("model", "lm"), "DeepseekV32Model": ModelClass()},
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=_TRAITS,
+)
+GLM_MOE_DSA: Final = Family(
+    name="glm_moe_dsa",
+    rows=_ROWS,
+    facts=_build_glm_facts,
+    classes={"GlmMoeDsaForCausalLM": ModelClass("model", "lm"), "GlmMoeDsaModel": ModelClass()},
+    prefixes=("model",),
+    fused=build_fused_experts(),
+    traits=_TRAITS,
+)
