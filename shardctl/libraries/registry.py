@@ -12,7 +12,7 @@ from shardctl.libraries.files.impostors import refuse_adapter, refuse_foreign, r
 from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
-from shardctl.libraries.torch_save.pickle_budget import list_noticed
+from shardctl.libraries.torch_save.pickle_budget import list_leftovers
 from shardctl.storage.byte_names import is_unicode
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ def scan_checkpoint(
 
 
 def _finish_scan(source: Source, found: Manifest) -> Manifest:
-    """The manifest with what was noticed of the files of torch.save that it consists of, whoever read them."""
-    more = tuple(warning for warning in list_noticed(source) if warning not in found.warnings)
-    return _check_names(replace(found, warnings=(*found.warnings, *more)) if more else found)
+    """The manifest with what is left behind of the files of torch.save that it consists of, whoever read them."""
+    return _check_names(replace(found, warnings=(*found.warnings, *list_leftovers(source))))
 
 
 def _check_names(found: Manifest) -> Manifest:

@@ -14,6 +14,7 @@ from torch_corpus import FOUR, LITTLE, VERSION, pickled, tensor
 from zip_builder import Entry, build
 
 from shardctl.errors import HostileError, SourceError
+from shardctl.libraries.registry import scan_checkpoint
 from shardctl.libraries.torch_save import reading as torch_save
 from shardctl.libraries.torch_save.pickle_budget import PickleBudget, budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
@@ -38,7 +39,7 @@ def write(path: Path, content: bytes) -> Path:
 def scan(path: Path):
     source = LocalSource(path)
     try:
-        return torch_save.scan_torch_save(source)
+        return scan_checkpoint(source)
     finally:
         source.close()
 
@@ -192,11 +193,8 @@ def test_all_pickles_of_a_checkpoint_share_a_budget(tmp_path):
 def test_names_that_are_not_known_to_be_harmless_are_left_behind_and_said(tmp_path):
     names = b"".join(b"U\x01" + bytes([97 + n]) + b"cmine.code\nThing%d\n" % n for n in range(9))
     inside = b"}(U\x06nested](" + names + b"eu"
-    (warning,) = [
-        text
-        for text in scan(write(tmp_path / "m.pt", pickled(("w", tensor()), ("o", inside)))).warnings
-        if "mentions" in text
-    ]
+    found = scan(write(tmp_path / "m.pt", pickled(("w", tensor()), ("o", inside))))
+    (warning,) = [text for text in found.warnings if "not known to be harmless" in text]
     assert "mine.code.Thing0, mine.code.Thing1" in warning
     assert warning.endswith("and 4 more")
 

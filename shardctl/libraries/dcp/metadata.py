@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
 from shardctl.libraries.files.impostors import refuse_impostor
+from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE
+from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits
 from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode
@@ -21,6 +23,8 @@ from shardctl.settings import is_text
 from shardctl.storage import read_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from shardctl.storage import Source
 
 LARGEST: Final = 1 << 30
@@ -114,6 +118,12 @@ class DcpMetadata:
     flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
 
+    def list_unused_items(self) -> Iterator[str]:
+        """The keys of items that are neither a box of a tensor nor an object."""
+        used: set[tuple[str, tuple[int, ...] | None]] = {(key, None) for key in self.objects}
+        used.update((key, box.origin) for key, tensor in self.tensors.items() for box in tensor.boxes)
+        return (key for key, origin in self.items if (key, origin) not in used)
+
 
 def read_metadata(source: Source, path: str) -> DcpMetadata:
     """Read a `.metadata` file.
@@ -135,6 +145,8 @@ def read_metadata(source: Source, path: str) -> DcpMetadata:
     )
     pickle = parse_pickle(read_bytes(source, path), path, limits=limits)
     _check_names(path, pickle.globals)
+    more = size - pickle.end
+    budget_of(source).leftovers.note(path, SECOND_PICKLE, [f"{more:,} bytes"] if more else [])
     folder = path.rpartition("/")[0]
     return _MetadataReader(path, f"{folder}/" if folder else "").metadata(pickle.value)
 

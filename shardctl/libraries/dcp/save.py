@@ -12,6 +12,8 @@ from shardctl.libraries.dcp.items import ItemReader
 from shardctl.libraries.files.choice import describe_missing
 from shardctl.libraries.files.impostors import refuse_unfinished
 from shardctl.libraries.files.links import check_link
+from shardctl.libraries.torch_save.leftovers import UNUSED_BYTES, UNUSED_ITEMS
+from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.manifest import CheckpointFile, Chunk, ConstantFill, Tensor
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class DcpSave:
         """The files of items, by path."""
         self.tensors = _unite_tensors(metadata)
         self._check_items()
+        for each in metadata:
+            budget_of(source).leftovers.note(each.path, UNUSED_ITEMS, map(ascii, each.list_unused_items()))
 
     def _check_items(self) -> None:
         """Every file is there, every item inside it, and no two share a byte."""
@@ -69,7 +73,7 @@ class DcpSave:
         source = self.source
         refuse_unfinished(source, path)
         check_link(source, path)
-        size, free = source.files()[path].size, 0
+        size, free, unused = source.files()[path].size, 0, 0
         for offset, end, key in spans:
             if end > size:
                 raise SourceError(
@@ -78,7 +82,10 @@ class DcpSave:
                 )
             if offset < free:
                 raise HostileError(f"{path}: {key!r} at byte {offset:,} lies inside another entry")
+            unused += offset - free
             free = end
+        unused += size - free
+        budget_of(source).leftovers.note(path, UNUSED_BYTES, [f"{unused:,} bytes"] if unused else [])
 
     def tensor(self, key: str, name: str) -> Tensor:
         """The tensor of a key, called `name`."""

@@ -53,7 +53,7 @@ def scan_meta(source: Source) -> Manifest:
         check_link(source, path)
         found = read_weights(source, path)
         parts.append(MetaRankFile(path, found.saved, found.state.views))
-        warnings += (*found.saved.warnings, *found.state.warnings)
+        warnings += found.state.warnings
     joined = join_parts(parts, params)
     config = params.config(joined.shapes) if params is not None else None
     side, left = list_side_files(source, {part.path for part in parts})

@@ -64,7 +64,6 @@ class RankCollector:
         """
         path = file.path
         saved = open_saved(self.source, path)
-        self.warnings += saved.warnings
         views: list[StorageView] = []
         leaves = list(_walk_leaves(saved.tree, path))
         flat = any(way[-1].rpartition(".")[2] == _FLAT for way, _ in leaves if way)

@@ -9,6 +9,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.torch_save.leftovers import SECOND_SAVE
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.pickle_state import PickleLimits, TruncatedError
@@ -74,8 +75,10 @@ def read_legacy(source: Source, path: str) -> SavedFile:
     more = source.files()[path].size - end
     if more and read_bytes(source, path, end, 1) != _PROTO:
         raise SourceError(f"{path} has {more:,} bytes after its last storage")
-    left = f"{path}: {more:,} bytes behind the first save, a second one, are left behind, as torch.load leaves them"
-    return SavedFile(path, saved.value, extents, (left,) if more else (), saved.globals)
+    leftovers = budget_of(source).leftovers
+    leftovers.note(path, SECOND_SAVE, [f"{more:,} bytes"] if more else [])
+    leftovers.note_names(path, saved.globals)
+    return SavedFile(path, saved.value, extents)
 
 
 def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:

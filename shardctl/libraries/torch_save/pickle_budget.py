@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from shardctl.errors import HostileError
+from shardctl.libraries.torch_save.leftovers import LeftoverNotes
 
 if TYPE_CHECKING:
     from shardctl.storage import Source
@@ -36,8 +37,8 @@ class PickleBudget:
 
     opcodes: int = _OPCODES
     tensors: int = _TENSORS
-    warnings: list[str] = field(default_factory=list)
-    """What files have besides their tensors, which no reader uses."""
+    leftovers: LeftoverNotes = field(default_factory=LeftoverNotes)
+    """What the files hold that no reader uses."""
     litter: int = 0
     """Estimated bytes of the trees that were made since cycles were last collected."""
 
@@ -75,10 +76,10 @@ def budget_of(source: Source) -> PickleBudget:
     return found
 
 
-def list_noticed(source: Source) -> tuple[str, ...]:
-    """The warnings about the files of torch.save that were opened in a source, each once."""
+def list_leftovers(source: Source) -> tuple[str, ...]:
+    """The warnings about what the files of torch.save that were opened in a source hold and no reader uses."""
     found = _BUDGETS.get(source)
-    return tuple(dict.fromkeys(found.warnings)) if found is not None else ()
+    return found.leftovers.list_warnings() if found is not None else ()
 
 
 class VisitCounter:

@@ -72,6 +72,12 @@ _HARMLESS_MODULES: Final = _split_words("""
     torch._utils torch.cuda torch.distributed torch.nn.parameter torch.serialization torch.storage types uuid
 """)
 """Modules whose names make values and nothing else; those of them that run code are in `_PATHS`."""
+_HARMLESS_PATHS: Final = _split_words("""
+    _io.BytesIO deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler deepspeed.runtime.fp16.loss_scaler.LossScaler
+    deepspeed.runtime.zero.config.ZeroStageEnum deepspeed.utils.tensor_fragment.fragment_address io.BytesIO
+    megatron.core.enums.ModelType megatron.core.transformer.enums.AttnBackend
+""")
+"""What trainers save beside the weights, which makes values and nothing else, in modules that do more."""
 _HARMLESS_BUILTINS: Final = _split_words("""
     bool bytearray bytes complex dict float frozenset getattr int list object range set slice str tuple
 """)
@@ -85,6 +91,8 @@ def is_harmless(module: str, name: str) -> bool:
     """
     if module in _BUILTIN_MODULES:
         return name in _HARMLESS_BUILTINS
+    if f"{module}.{name}" in _HARMLESS_PATHS:
+        return True
     path = module.split(".")
     return module == "torch" or any(".".join(path[:end]) in _HARMLESS_MODULES for end in (1, 2, 3))
 

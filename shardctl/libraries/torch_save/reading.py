@@ -26,7 +26,7 @@ from shardctl.libraries.files.side_files import list_side_files
 from shardctl.libraries.reader import Format, find_given_file
 from shardctl.libraries.torch_save.legacy_file import MAGICS, read_legacy
 from shardctl.libraries.torch_save.pickle_budget import budget_of
-from shardctl.libraries.torch_save.state_dict import StateDict, extract_state_dict, unknown_globals
+from shardctl.libraries.torch_save.state_dict import StateDict, extract_state_dict
 from shardctl.libraries.torch_save.zip_file import read_torch_zip
 from shardctl.libraries.torch_save.zip_signatures import LOCAL_MAGIC
 from shardctl.manifest import CheckpointFile, Chunk, Manifest, OpaqueObject, Region, Tensor
@@ -90,8 +90,7 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
     read_files: dict[str, WeightsFile] = {}
     for path in chosen.files:
         read_files[path] = found = read_weights(source, path)
-        warnings += (*found.saved.warnings, *found.state.warnings)
-        warnings += unknown_globals(found.saved.globals, found.state, path)
+        warnings += found.state.warnings
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
     weight_map = chosen.index.weight_map if chosen.index is not None else {}
@@ -135,9 +134,7 @@ def open_saved(source: Source, path: str) -> SavedFile:
     """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
     refuse_unfinished(source, path)
     check_link(source, path)
-    saved = read_saved(source, path)
-    budget_of(source).warnings += saved.warnings
-    return saved
+    return read_saved(source, path)
 
 
 def read_saved(source: Source, path: str) -> SavedFile:
@@ -253,6 +250,7 @@ def read_weights(source: Source, path: str) -> WeightsFile:
     saved = open_saved(source, path)
     state = extract_state_dict(saved.tree, path)
     check_total_size(source, path, state.views.values())
+    budget_of(source).leftovers.mark_told({*state.others.values(), *(v.subclass for v in state.views.values())})
     return WeightsFile(replace(saved, tree=None), state)  # the tree is larger than what is known from it
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.libraries.torch_save.pickle_names import is_harmless
-from shardctl.libraries.torch_save.pickle_tree import CallNode, GlobalNode, PersistentNode, as_mapping
+from shardctl.libraries.torch_save.pickle_tree import CallNode, PersistentNode, as_mapping
 from shardctl.libraries.torch_save.tensors import StorageView, as_tensor
 from shardctl.settings import is_text
 
@@ -70,17 +69,6 @@ def extract_state_dict(tree: object, path: str) -> StateDict:
     left = f"; left behind: {_format_entries(outer)}" if outer else ""
     warning = f"{path} holds its tensors under {wrapped[0]!r}{left}"
     return StateDict(views, {**inner.others, **_describe_entries(outer)}, (warning, *inner.warnings))
-
-
-def unknown_globals(names: Iterable[GlobalNode], state: StateDict, path: str) -> tuple[str, ...]:
-    """A warning that names what a pickle mentions and nobody knows to be harmless, unless another warning names it."""
-    said = {view.subclass for view in state.views.values()} | set(state.others.values())
-    unknown = [str(name) for name in names if not is_harmless(name.module, name.name) and str(name) not in said]
-    if not unknown:
-        return ()
-    return (
-        f"{path} mentions names that no tensor needs, and that are left behind: {format_first_few(unknown, _SHOWN)}",
-    )
 
 
 def describe_node(node: object) -> str:

@@ -122,10 +122,6 @@ class SavedFile:
     """What was saved (see `pickle_tree`)."""
     extents: Mapping[str, tuple[int, int]]
     """Absolute byte offset in the file and bytes of each storage, by key."""
-    warnings: tuple[str, ...] = ()
-    """What else is in the file, which torch does not read either."""
-    globals: tuple[GlobalNode, ...] = ()
-    """Every name that its pickle mentions."""
 
     def region(self, view: StorageView, name: str) -> Region:
         """Where a view's elements are in the file.

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.errors import HostileError, SourceError, UnsupportedError, format_first_few
+from shardctl.errors import HostileError, SourceError, UnsupportedError
+from shardctl.libraries.torch_save.leftovers import SECOND_PICKLE, UNUSED_RECORDS
 from shardctl.libraries.torch_save.pickle_budget import budget_of
 from shardctl.libraries.torch_save.pickle_machine import parse_pickle
 from shardctl.libraries.torch_save.tensors import SavedFile, check_storages
 from shardctl.libraries.torch_save.zip_records import read_archive, read_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+    from shardctl.libraries.torch_save.leftovers import LeftoverNotes
     from shardctl.libraries.torch_save.pickle_tree import ParsedPickle
     from shardctl.libraries.torch_save.zip_records import ZipRecord
     from shardctl.storage import Source
@@ -67,19 +69,16 @@ def read_torch_zip(source: Source, path: str, *, start: int = 0, size: int | Non
         for name, record in records.items()
         if name.startswith(_DATA)
     }
-    return SavedFile(path, saved.value, extents, tuple(_left_behind(path, records, saved)), saved.globals)
+    _note_leftovers(budget_of(source).leftovers, path, records, saved)
+    return SavedFile(path, saved.value, extents)
 
 
-def _left_behind(path: str, records: Mapping[str, ZipRecord], saved: ParsedPickle) -> Iterator[str]:
-    """What is in the archive and means nothing to torch."""
+def _note_leftovers(leftovers: LeftoverNotes, path: str, records: Mapping[str, ZipRecord], saved: ParsedPickle) -> None:
+    """Note what is in the archive and means nothing to torch, and the names that mean nothing to shardctl."""
     more = records["data.pkl"].size - saved.end
-    if more:
-        yield f"{path}: {more:,} bytes behind the end of the pickle in data.pkl are left behind, as torch leaves them"
+    leftovers.note(path, SECOND_PICKLE, [f"{more:,} bytes in data.pkl"] if more else [])
+    leftovers.note_names(path, saved.globals)
     keys = (node.id[2] for node in saved.persistents if isinstance(node.id, tuple) and len(node.id) > _KEY)
     used = {f"{_DATA}{key}" for key in keys if isinstance(key, str)}
-    unused = [name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER)]
-    if unused:
-        yield (
-            f"{path}: records that nothing in the pickle refers to are left behind: "
-            f"{format_first_few(map(ascii, unused))}"
-        )
+    unused = (name for name in records if name not in used and name not in _OWN and not name.startswith(_OWN_FOLDER))
+    leftovers.note(path, UNUSED_RECORDS, map(ascii, unused))
