@@ -267,3 +267,12 @@ def test_a_hundred_thousand_tensors_are_described_and_bound_in_time_that_grows_w
 def test_a_config_that_makes_no_sense_is_refused_with_the_key(name, changes, message):
     with pytest.raises(SourceError, match=message):
         describe_model(fixture(name, **changes))
+
+
+def test_norms_over_all_heads_of_minimax_are_cut_with_the_heads():
+    """vLLM, `minimax_m2.py`, `MiniMaxText01RMSNormTP`: each rank has the weights of its own heads."""
+    model, mesh = describe_model(fixture("minimax_m2")), Mesh.of(tp=2)
+    for name, second in (("q_norm", "[16:32]"), ("k_norm", "[8:16]")):
+        tensor = model.tensors[f"model.layers.0.self_attn.{name}.weight"]
+        (box,) = compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(1))
+        assert str(box) == second

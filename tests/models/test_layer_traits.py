@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,9 @@ def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
         routers = [m for m in modules.values() if type(m).__name__.endswith("Router")]
         assert bool(routers) == (layer.experts is not None)
         for router in routers:
-            made = router(torch.ones((3, layer.hidden), device="meta", dtype=torch.bfloat16))
+            bias = {"e_score_correction_bias": torch.zeros(layer.experts.count, device="meta")}
+            asked = {key: bias[key] for key in signature(router.forward).parameters if key in bias}
+            made = router(torch.ones((3, layer.hidden), device="meta", dtype=torch.bfloat16), **asked)
             assert made[1].dtype == (torch.float32 if layer.experts.wide else torch.bfloat16)
 
 

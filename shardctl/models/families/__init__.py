@@ -23,6 +23,7 @@ from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.llama4 import LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
+from shardctl.models.families.minimax import MINIMAX_M2
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
 from shardctl.models.families.olmo import OLMO, OLMO2, OLMO3
@@ -85,6 +86,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MAMBA,
     MAMBA2,
     MBART,
+    MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,

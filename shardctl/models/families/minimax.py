@@ -1,0 +1,64 @@
+"""Describes MiniMax-M2: experts named as Mixtral's, and norms over all heads of queries, and of keys, at once.
+
+Names and shapes follow the Hub; transformers 5 says `mlp` (`models/minimax_m2/modeling_minimax_m2.py`, and `minimax_m2`
+in `conversion_mapping.py`). The norms are cut where the heads are, as vLLM does, which adds up the squares of all ranks
+(`minimax_m2.py`, `MiniMaxText01RMSNormTP`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    build_decoder_classes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts, count_experts
+from shardctl.models.family import Family, FusedArray, Row
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_NAMES: Final = ("w1", "w3", "w2")
+_MODULE: Final = "block_sparse_moe"
+_ROUTER: Final = f"{LAYER}.{_MODULE}.gate.weight"
+_BALANCE: Final = f"{LAYER}.{_MODULE}.e_score_correction_bias"
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    facts = build_decoder_facts(config, head_dim=128, kv_heads=8)
+    return add_expert_facts(facts, count_experts(config, "num_local_experts", "num_experts"), facts.size("ffn"))
+
+
+MINIMAX_M2: Final = Family(
+    name="minimax_m2",
+    rows=(
+        *EMBEDDING,
+        *QKVO,
+        Row(f"{LAYER}.self_attn.q_norm.weight", "q"),
+        Row(f"{LAYER}.self_attn.k_norm.weight", "kv"),
+        Row(_BALANCE, "experts"),
+        Row(_ROUTER, "experts hidden"),
+        *build_expert_rows(_MODULE, _NAMES),
+        *NORMS,
+        *LAST_NORM,
+        *HEADS,
+    ),
+    facts=_build_facts,
+    classes=build_decoder_classes("MiniMaxM2", question=None, sentences=False, tokens=None),
+    prefixes=("model",),
+    fused=(
+        FusedArray(f"{LAYER}.mlp.e_score_correction_bias", (_BALANCE,)),
+        FusedArray(f"{LAYER}.mlp.gate.weight", (_ROUTER,)),
+        *build_fused_experts(_MODULE, _NAMES, within="mlp"),
+    ),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+)
