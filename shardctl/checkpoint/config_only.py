@@ -83,6 +83,7 @@ def build_model_from_config(
             *model.warnings,
             *_note_absent_files(source),
             *_note_untyped(config),
+            *_note_assumed(config),
             *_note_stacks(model),
             *_note_uncounted(model),
         ),
@@ -100,6 +101,13 @@ def _note_untyped(config: Mapping[str, object]) -> list[str]:
     if read.declared() is not None:
         return []
     return [f"{CONFIG} names no dtype: {read.dtype().name} is assumed, unless --dtype says otherwise"]
+
+
+def _note_assumed(config: Mapping[str, object]) -> list[str]:
+    """A warning about sizes that the config leaves to its class."""
+    assumed = models.list_assumed_values(config)
+    said = ", ".join(f"{key} = {value}" for key, value in assumed.items() if not isinstance(value, dict))
+    return [f"{CONFIG} does not say everything; as its class in transformers does, {said} is assumed"] if said else []
 
 
 def _note_stacks(model: Model) -> list[str]:

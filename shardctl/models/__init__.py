@@ -2,7 +2,7 @@
 
 from shardctl.models.config import ModelConfig
 from shardctl.models.counting import count_parameters
-from shardctl.models.describe import KvHeads, choose_model, describe_model, find_family
+from shardctl.models.describe import KvHeads, choose_model, describe_model, find_family, list_assumed_values
 from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
@@ -25,6 +25,7 @@ __all__ = [
     "describe_model",
     "find_family",
     "find_quantisation_config",
+    "list_assumed_values",
     "list_name_patterns",
     "load_rules",
     "refuse_flat_parameters",

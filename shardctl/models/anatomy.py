@@ -218,6 +218,7 @@ def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
             hint=_WEIGHTS_ONLY,
         )
     family, architecture = found
+    whole = family.complete_config(whole)
     parts = frozenset(part.removesuffix("?") for part in family.classes[architecture].parts.split())
     traits, texts = family.text(whole) if family.text is not None else (family.traits, whole)
     if traits is None:
@@ -318,8 +319,10 @@ class _AnatomyReader:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
         if named.has("effn"):
-            config = self.config.called({"num_experts_per_tok": "experts_per_token"})
+            config = self.config.called({"experts_per_token": "num_experts_per_tok"})
             shared = named.size("sffn") if named.has("sffn") else 0
+            if self.traits.experts_per_token is None and config.values.get("num_experts_per_tok") is None:
+                raise UnsupportedError("config.json does not say how many experts a token goes to", hint=_WEIGHTS_ONLY)
             chosen = config.size("num_experts_per_tok", self.traits.experts_per_token)
             gated = any("shared_expert_gate" in row.name for row in rows)
             wide = not self.traits.narrow_experts

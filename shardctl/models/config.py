@@ -47,18 +47,22 @@ class ModelConfig:
         return value
 
     def called(self, names: Mapping[str, str]) -> ModelConfig:
-        """This config with the keys of `names` also known by their values, which configs on the Hub use too.
+        """This config with the keys of `names` also known by their values, which it may have itself.
 
-        >>> ModelConfig({"num_attention_heads": 8}).called({"n_head": "num_attention_heads"}).size("n_head")
+        >>> ModelConfig({"num_attention_heads": 8}).called({"num_attention_heads": "n_head"}).size("n_head")
         8
         """
         return ModelConfig(
-            {**{key: self.values[other] for key, other in names.items() if other in self.values}, **self.values}
+            {**{key: self.values[other] for other, key in names.items() if other in self.values}, **self.values}
         )
 
     def over(self, defaults: Mapping[str, object]) -> ModelConfig:
-        """This config with `defaults` for keys that are absent or null."""
-        return ModelConfig({**defaults, **{key: value for key, value in self.values.items() if value is not None}})
+        """This config with `defaults` for keys that are absent, and for configs within it that are null.
+
+        Any other null stays one: config classes refuse it, or give it a meaning of its own.
+        """
+        inner = {key for key, value in defaults.items() if isinstance(value, dict) and self.values.get(key) is None}
+        return ModelConfig({**defaults, **{key: value for key, value in self.values.items() if key not in inner}})
 
     def part(self, key: str) -> ModelConfig:
         """The config that lies in this one under `key`; raises SourceError if there is none."""

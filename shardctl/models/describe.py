@@ -39,6 +39,15 @@ def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
     return None
 
 
+def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:
+    """List what a config's family assumes of keys that are absent, by key; nothing if no family knows it."""
+    found = find_family(config)
+    if found is None:
+        return {}
+    said = ModelConfig(config).called(found[0].aliases).values
+    return {key: value for key, value in found[0].assumed.items() if key not in said}
+
+
 def describe_model(
     config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None
 ) -> Model:

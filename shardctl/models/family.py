@@ -178,4 +178,10 @@ class Family:
     text: Callable[[ModelConfig], tuple[LayerTraits | None, ModelConfig]] | None = None
     """Of a model with a text model inside: the traits and the config of that."""
     assumed: Mapping[str, object] = field(default_factory=dict)
-    """Sizes that the config class assumes where a config that lies in another's is silent."""
+    """What the config class assumes of those keys that `facts` cannot do without, where a config is silent."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names that keys may have in a config, and the names that `facts` reads (`attribute_map`)."""
+
+    def complete_config(self, config: ModelConfig) -> ModelConfig:
+        """`config` as its class reads it: keys under one name, and what the class assumes where they are absent."""
+        return config.called(self.aliases).over(self.assumed)

@@ -269,7 +269,8 @@ def build_model(family: Family, architecture: str, config: ModelConfig, *, share
 
     `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks.
     """
-    builder = _ModelBuilder(family.facts(config), family.classes[architecture], config.dtype(), share_kv)
+    facts = family.facts(family.complete_config(config))
+    builder = _ModelBuilder(facts, family.classes[architecture], config.dtype(), share_kv)
     every_part = frozenset(w.removesuffix("?") for member in family.classes.values() for w in member.parts.split())
     plans = [plan for row in family.rows if (plan := builder.plan(row, every_part))]
     builder.expand(plans)

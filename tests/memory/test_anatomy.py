@@ -217,12 +217,19 @@ def test_what_no_family_knows_is_refused_with_a_hint():
         ("mistral", {"sliding_window": -3}, "sliding_window = -3"),
         ("llama4_text", {"no_rope_layers": [1]}, "where a list of 2 marks is expected"),
         ("llama", {"num_hidden_layers": 1 << 39}, "layers"),
-        ("deepseek_v2", {"num_experts_per_tok": None}, "has no 'num_experts_per_tok'"),
     ],
 )
 def test_a_config_that_is_not_sound_is_refused(name, changes, error):
     with pytest.raises(SourceError, match=error):
         build_anatomy(fixture(name, **changes))
+
+
+def test_without_a_number_of_experts_for_each_token_only_the_weights_are_known():
+    """DeepSeek-V2's class assumes null, which its modules can be built of, but not run."""
+    config = fixture("deepseek_v2", num_experts_per_tok=None)
+    with pytest.raises(UnsupportedError, match="how many experts a token goes to"):
+        build_anatomy(config)
+    assert describe_model(config).parameters == describe_model(fixture("deepseek_v2")).parameters
 
 
 def test_it_takes_milliseconds_and_nothing_heavy():

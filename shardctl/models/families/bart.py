@@ -143,6 +143,21 @@ def _build_whisper_facts(config: ModelConfig) -> FamilyFacts:
     )
 
 
+_NAMES: Final = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+    "num_attention_heads": "encoder_attention_heads",
+}
+_ASSUMED: Final = {
+    "vocab_size": 50265,
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_ffn_dim": 4096,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096,
+    "encoder_layers": 12,
+}
 _TRAITS: Final = LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.1))
 BART: Final = Family(
     name="bart",
@@ -156,6 +171,8 @@ BART: Final = Family(
     },
     prefixes=("model",),
     traits=_TRAITS,
+    aliases=_NAMES,
+    assumed=_ASSUMED,
 )
 MBART: Final = Family(
     name="mbart",
@@ -169,6 +186,8 @@ MBART: Final = Family(
     },
     prefixes=("model",),
     traits=_TRAITS,
+    aliases=_NAMES,
+    assumed=_ASSUMED,
 )
 WHISPER: Final = Family(
     name="whisper",
@@ -177,4 +196,15 @@ WHISPER: Final = Family(
     classes={"WhisperForConditionalGeneration": ModelClass("model", "lm"), "WhisperModel": ModelClass()},
     prefixes=("model",),
     traits=LayerTraits(activation=("activation_function", "gelu"), dropout=("dropout", 0.0)),
+    aliases={**_NAMES, "num_key_value_heads": "encoder_attention_heads"},
+    assumed={
+        "decoder_attention_heads": 6,
+        "encoder_attention_heads": 6,
+        "vocab_size": 51865,
+        "d_model": 384,
+        "decoder_ffn_dim": 1536,
+        "decoder_layers": 4,
+        "encoder_ffn_dim": 1536,
+        "encoder_layers": 4,
+    },
 )

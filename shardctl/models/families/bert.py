@@ -107,4 +107,11 @@ BERT: Final = Family(
     prefixes=("bert",),
     legacy={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     traits=ENCODER_TRAITS,
+    assumed={
+        "num_attention_heads": 12,
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+    },
 )

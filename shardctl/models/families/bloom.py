@@ -34,12 +34,11 @@ _BLOOM: Final = (
     Row(".ln_f.bias", "hidden", on="last"),
     *build_head_rows(".word_embeddings.weight"),
 )
-_NAMES: Final = {"hidden_size": "n_embed", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+_NAMES: Final = {"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 """Keys of the configs, and what else they are called."""
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
-    config = config.called(_NAMES)
     hidden, head = config.size("hidden_size"), config.divided("hidden_size", "n_head")
     return FamilyFacts(
         dims={
@@ -63,4 +62,6 @@ BLOOM: Final = Family(
     classes=build_decoder_classes("Bloom", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     traits=LayerTraits(activation=("", "bloom_gelu"), dropout=("hidden_dropout", 0.0)),
+    aliases=_NAMES,
+    assumed={"vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": 2},
 )

@@ -56,6 +56,13 @@ COHERE: Final = Family(
     classes=build_decoder_classes("Cohere", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32"),
+    assumed={
+        "num_attention_heads": 64,
+        "vocab_size": 256000,
+        "hidden_size": 8192,
+        "intermediate_size": 22528,
+        "num_hidden_layers": 40,
+    },
 )
 COHERE2: Final = Family(
     name="cohere2",
@@ -64,4 +71,11 @@ COHERE2: Final = Family(
     classes=build_decoder_classes("Cohere2", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer32", window=_WINDOW),
+    assumed={
+        "num_attention_heads": 64,
+        "vocab_size": 256000,
+        "hidden_size": 8192,
+        "intermediate_size": 22528,
+        "num_hidden_layers": 40,
+    },
 )

@@ -18,6 +18,7 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
+    assume_sizes,
     build_decoder_facts,
 )
 from shardctl.models.experts import (
@@ -75,7 +76,7 @@ def add_balanced_facts(facts: FamilyFacts, config: ModelConfig, *, moe: Collecti
     layers, ffn = config.size("num_hidden_layers"), config.size("moe_intermediate_size")
     return add_expert_facts(
         facts,
-        count_experts(config, "n_routed_experts", "num_local_experts"),
+        count_experts(config, "n_routed_experts"),
         ffn,
         moe=moe,
         shared=ffn * config.size("n_shared_experts"),
@@ -102,6 +103,7 @@ def _build_glm4_moe_facts(config: ModelConfig) -> FamilyFacts:
     return add_balanced_facts(facts, config, moe=list_later_layers(config, 1), following=1)
 
 
+_NAMES: Final = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 DEEPSEEK_V2: Final = Family(
     name="deepseek_v2",
     rows=(
@@ -124,6 +126,13 @@ DEEPSEEK_V2: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+    assumed={
+        **assume_sizes(102400, 4096, 11008, 32, 32),
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+    },
 )
 DEEPSEEK_V3: Final = Family(
     name="deepseek_v3",
@@ -138,6 +147,13 @@ DEEPSEEK_V3: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    aliases=_NAMES,
+    assumed={
+        **assume_sizes(129280, 7168, 18432, 61, 128),
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+    },
 )
 GLM4_MOE: Final = Family(
     name="glm4_moe",
@@ -147,4 +163,11 @@ GLM4_MOE: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    aliases=_NAMES,
+    assumed={
+        **assume_sizes(151552, 4096, 10944, 46, 96),
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+    },
 )

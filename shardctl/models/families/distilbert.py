@@ -49,12 +49,11 @@ _DISTILBERT: Final = (
     Row("qa_outputs.weight", "2 hidden", "question", on="last"),
     Row("qa_outputs.bias", "2", "question", on="last"),
 )
-_NAMES: Final = {"dim": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
+_NAMES: Final = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 """Keys of the configs, and what else they are called."""
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
-    config = config.called(_NAMES)
     hidden = config.size("dim")
     return FamilyFacts(
         dims={
@@ -86,4 +85,6 @@ DISTILBERT: Final = Family(
     traits=LayerTraits(
         activation=("activation", "gelu"), dropout=("dropout", 0.1), attention_dropout=("attention_dropout", 0.1)
     ),
+    aliases=_NAMES,
+    assumed={"n_heads": 12, "vocab_size": 30522, "dim": 768, "hidden_dim": 3072, "n_layers": 6},
 )

@@ -39,7 +39,6 @@ _FALCON: Final = (
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
-    config = config.called({"hidden_size": "n_embed"})
     hidden, queries = config.size("hidden_size"), config.size("num_attention_heads")
     head = config.divided("hidden_size", "num_attention_heads")
     grouped = config.switch("new_decoder_architecture", default=False)
@@ -85,4 +84,6 @@ FALCON: Final = Family(
     classes=build_decoder_classes("Falcon", prefix="transformer", tokens="classifier"),
     prefixes=("transformer",),
     traits=LayerTraits(activation=("activation", "gelu"), dropout=("hidden_dropout", 0.0)),
+    aliases={"n_embed": "hidden_size"},
+    assumed={"num_attention_heads": 71, "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32},
 )

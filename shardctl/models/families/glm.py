@@ -12,6 +12,7 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -50,6 +51,7 @@ GLM: Final = Family(
     classes=build_decoder_classes("Glm", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(151552, 4096, 13696, 40, 32),
 )
 GLM4: Final = Family(
     name="glm4",
@@ -58,4 +60,5 @@ GLM4: Final = Family(
     classes=build_decoder_classes("Glm4", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(151552, 4096, 13696, 40, 32),
 )

@@ -52,16 +52,15 @@ _GPT2: Final = (
 
 
 NAMES: Final = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
 }
 """Keys of GPT-2's and GPT-J's configs, and what else they are called."""
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
-    config = config.called(NAMES)
     hidden = config.size("n_embd")
     head = config.divided("n_embd", "n_head")
     return FamilyFacts(
@@ -102,4 +101,6 @@ GPT2: Final = Family(
         dropout=("resid_pdrop", 0.1),
         attention_dropout=("attn_pdrop", 0.1),
     ),
+    aliases=NAMES,
+    assumed={"n_head": 12, "vocab_size": 50257, "n_embd": 768, "n_layer": 12},
 )

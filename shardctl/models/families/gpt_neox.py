@@ -73,4 +73,11 @@ GPT_NEOX: Final = Family(
     legacy={"embed_out": "lm_head"},
     fused=(FusedArray("lm_head.weight", ("embed_out.weight",)),),
     traits=LayerTraits(activation=("hidden_act", "gelu"), dropout=("hidden_dropout", 0.0)),
+    assumed={
+        "num_attention_heads": 64,
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+    },
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, count_experts
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
@@ -45,7 +45,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     quantized = config.values.get("quantization_config")
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
     facts = build_decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
-    return add_expert_facts(facts, count_experts(config, "num_local_experts", "num_experts"), ffn).also(
+    return add_expert_facts(facts, count_experts(config, "num_local_experts"), ffn).also(
         dims={
             "q_heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
             "pairs": LogicalDim(2 * ffn, 2, "etp", noun="pairs of gate and up columns of each expert"),
@@ -74,4 +74,6 @@ GPT_OSS: Final = Family(
         experts_per_token=4,
         narrow_experts=True,
     ),
+    aliases={"num_experts": "num_local_experts"},
+    assumed={**assume_sizes(201088, 2880, 2880, 36, 64), "num_local_experts": 128},
 )

@@ -39,7 +39,6 @@ _GPTJ: Final = (
 
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
-    config = config.called(NAMES)
     hidden = config.size("n_embd")
     return FamilyFacts(
         dims={
@@ -70,4 +69,6 @@ GPTJ: Final = Family(
         dropout=("resid_pdrop", 0.0),
         attention_dropout=("attn_pdrop", 0.0),
     ),
+    aliases=NAMES,
+    assumed={"vocab_size": 50400, "n_embd": 4096, "n_head": 16, "n_layer": 28},
 )

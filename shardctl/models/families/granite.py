@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import DECODER, build_decoder_classes, build_decoder_facts
+from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.family import Family
 from shardctl.models.layer_traits import LayerTraits
 
@@ -25,4 +25,5 @@ GRANITE: Final = Family(
     classes=build_decoder_classes("Granite", question=None, sentences=False, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(32000, 4096, 11008, 32, 32),
 )

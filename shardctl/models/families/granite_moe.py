@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, count_experts
 from shardctl.models.family import Family, FusedArray, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
@@ -53,6 +53,7 @@ GRANITE_MOE: Final = Family(
     prefixes=("model",),
     fused=_FUSED,
     traits=_TRAITS,
+    assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )
 GRANITE_MOE_SHARED: Final = Family(
     name="granitemoeshared",
@@ -62,4 +63,5 @@ GRANITE_MOE_SHARED: Final = Family(
     prefixes=("model",),
     fused=_FUSED,
     traits=_TRAITS,
+    assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )

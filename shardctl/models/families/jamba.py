@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, build_decoder_classes, build_decoder_facts
+from shardctl.models.decoder import EMBEDDING, HEADS, LAYER, assume_sizes, build_decoder_classes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, build_expert_rows, build_fused_experts
 from shardctl.models.families.mamba import build_mixer_rows, compute_time_step_rank
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, Row
@@ -78,4 +78,6 @@ JAMBA: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts("feed_forward"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed=assume_sizes(65536, 4096, 14336, 32, 32),
 )

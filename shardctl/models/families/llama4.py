@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, build_decoder_facts
+from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
@@ -73,4 +73,5 @@ LLAMA4_TEXT: Final = Family(
         activation=("hidden_act", "silu"), norm="rms", window=_CHUNKS, experts_per_token=1, narrow_experts=True
     ),
     weightless=(Row(f"{LAYER}.self_attn.qk_norm.weight", "head", when="qk_norm rotary"),),
+    assumed={**assume_sizes(202048, 5120, 8192, 48, 40), "num_local_experts": 16},
 )

@@ -117,6 +117,7 @@ MAMBA: Final = Family(
     classes={"MambaForCausalLM": ModelClass("backbone", "lm"), "MambaModel": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,
+    assumed={"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32},
 )
 FALCON_MAMBA: Final = Family(
     name="falcon_mamba",
@@ -125,6 +126,7 @@ FALCON_MAMBA: Final = Family(
     classes={"FalconMambaForCausalLM": ModelClass("backbone", "lm"), "FalconMambaModel": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,
+    assumed={"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 32},
 )
 MAMBA2: Final = Family(
     name="mamba2",
@@ -133,4 +135,5 @@ MAMBA2: Final = Family(
     classes={"Mamba2ForCausalLM": ModelClass("backbone", "lm"), "Mamba2Model": ModelClass()},
     prefixes=("backbone",),
     traits=_TRAITS,
+    assumed={"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64},
 )

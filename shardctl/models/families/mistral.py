@@ -45,6 +45,7 @@ MINISTRAL: Final = Family(
     classes=build_decoder_classes("Ministral", question="transformer"),
     prefixes=("model", "transformer"),
     traits=_TRAITS,
+    assumed=assume_sizes(32000, 4096, 14336, 32, 32),
 )
 MINISTRAL3: Final = Family(
     name="ministral3",

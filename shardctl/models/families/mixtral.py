@@ -17,6 +17,7 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -59,6 +60,8 @@ MIXTRAL: Final = Family(
     prefixes=("model",),
     fused=(FusedArray(f"{LAYER}.mlp.gate.weight", (_ROUTER,)), *_FUSED),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=WindowRule(None), experts_per_token=2),
+    aliases={"num_experts": "num_local_experts"},
+    assumed={**assume_sizes(32000, 4096, 14336, 32, 32), "num_local_experts": 8},
 )
 PHIMOE: Final = Family(
     name="phimoe",
@@ -83,4 +86,5 @@ PHIMOE: Final = Family(
     traits=LayerTraits(
         activation=("hidden_act", "silu"), window=WindowRule(None), experts_per_token=2, narrow_experts=True
     ),
+    assumed={**assume_sizes(32064, 4096, 6400, 32, 32), "num_local_experts": 16},
 )

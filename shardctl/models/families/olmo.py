@@ -11,6 +11,7 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -56,6 +57,7 @@ OLMO: Final = Family(
         Row(f"{LAYER}.input_layernorm.weight", "hidden"),
         Row(f"{LAYER}.post_attention_layernorm.weight", "hidden"),
     ),
+    assumed=assume_sizes(50304, 4096, 11008, 32, 32),
 )
 OLMO2: Final = Family(
     name="olmo2",
@@ -64,6 +66,7 @@ OLMO2: Final = Family(
     classes=build_decoder_classes("Olmo2", question=None, tokens=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32"),
+    assumed=assume_sizes(50304, 4096, 11008, 32, 32),
 )
 OLMO3: Final = Family(
     name="olmo3",
@@ -74,4 +77,5 @@ OLMO3: Final = Family(
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms32", window=WindowRule(4096, "all but every nth", period=4)
     ),
+    assumed=assume_sizes(50304, 4096, 11008, 32, 32),
 )

@@ -83,4 +83,11 @@ OPT: Final = Family(
         Row(f"{_LAYER}.self_attn_layer_norm.weight", "hidden", when="!affine"),
         Row(f"{_LAYER}.final_layer_norm.weight", "hidden", when="!affine"),
     ),
+    assumed={
+        "num_attention_heads": 12,
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "ffn_dim": 3072,
+    },
 )

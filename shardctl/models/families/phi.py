@@ -14,6 +14,7 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     NORMS,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -74,6 +75,7 @@ PHI: Final = Family(
     classes=build_decoder_classes("Phi", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "gelu_new"), dropout=("resid_pdrop", 0.0)),
+    assumed=assume_sizes(51200, 2048, 8192, 24, 32),
 )
 PHI3: Final = Family(
     name="phi3",
@@ -84,4 +86,5 @@ PHI3: Final = Family(
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms", dropout=("resid_pdrop", 0.0), window=WindowRule(None)
     ),
+    assumed=assume_sizes(32064, 3072, 8192, 32, 32),
 )

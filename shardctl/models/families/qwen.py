@@ -35,7 +35,7 @@ QWEN2: Final = Family(
     classes=build_decoder_classes("Qwen2", question="transformer"),
     prefixes=("model", "transformer"),
     traits=_QWEN2_TRAITS,
-    assumed=assume_sizes(151936, 4096, 22016, 32, 32),
+    assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
 )
 QWEN3: Final = Family(
     name="qwen3",
@@ -44,5 +44,5 @@ QWEN3: Final = Family(
     classes=build_decoder_classes("Qwen3", question="transformer"),
     prefixes=("model", "transformer"),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", window=_WINDOW),
-    assumed=assume_sizes(151936, 4096, 22016, 32, 32),
+    assumed={**assume_sizes(151936, 4096, 22016, 32, 32), "num_key_value_heads": 32},
 )

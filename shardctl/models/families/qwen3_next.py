@@ -16,6 +16,7 @@ from shardctl.models.decoder import (
     LAST_NORM,
     LAYER,
     NORMS,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -112,4 +113,6 @@ QWEN3_NEXT: Final = Family(
     prefixes=("model", "transformer"),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms32", experts_per_token=10, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={**assume_sizes(151936, 2048, 5632, 48, 16), "moe_intermediate_size": 512, "num_experts": 512},
 )

@@ -15,6 +15,7 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -51,7 +52,7 @@ _OLMOE_NORMS: Final = (
 
 def add_qwen_experts(facts: FamilyFacts, config: ModelConfig, *, shared: int | None) -> FamilyFacts:
     """`facts`, and those of Qwen's experts."""
-    count = count_experts(config, "num_experts", "num_local_experts")
+    count = count_experts(config, "num_experts")
     return add_expert_facts(
         facts, count, config.size("moe_intermediate_size"), moe=list_expert_layers(config), shared=shared
     )
@@ -90,6 +91,13 @@ QWEN2_MOE: Final = Family(
     traits=LayerTraits(
         activation=("hidden_act", "silu"), norm="rms", window=_WINDOW, experts_per_token=4, narrow_experts=True
     ),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={
+        **assume_sizes(151936, 2048, 5632, 24, 16),
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "shared_expert_intermediate_size": 5632,
+    },
 )
 QWEN3_MOE: Final = Family(
     name="qwen3_moe",
@@ -115,6 +123,8 @@ QWEN3_MOE: Final = Family(
         experts_per_token=8,
         narrow_experts=True,
     ),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={**assume_sizes(151936, 2048, 6144, 24, 32), "moe_intermediate_size": 768, "num_experts": 128},
 )
 OLMOE: Final = Family(
     name="olmoe",
@@ -124,4 +134,6 @@ OLMOE: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={**assume_sizes(50304, 2048, 2048, 16, 16), "num_experts": 64},
 )

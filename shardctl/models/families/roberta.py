@@ -55,6 +55,13 @@ ROBERTA: Final = Family(
     classes=_build_classes("Roberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
+    assumed={
+        "num_attention_heads": 12,
+        "vocab_size": 50265,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+    },
 )
 XLM_ROBERTA: Final = Family(
     name="xlm-roberta",
@@ -63,4 +70,11 @@ XLM_ROBERTA: Final = Family(
     classes=_build_classes("XLMRoberta"),
     prefixes=("roberta",),
     traits=ENCODER_TRAITS,
+    assumed={
+        "num_attention_heads": 12,
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+    },
 )

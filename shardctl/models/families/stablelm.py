@@ -12,6 +12,7 @@ from shardctl.models.decoder import (
     HEADS,
     LAYER,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -61,4 +62,5 @@ STABLELM: Final = Family(
     classes=build_decoder_classes("StableLm", question=None),
     prefixes=("model",),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="layer", dropout=("hidden_dropout", 0.0)),
+    assumed=assume_sizes(50304, 2560, 6912, 32, 32),
 )

@@ -11,6 +11,7 @@ from shardctl.models.decoder import (
     HEADS,
     LAYER,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -52,4 +53,5 @@ STARCODER2: Final = Family(
     traits=LayerTraits(
         activation=("hidden_act", "gelu_pytorch_tanh"), dropout=("residual_dropout", 0.0), window=WindowRule(None)
     ),
+    assumed=assume_sizes(49152, 3072, 12288, 30, 24),
 )

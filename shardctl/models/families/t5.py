@@ -126,4 +126,11 @@ T5: Final = Family(
         attention_dropout=("dropout_rate", 0.1),
         position_biases=True,
     ),
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    assumed={"vocab_size": 32128, "d_ff": 2048, "d_kv": 64, "d_model": 512, "num_heads": 8, "num_layers": 6},
 )

@@ -129,13 +129,13 @@ def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelCon
 
     Qwen2-VL's first configs have its keys among their own.
     """
-    words = config.part("text_config") if "text_config" in config.values else config
+    words = config.part("text_config") if config.values.get("text_config") is not None else config
     return _TEXTS.get(words.text("model_type", usual) if words is not config else usual), words
 
 
 def _read_text(config: ModelConfig, usual: str) -> tuple[LayerTraits | None, ModelConfig]:
     family, words = _find_text(config, usual)
-    return family.traits if family is not None else None, words
+    return (None, words) if family is None else (family.traits, family.complete_config(words))
 
 
 def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, either: bool) -> FamilyFacts:
@@ -154,7 +154,7 @@ def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, eit
             f"config.json has a text model of type {kind} and a vision model of type {sight}, which is not known yet",
             hint="say how its tensors are cut with --rules FILE; on one device no rules are needed",
         )
-    language = family.facts(words.over(family.assumed))
+    language = family.facts(family.complete_config(words))
     seen = _EYES[sight](eyes)
     facts = join_facts(language, nest_facts(seen, "vision_", whole=True))
     chosen = config.values.get("vision_feature_layer")
@@ -185,6 +185,7 @@ def _build_family(
     legacy: Mapping[str, str] = _SPELLINGS,
     bias: bool = True,
     either: bool = False,
+    assumed: Mapping[str, object] | None = None,
     **more: ModelClass,
 ) -> Family:
     classes = {f"{stem}ForConditionalGeneration": ModelClass("model", "lm"), f"{stem}Model": ModelClass(), **more}
@@ -196,6 +197,7 @@ def _build_family(
         prefixes=("model",),
         legacy=legacy,
         text=partial(_read_text, usual=text),
+        assumed=assumed or {"vision_config": {}},
     )
 
 
@@ -204,16 +206,67 @@ _QWEN_SPELLINGS: Final = {
     "^embed_tokens": "language_model.embed_tokens",
     "^norm": "language_model.norm",
 }
-LLAVA: Final = _build_family("llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True)
-LLAVA_NEXT: Final = _build_family("llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model")
-MISTRAL3: Final = _build_family("mistral3", "Mistral3", _MISTRAL3, "mistral", "pixtral", bias=False)
-PALIGEMMA: Final = _build_family("paligemma", "PaliGemma", _PALIGEMMA, "gemma", "siglip_vision_model")
+_CLIP_LARGE: Final = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+_SIGLIP_SO: Final = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+_MISTRAL_SMALL: Final = {
+    "model_type": "mistral",
+    **assume_sizes(131072, 5120, 32768, 40, 32),
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "sliding_window": None,
+}
+_GEMMA_2B: Final = {
+    "model_type": "gemma",
+    **assume_sizes(257152, 2048, 16384, 18, 8),
+    "num_key_value_heads": 1,
+}
+_LLAVA_ASSUMED: Final = {"text_config": {}, "vision_config": _CLIP_LARGE}
+LLAVA: Final = _build_family(
+    "llava", "Llava", _LLAVA, "llama", "clip_vision_model", either=True, assumed=_LLAVA_ASSUMED
+)
+LLAVA_NEXT: Final = _build_family(
+    "llava_next", "LlavaNext", _LLAVA_NEXT, "llama", "clip_vision_model", assumed=_LLAVA_ASSUMED
+)
+MISTRAL3: Final = _build_family(
+    "mistral3",
+    "Mistral3",
+    _MISTRAL3,
+    "mistral",
+    "pixtral",
+    bias=False,
+    assumed={"text_config": _MISTRAL_SMALL, "vision_config": {"patch_size": 14}},
+)
+PALIGEMMA: Final = _build_family(
+    "paligemma",
+    "PaliGemma",
+    _PALIGEMMA,
+    "gemma",
+    "siglip_vision_model",
+    assumed={"text_config": _GEMMA_2B, "vision_config": _SIGLIP_SO},
+)
 GEMMA3: Final = _build_family(
     "gemma3",
     "Gemma3",
     _GEMMA3,
     "gemma3_text",
     "siglip_vision_model",
+    assumed={"text_config": {}, "vision_config": {}},
     Gemma3ForSequenceClassification=ModelClass("model", "score"),
 )
 QWEN2_VL: Final = _build_family(

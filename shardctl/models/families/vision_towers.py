@@ -55,13 +55,14 @@ PIXTRAL_EYES: Final = (
 
 
 def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, output: int, gated: bool) -> FamilyFacts:
+    config = config.called({"in_chans": "in_channels", "num_hidden_layers": "depth"})
     return FamilyFacts(
         dims={
             "hidden": LogicalDim(hidden),
             "ffn": LogicalDim(ffn),
             "output": LogicalDim(output),
             "merged": LogicalDim(hidden * config.size("spatial_merge_size", 2) ** 2),
-            "channels": LogicalDim(config.called({"in_channels": "in_chans"}).size("in_channels", 3)),
+            "channels": LogicalDim(config.size("in_channels", 3)),
             "frames": LogicalDim(config.size("temporal_patch_size", 2)),
             "patch": LogicalDim(config.size("patch_size", 14)),
         },

@@ -93,4 +93,5 @@ VIT: Final = Family(
         dropout=("hidden_dropout_prob", 0.0),
         attention_dropout=("attention_probs_dropout_prob", 0.0),
     ),
+    assumed={"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
 )
