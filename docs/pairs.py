@@ -35,13 +35,18 @@ _SAID = {
 def converted(source: Path, config: Path, layout: str, folder: Path) -> str:
     """An empty text if `source` became a checkpoint of the same digest, else why not."""
     mesh = Mesh.of(tp=2) if layout in CUT else None
-    reading = SourceOptions(config=config)
+    source_options = SourceOptions(config=config)
     rules = ORBAX.parent / "names.toml" if source == ORBAX else None
     try:
-        reshard(source, folder, ReshardOptions(to=layout, mesh=mesh), reading=SourceOptions(config=config, rules=rules))
+        reshard(
+            source,
+            folder,
+            ReshardOptions(to=layout, mesh=mesh),
+            source_options=SourceOptions(config=config, rules=rules),
+        )
     except ShardctlError as error:
         return str(error.message)
-    found, expected = digest(folder, reading=reading).digest, digest(config.parent).digest
+    found, expected = digest(folder, source_options=source_options).digest, digest(config.parent).digest
     if found != expected:
         raise AssertionError(f"{source} to {layout}: {found}, not {expected}")
     return ""

@@ -174,7 +174,7 @@ def test_an_index_without_its_files_is_warned_of(alone):
             "none of the files that model.safetensors.index.json names is here; config.json alone describes the model",
         )
     with pytest.raises(SourceError, match=r"none of the files that model.safetensors.index.json names"):
-        inspect(alone, reading=SourceOptions(strict=True))
+        inspect(alone, source_options=SourceOptions(strict=True))
 
 
 @pytest.mark.parametrize(
@@ -231,15 +231,18 @@ def test_an_unknown_architecture_needs_weights(tmp_path):
 
 def test_options_that_need_stored_tensors_are_refused(alone):
     with pytest.raises(UsageError, match="--config names another"):
-        inspect(alone / "config.json", reading=SourceOptions(config=PUBLIC / "bert-base.json"))
+        inspect(alone / "config.json", source_options=SourceOptions(config=PUBLIC / "bert-base.json"))
     with pytest.raises(UsageError, match="--rules-from needs the names of stored tensors"):
-        inspect(alone, reading=SourceOptions(rules_from="transformers"))
+        inspect(alone, source_options=SourceOptions(rules_from="transformers"))
     with pytest.raises(SourceError):
-        inspect(alone, reading=SourceOptions(container="safetensors"))
+        inspect(alone, source_options=SourceOptions(container="safetensors"))
 
 
 def test_another_config_can_describe_a_directory(alone):
-    assert inspect(alone, reading=SourceOptions(config=PUBLIC / "bert-base.json")).parameters == PUBLISHED["bert-base"]
+    assert (
+        inspect(alone, source_options=SourceOptions(config=PUBLIC / "bert-base.json")).parameters
+        == PUBLISHED["bert-base"]
+    )
 
 
 def test_rules_say_how_it_would_be_cut(alone, tmp_path):

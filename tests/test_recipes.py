@@ -35,12 +35,12 @@ def extended(tmp_path_factory):
     place = tmp_path_factory.mktemp("package")
     package = place / "shardctl"
     shutil.copytree(Path(shardctl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    reading, line = blocks_under("A format")
+    source_options, line = blocks_under("A format")
     (writing,) = blocks_under("A layout")
     toy = package / "libraries" / "toy"
     toy.mkdir()
     (toy / "__init__.py").write_text("")
-    (toy / "reading.py").write_text(reading)
+    (toy / "reading.py").write_text(source_options)
     (toy / "writing.py").write_text(writing)
     catalogue = package / "libraries" / "catalogue.py"
     before, found, after = catalogue.read_text().partition(TUPLE)

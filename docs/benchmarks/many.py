@@ -20,16 +20,16 @@ TINY = json.loads((Path(__file__).parents[2] / "fixtures/configs/deepseek_v3.jso
 def main():
     """DeepSeek-V3 with 256 experts and more and more layers: 10,000 to 94,000 tensors, for ep2."""
     root = Path(sys.argv[1])
-    wish = ReshardOptions(mesh=Mesh.of(dp=2, ep=2), experts="split", host_memory=4 << 30)
+    reshard_options = ReshardOptions(mesh=Mesh.of(dp=2, ep=2), experts="split", host_memory=4 << 30)
     print("| tensors | plan, s | microseconds a tensor | reshard, s | microseconds a tensor |\n|---|---|---|---|---|")
     for layers in (14, 40, 121):
         shutil.rmtree(root, ignore_errors=True)
         generate.config = lambda _, layers=layers: {**TINY, "num_hidden_layers": layers, "n_routed_experts": 256}
         generate.generate(root / "src")
         began = time.perf_counter()
-        plan(root / "src", wish)
+        plan(root / "src", reshard_options)
         planned = time.perf_counter()
-        tensors = len(reshard(root / "src", root / "out", wish).record.tensors)
+        tensors = len(reshard(root / "src", root / "out", reshard_options).record.tensors)
         done = time.perf_counter()
         times = [planned - began, done - planned]
         print(f"| {tensors:,} |" + "".join(f" {t:.1f} | {t / tensors * 1e6:.0f} |" for t in times), flush=True)

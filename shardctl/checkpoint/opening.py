@@ -108,7 +108,7 @@ class OpenedCheckpoint:
 @contextmanager
 def open_checkpoint(
     path: str | Path,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     *,
     before: Callable[[Source, CheckpointRecord], None] | None = None,
     count: Callable[[int], None] | None = None,
@@ -122,7 +122,7 @@ def open_checkpoint(
     if count is not None:
         limit_entries(source, count)
     try:
-        yield _read_checkpoint(source, reading or SourceOptions(), before)
+        yield _read_checkpoint(source, source_options or SourceOptions(), before)
     finally:
         source.close()
 
@@ -133,10 +133,13 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, s
     pairs.sort(key=lambda pair: first_byte(pair[side]))
 
 
-def _scan_container(source: Source, reading: SourceOptions) -> Manifest:
+def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
     """What the container holds, with warnings of what may go wrong with reading it."""
     stored = formats.scan_checkpoint(
-        source, override=reading.container, weights=reading.weights, prefer_index=reading.prefer_index
+        source,
+        override=source_options.container,
+        weights=source_options.weights,
+        prefer_index=source_options.prefer_index,
     )
     cautions = source.cautions()
     return replace(stored, warnings=(*stored.warnings, *cautions)) if cautions else stored
@@ -144,31 +147,31 @@ def _scan_container(source: Source, reading: SourceOptions) -> Manifest:
 
 @pause_garbage_collection()
 def _read_checkpoint(
-    source: Source, reading: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
+    source: Source, source_options: SourceOptions, before: Callable[[Source, CheckpointRecord], None] | None = None
 ) -> OpenedCheckpoint:
     record = parse_record(read_text(source, RECORD, RECORD_TEXT)) if RECORD in source.files() else None
     if before is not None and record is not None:
         before(source, record)
-    only = _find_only_config(source, reading)
+    only = _find_only_config(source, source_options)
     if only is not None:
-        return _build_described_checkpoint(source, only, reading)
-    stored = _scan_container(source, reading)
+        return _build_described_checkpoint(source, only, source_options)
+    stored = _scan_container(source, source_options)
     if stored.training is None:
         stored = separate_states(
             stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None
         )
-    config = _read_config(source, reading.config)
+    config = _read_config(source, source_options.config)
     own = stored.own_config
-    if own is not None and (config is None or (own.replaces and reading.config is None)):
+    if own is not None and (config is None or (own.replaces and source_options.config is None)):
         config = own.values
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
-    config = _set_vocabulary(config, stored, reading)
-    stored, rules = _apply_rule_names(stored, reading, record)
+    config = _set_vocabulary(config, stored, source_options)
+    stored, rules = _apply_rule_names(stored, source_options, record)
     manifest, model, problem = stored, None, None
-    if config is not None or rules is not None or reading.rules_from is not None:
+    if config is not None or rules is not None or source_options.rules_from is not None:
         try:
-            borrow = reading.rules_from is not None
-            model = models.choose_model(config, stored, rules, kv_heads=reading.kv_heads, borrow=borrow)
+            borrow = source_options.rules_from is not None
+            model = models.choose_model(config, stored, rules, kv_heads=source_options.kv_heads, borrow=borrow)
             if model is not None:
                 filtered = record is not None and record.filtered
                 manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
@@ -176,10 +179,10 @@ def _read_checkpoint(
             model, problem = None, error
     if model is None:
         models.refuse_flat_parameters(manifest)
-        _refuse_unbound(manifest, problem, reading)
+        _refuse_unbound(manifest, problem, source_options)
     if record:
         manifest = _apply_record(manifest, record, model)
-    _refuse_warnings(manifest, reading)
+    _refuse_warnings(manifest, source_options)
     return OpenedCheckpoint(
         source,
         stored,
@@ -188,18 +191,18 @@ def _read_checkpoint(
         problem,
         config,
         record,
-        allow_unverified=reading.allow_unverified,
+        allow_unverified=source_options.allow_unverified,
     )
 
 
 def _apply_rule_names(
-    stored: Manifest, reading: SourceOptions, record: CheckpointRecord | None
+    stored: Manifest, source_options: SourceOptions, record: CheckpointRecord | None
 ) -> tuple[Manifest, models.RuleFile | None]:
     """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
 
     What shardctl made with that file has those names already: the other side of a comparison.
     """
-    rules = models.load_rules(reading.rules) if reading.rules else None
+    rules = models.load_rules(source_options.rules) if source_options.rules else None
     if rules is None or rules.names is None:
         return stored, rules
     expressions = [line.expression() for line in rules.names.lines]
@@ -208,20 +211,20 @@ def _apply_rule_names(
 
 
 def _set_vocabulary(
-    config: Mapping[str, Any] | None, stored: Manifest, reading: SourceOptions
+    config: Mapping[str, Any] | None, stored: Manifest, source_options: SourceOptions
 ) -> Mapping[str, Any] | None:
     """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
-    if reading.true_vocab is not None:
-        if stored.dialect is None and config is not None and config.get("vocab_size") == reading.true_vocab:
+    if source_options.true_vocab is not None:
+        if stored.dialect is None and config is not None and config.get("vocab_size") == source_options.true_vocab:
             return config  # the other side of a comparison
         if stored.dialect is None or config is None:
             raise UsageError(
                 "--true-vocab is for checkpoints that only say how many rows the vocabulary was padded to",
                 hint="leave it out",
             )
-        return {**config, "vocab_size": reading.true_vocab}
+        return {**config, "vocab_size": source_options.true_vocab}
     if stored.dialect is not None and config is not None and config.get("vocab_size", 0) is None:
-        if reading.unbound:
+        if source_options.unbound:
             return None
         raise SourceError(
             "the files do not say how many tokens the vocabulary has, only to how many rows it was padded",
@@ -230,9 +233,9 @@ def _set_vocabulary(
     return config
 
 
-def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, reading: SourceOptions) -> None:
+def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source_options: SourceOptions) -> None:
     """Raise if arrays of another library's making would be taken for tensors of a model."""
-    if manifest.dialect is None or reading.unbound:
+    if manifest.dialect is None or source_options.unbound:
         return
     if problem is not None:
         raise problem
@@ -243,17 +246,17 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, readin
     )
 
 
-def _refuse_warnings(manifest: Manifest, reading: SourceOptions) -> None:
-    if reading.strict and manifest.warnings:
+def _refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:
+    if source_options.strict and manifest.warnings:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
 
 
-def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, Any] | None:
+def _find_only_config(source: Source, source_options: SourceOptions) -> Mapping[str, Any] | None:
     """The config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
     """
-    path = find_config_file(source) if reading.container is None else None
+    path = find_config_file(source) if source_options.container is None else None
     if path is None:
         return None
     try:
@@ -269,17 +272,17 @@ def _find_only_config(source: Source, reading: SourceOptions) -> Mapping[str, An
             f"{source.name} is not the config of a model: it names neither architectures nor model_type",
             hint="give the config.json of a transformers model, or a checkpoint",
         )
-    if not reading.described:
+    if not source_options.described:
         formats.refuse_nested_saves(source)
         raise SourceError(
             f"{source.name} has no weights, only a config",
             hint=f"shardctl plan {source.name} says what such a model would need",
         )
-    if reading.config is not None and find_given_file(source) is not None:
+    if source_options.config is not None and find_given_file(source) is not None:
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
-    if reading.rules_from is not None:
+    if source_options.rules_from is not None:
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
-    return _read_config(source, reading.config) if reading.config is not None else config
+    return _read_config(source, source_options.config) if source_options.config is not None else config
 
 
 def _has_known_format(source: Source) -> bool:
@@ -287,11 +290,13 @@ def _has_known_format(source: Source) -> bool:
     return any(known.detect(source) for known in FORMATS)
 
 
-def _build_described_checkpoint(source: Source, config: Mapping[str, Any], reading: SourceOptions) -> OpenedCheckpoint:
+def _build_described_checkpoint(
+    source: Source, config: Mapping[str, Any], source_options: SourceOptions
+) -> OpenedCheckpoint:
     """A checkpoint without bytes."""
-    rules = models.load_rules(reading.rules) if reading.rules else None
-    model, manifest = build_model_from_config(source, config, rules, kv_heads=reading.kv_heads)
-    _refuse_warnings(manifest, reading)
+    rules = models.load_rules(source_options.rules) if source_options.rules else None
+    model, manifest = build_model_from_config(source, config, rules, kv_heads=source_options.kv_heads)
+    _refuse_warnings(manifest, source_options)
     stored = replace(manifest, tensors={})
     return OpenedCheckpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
 

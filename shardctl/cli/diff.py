@@ -26,7 +26,7 @@ def diff(
     *,
     json: arguments.Json = False,
     threads: Threads = None,
-    reading: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
+    source_options: Annotated[SourceOptions, OmittedOptions({"container", "rules_from", "kv_heads"})],
 ) -> int:
     """List the tensors that differ between two checkpoints in any layouts. Exits with 3 if there are any."""
     from shardctl.cli.progress import watch_effort
@@ -35,7 +35,7 @@ def diff(
     from shardctl.verbs.diff import diff as verb
 
     with watch_effort("diff", threads) as work:
-        found = verb(a, b, reading_a=reading, reading_b=reading, effort=work)
+        found = verb(a, b, source_options_a=source_options, source_options_b=source_options, effort=work)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_diff_document(found))

@@ -22,7 +22,7 @@ def digest(
     ] = False,
     json: arguments.Json = False,
     threads: Threads = None,
-    reading: arguments.StoredSource,
+    source_options: arguments.StoredSource,
 ) -> None:
     """Print the digest of a checkpoint, which is the same for every layout of the same tensors."""
     from shardctl.cli.progress import watch_effort
@@ -31,7 +31,7 @@ def digest(
     from shardctl.verbs.digest import digest as verb
 
     with watch_effort("digest", threads) as work:
-        found = verb(src, reading=reading, effort=work)
+        found = verb(src, source_options=source_options, effort=work)
     streams.print_warnings((*found.warnings, *found.unverified))
     if json:
         streams.print_document(documents.build_digest_document(found, tensors=tensors))

@@ -21,14 +21,14 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", metavar="", help="List every tensor.")] = False,
     show_rules: Annotated[bool, typer.Option("--show-rules", metavar="", help="List the rules that apply.")] = False,
     json: arguments.Json = False,
-    reading: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
+    source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
     """Show the format, layout, model, types and ties of a checkpoint. Reads headers only."""
     from shardctl.report import documents
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found = verb(src, reading=reading)
+    found = verb(src, source_options=source_options)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=show_rules))

@@ -46,7 +46,7 @@ def plan(
     json: arguments.Json = False,
     conversion: ReshardOptions,
     options: PlanOptions,
-    reading: SourceOptions,
+    source_options: SourceOptions,
 ) -> int:
     """Estimate what each device will hold, whether it fits, and what the conversion will cost. Moves nothing."""
     from shardctl.report import plan_document
@@ -55,7 +55,7 @@ def plan(
 
     if report is not None and report.suffix.lower() not in _PAGES:
         raise UsageError(f"--report writes HTML, and {report} has another suffix", hint="name it FILE.html")
-    planned = verb(src, conversion, reading=reading, purpose=options, out=out)
+    planned = verb(src, conversion, source_options=source_options, plan_options=options, out=out)
     streams.print_warnings(planned.warnings)
     if report is not None:
         from shardctl.report.html import render_plan_page

@@ -69,16 +69,16 @@ def reshard(
             help="Write the part of worker I of N, counted from 0. When all are done, run shardctl finish DST.",
         ),
     ] = None,
-    reading: SourceOptions,
+    source_options: SourceOptions,
 ) -> None:
     """Convert a checkpoint to another layout in a new directory. Resumes an interrupted run."""
     file = _read_followed_plan(context, plan) if plan is not None else None
     if file is not None:
         conversion = file.with_effort(conversion, _list_given_parameters(context))
-        reading = replace(
-            file.reading,
-            strict=reading.strict or file.reading.strict,
-            allow_unverified=reading.allow_unverified or file.reading.allow_unverified,
+        source_options = replace(
+            file.source_options,
+            strict=source_options.strict or file.source_options.strict,
+            allow_unverified=source_options.allow_unverified or file.source_options.allow_unverified,
         )
         src, dst = (src, dst) if dst is not None else (str(file.source), src)
     if dst is None:
@@ -89,7 +89,7 @@ def reshard(
             "--worker and --engine ray are both given", hint="Ray divides the work itself: leave --worker out"
         )
     if dry_run:
-        _rehearse_conversion(src, dst, conversion, reading, file, overwrite=overwrite, json=json)
+        _rehearse_conversion(src, dst, conversion, source_options, file, overwrite=overwrite, json=json)
         return
     if engine == "ray":
         verb, document, view = _build_ray_way()
@@ -105,7 +105,7 @@ def reshard(
             src,
             dst,
             conversion,
-            reading=reading,
+            source_options=source_options,
             overwrite=overwrite,
             resume=not no_resume,
             sha256=checksums == "sha256",
@@ -155,7 +155,7 @@ def _rehearse_conversion(
     src: str,
     dst: str,
     conversion: ReshardOptions,
-    reading: SourceOptions,
+    source_options: SourceOptions,
     plan: "PlanFile | None",
     *,
     overwrite: bool,
@@ -165,7 +165,7 @@ def _rehearse_conversion(
     from shardctl.report.planning import render_plan
     from shardctl.verbs.dry_run import rehearse_reshard
 
-    planned = rehearse_reshard(src, dst, conversion, reading=reading, overwrite=overwrite, plan=plan)
+    planned = rehearse_reshard(src, dst, conversion, source_options=source_options, overwrite=overwrite, plan=plan)
     streams.print_warnings(planned.warnings)
     if json:
         streams.print_record(plan_document.build_rehearsal_document(planned, dst))

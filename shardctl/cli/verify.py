@@ -34,7 +34,7 @@ def verify(
         LevelName | None,
         typer.Option(help="Run this level as well, and exit with 3 if it cannot be run."),
     ] = None,
-    trial: VerifyOptions,
+    verify_options: VerifyOptions,
     junit: Annotated[
         Path | None,
         typer.Option(
@@ -55,7 +55,7 @@ def verify(
     ] = None,
     json: arguments.Json = False,
     threads: Threads = None,
-    reading: arguments.StoredSource,
+    source_options: arguments.StoredSource,
 ) -> int:
     """Check that a checkpoint is complete, equals its source, loads and computes. Exits with 3 if not."""
     from shardctl.cli.progress import watch_effort
@@ -72,8 +72,8 @@ def verify(
             level=level,
             against=against,
             require=require,
-            trial=trial,
-            reading=reading,
+            verify_options=verify_options,
+            source_options=source_options,
             effort=work,
         )
     if junit:

@@ -120,7 +120,7 @@ def reserve_sending_memory(work: PlannedConversion) -> PlannedConversion:
     largest = max((file.size for file in work.plan.want.files.values()), default=0)
     beside = work.checkpoint.source.held_bytes + estimate_upload_memory(largest)
     return replace(
-        work, budget=divide_host_memory(work.plan, work.wish.host_memory, work.budget.threads, beside=beside)
+        work, budget=divide_host_memory(work.plan, work.reshard_options.host_memory, work.budget.threads, beside=beside)
     )
 
 

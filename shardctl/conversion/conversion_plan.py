@@ -68,13 +68,13 @@ _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOption
 _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
 
 
-def prepare_source_options(reading: SourceOptions | None, wish: ReshardOptions) -> SourceOptions:
-    """How a source is to be understood to say what `wish` means for devices.
+def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
+    """How a source is to be understood to say what `reshard_options` means for devices.
 
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
     """
-    reading = reading or SourceOptions()
-    return replace(reading, kv_heads="replicate") if wish.to in _OWN_RANKS else reading
+    source_options = source_options or SourceOptions()
+    return replace(source_options, kv_heads="replicate") if reshard_options.to in _OWN_RANKS else source_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class PlannedConversion:
     """A conversion, worked out and not yet begun."""
 
     checkpoint: OpenedCheckpoint
-    wish: ReshardOptions
+    reshard_options: ReshardOptions
     layout: str
     mesh: Mesh
     have: Manifest
@@ -129,39 +129,45 @@ class PlannedConversion:
 
 
 @pause_garbage_collection()
-def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
-    """Work out what `wish` means for a checkpoint.
+def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> PlannedConversion:
+    """Work out what `reshard_options` means for a checkpoint.
 
-    Raises UsageError for a wish that contradicts itself, CutError for a mesh that does not fit the tensors,
+    Raises UsageError for options that contradict each other, CutError for a mesh that does not fit the tensors,
     CoverageError for a source that lacks elements, MemoryBudgetError for too little memory.
     """
-    mesh, layout = wish.mesh or Mesh.of(), choose_layout(wish)
-    tensors = checkpoint.manifest.tensors.values() if wish.include is None and wish.exclude is None else ()
-    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), wish.host_memory)
-    _check_castable(checkpoint, wish)
-    have = add_optimizer_states(filter_tensors(checkpoint.manifest, wish), wish.optimizer_states, layout)
-    dtypes = choose_dtypes(have, wish)
-    fusions = _select_fusions(checkpoint, wish)
+    mesh, layout = reshard_options.mesh or Mesh.of(), choose_layout(reshard_options)
+    tensors = (
+        checkpoint.manifest.tensors.values()
+        if reshard_options.include is None and reshard_options.exclude is None
+        else ()
+    )
+    require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), reshard_options.host_memory)
+    _check_castable(checkpoint, reshard_options)
+    have = add_optimizer_states(
+        filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
+    )
+    dtypes = choose_dtypes(have, reshard_options)
+    fusions = _select_fusions(checkpoint, reshard_options)
     arrays = choose_form(
         have,
         {**fusions, **build_state_fusions(have, fusions)},
         dtypes,
-        experts=wish.experts,
-        spelled=layout.source_names or wish.names == "keep",
+        experts=reshard_options.experts,
+        spelled=layout.source_names or reshard_options.names == "keep",
     )
     have, arrays = name_state_arrays(have, arrays, fusions)
-    dtypes = choose_dtypes(have, wish)
+    dtypes = choose_dtypes(have, reshard_options)
     placed = None
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
-        placed = place_checkpoint(checkpoint, have, mesh, wish.stages, arrays.names)
-    want = layout.pack(_build_pack_request(checkpoint, wish, layout, have, placed, arrays, dtypes))
+        placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
+    want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
     have = replace(have, warnings=(*have.warnings, *want.warnings))
     plan = join_manifests(have, want)
-    if not wish.allow_expansion:
+    if not reshard_options.allow_expansion:
         check_expansion(plan)
     return PlannedConversion(
         checkpoint=checkpoint,
-        wish=wish,
+        reshard_options=reshard_options,
         layout=layout.name,
         mesh=mesh,
         have=have,
@@ -169,36 +175,38 @@ def plan_conversion(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Plann
         placed=placed,
         budget=divide_host_memory(
             plan,
-            wish.host_memory,
-            wish.threads or choose_thread_count(far=checkpoint.source.folder is None),
+            reshard_options.host_memory,
+            reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None),
             beside=checkpoint.source.held_bytes,
         ),
         carried=tuple(
             side for side in _list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
         ),
-        options=_inherit_options(checkpoint) | _record_options(wish) | _record_layout_changes(have, want, dtypes),
+        options=_inherit_options(checkpoint)
+        | _record_options(reshard_options)
+        | _record_layout_changes(have, want, dtypes),
     )
 
 
-def choose_layout(wish: ReshardOptions) -> Layout:
-    """The layout that a wish asks for; raises UsageError for a wish that contradicts itself."""
-    mesh = wish.mesh or Mesh.of()
-    layout = get_layout(wish.to or ("ranks" if mesh.world > 1 else "hf"))
+def choose_layout(reshard_options: ReshardOptions) -> Layout:
+    """The layout that the options ask for; raises UsageError for options that contradict each other."""
+    mesh = reshard_options.mesh or Mesh.of()
+    layout = get_layout(reshard_options.to or ("ranks" if mesh.world > 1 else "hf"))
     if layout.ranks == "none" and mesh.world > 1:
         raise UsageError(
             f"layout {layout.name} has no ranks, but the mesh is {mesh}", hint="use --to ranks, or leave the mesh out"
         )
-    if wish.names not in {"keep", "transformers"}:
-        raise UsageError(f"unknown --names {wish.names!r}", hint="use keep or transformers")
-    if wish.experts not in EXPERTS:
-        raise UsageError(f"unknown --experts {wish.experts!r}", hint=f"use {', '.join(EXPERTS)}")
-    _check_meaningful(wish, layout, mesh)
+    if reshard_options.names not in {"keep", "transformers"}:
+        raise UsageError(f"unknown --names {reshard_options.names!r}", hint="use keep or transformers")
+    if reshard_options.experts not in EXPERTS:
+        raise UsageError(f"unknown --experts {reshard_options.experts!r}", hint=f"use {', '.join(EXPERTS)}")
+    _check_meaningful(reshard_options, layout, mesh)
     return layout
 
 
 def _build_pack_request(
     checkpoint: OpenedCheckpoint,
-    wish: ReshardOptions,
+    reshard_options: ReshardOptions,
     layout: Layout,
     have: Manifest,
     placed: PlacedCheckpoint | None,
@@ -206,9 +214,13 @@ def _build_pack_request(
     dtypes: dict[str, DType],
 ) -> PackRequest:
     """What is asked of a layout."""
-    mesh = wish.mesh or Mesh.of()
+    mesh = reshard_options.mesh or Mesh.of()
     require_model = partial(checkpoint.require_model, f"--to {layout.name}")
-    stages = parse_stages(wish.stages, require_model().layers, mesh.degree("pp")) if wish.stages is not None else None
+    stages = (
+        parse_stages(reshard_options.stages, require_model().layers, mesh.degree("pp"))
+        if reshard_options.stages is not None
+        else None
+    )
     return PackRequest(
         have=have,
         form=arrays,
@@ -219,51 +231,52 @@ def _build_pack_request(
         require_model=require_model,
         read=partial(read_bytes, checkpoint.source),
         stages=stages,
-        max_shard_size=wish.max_shard_size,
-        options={name: value for name, value in _collect_special_options(wish).items() if value is not None},
+        max_shard_size=reshard_options.max_shard_size,
+        options={name: value for name, value in _collect_special_options(reshard_options).items() if value is not None},
     )
 
 
-def _collect_special_options(wish: ReshardOptions) -> dict[str, str | None]:
+def _collect_special_options(reshard_options: ReshardOptions) -> dict[str, str | None]:
     """The options that only the layouts themselves understand."""
-    return {name: getattr(wish, name) for name in _SPECIAL_OPTIONS}
+    return {name: getattr(reshard_options, name) for name in _SPECIAL_OPTIONS}
 
 
-def _check_meaningful(wish: ReshardOptions, layout: Layout, mesh: Mesh) -> None:
+def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mesh) -> None:
     """Refuse options that would be ignored: whoever gave them expects something of them."""
-    if wish.stages is not None and mesh.degree("pp") == 1:
+    if reshard_options.stages is not None and mesh.degree("pp") == 1:
         raise UsageError("--stages needs pipeline stages, but the mesh has pp=1", hint="add --pp N")
-    if wish.keep_fp32 is not None and wish.dtype == "keep":
+    if reshard_options.keep_fp32 is not None and reshard_options.dtype == "keep":
         raise UsageError("--keep-fp32 needs a cast to keep tensors from", hint="add --dtype bf16 or fp16")
     for name in (*sorted(_COMMON_OPTIONS), *_SPECIAL_OPTIONS):
-        if name not in layout.options and getattr(wish, name) != _USUAL_VALUES[name]:
+        if name not in layout.options and getattr(reshard_options, name) != _USUAL_VALUES[name]:
             raise UsageError(
                 f"--{name.replace('_', '-')} means nothing to --to {layout.name}",
                 hint=f"leave it out; layouts with this option: {', '.join(list_layouts_with(name))}",
             )
 
 
-def _check_castable(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> None:
+def _check_castable(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> None:
     """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
     if (
-        wish.dtype != "keep"
+        reshard_options.dtype != "keep"
         and checkpoint.config is not None
         and find_quantisation_config(checkpoint.config) is not None
     ):
         raise UsageError(
-            f"--dtype {wish.dtype} would change the scales of quantised weights, but not the weights",
+            f"--dtype {reshard_options.dtype} would change the scales of quantised weights, but not the weights",
             hint="leave --dtype out; what is quantised travels as it is",
         )
 
 
-def _select_fusions(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> Mapping[str, TensorFusion]:
+def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:
     """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
-    if wish.experts == "keep":
+    if reshard_options.experts == "keep":
         return checkpoint.model.fusions if checkpoint.model else {}
-    model = checkpoint.require_model(f"--experts {wish.experts}")
+    model = checkpoint.require_model(f"--experts {reshard_options.experts}")
     if all(len(fusion.tensors) == 1 for fusion in model.fusions.values()):
         raise UsageError(
-            f"--experts {wish.experts} needs experts in two forms, and {model.architecture or 'this model'} has one",
+            f"--experts {reshard_options.experts} needs experts in two forms, and "
+            f"{model.architecture or 'this model'} has one",
             hint="leave --experts out",
         )
     return model.fusions
@@ -291,13 +304,13 @@ def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) 
     return balance_stages(*compute_layer_costs(weights, build_specs(model, have), model.layers), pp)
 
 
-def filter_tensors(manifest: Manifest, wish: ReshardOptions) -> Manifest:
+def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manifest:
     """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
-    if wish.include is None and wish.exclude is None:
+    if reshard_options.include is None and reshard_options.exclude is None:
         return manifest
     include, exclude = (
-        _compile_pattern("--include", wish.include or ""),
-        _compile_pattern("--exclude", wish.exclude or r"(?!)"),
+        _compile_pattern("--include", reshard_options.include or ""),
+        _compile_pattern("--exclude", reshard_options.exclude or r"(?!)"),
     )
     kept = {n: t for n, t in manifest.tensors.items() if include.search(n) and not exclude.search(n)}
     if not kept:
@@ -305,13 +318,13 @@ def filter_tensors(manifest: Manifest, wish: ReshardOptions) -> Manifest:
     return filter_states(replace(manifest, tensors=kept), kept)
 
 
-def choose_dtypes(have: Manifest, wish: ReshardOptions) -> dict[str, DType]:
+def choose_dtypes(have: Manifest, reshard_options: ReshardOptions) -> dict[str, DType]:
     """By name the type that each tensor will have."""
-    if wish.dtype == "keep":
+    if reshard_options.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
-    if wish.dtype not in FLOATS:
-        raise UsageError(f"unknown --dtype {wish.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
-    want, keep = FLOATS[wish.dtype], _compile_pattern("--keep-fp32", wish.keep_fp32 or r"(?!)")
+    if reshard_options.dtype not in FLOATS:
+        raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
+    want, keep = FLOATS[reshard_options.dtype], _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
     states = get_states(have)
 
     def chosen(tensor: Tensor) -> DType:
@@ -382,15 +395,15 @@ def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, 
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
 
 
-def _record_options(wish: ReshardOptions) -> dict[str, str]:
+def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:
     shaping = {
-        "dtype": wish.dtype if wish.dtype != "keep" else None,
-        "keep_fp32": wish.keep_fp32 if wish.dtype != "keep" else None,
-        "names": "keep" if wish.names == "keep" else None,
-        "experts": wish.experts if wish.experts != "keep" else None,
-        "include": wish.include,
-        "exclude": wish.exclude,
-        "optimizer_states": wish.optimizer_states,
-        **_collect_special_options(wish),
+        "dtype": reshard_options.dtype if reshard_options.dtype != "keep" else None,
+        "keep_fp32": reshard_options.keep_fp32 if reshard_options.dtype != "keep" else None,
+        "names": "keep" if reshard_options.names == "keep" else None,
+        "experts": reshard_options.experts if reshard_options.experts != "keep" else None,
+        "include": reshard_options.include,
+        "exclude": reshard_options.exclude,
+        "optimizer_states": reshard_options.optimizer_states,
+        **_collect_special_options(reshard_options),
     }
     return {key: value for key, value in shaping.items() if value is not None}

@@ -63,24 +63,24 @@ class PlanFile:
     """An absolute path, or an address bound to a commit."""
     files: Mapping[str, SourceFileState]
     """By path: relative to the source, or absolute for those that options name."""
-    wish: ReshardOptions
+    reshard_options: ReshardOptions
     """What to make of the source; nothing in it is left to be decided."""
-    reading: SourceOptions
+    source_options: SourceOptions
     """How the source is understood."""
     identity: str
     """Of the conversion: see `Draft.identity`."""
 
-    def drafted(self, checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> PlannedConversion:
-        """The conversion of a checkpoint that this plan speaks of; `wish` may differ from the plan's in effort only.
+    def drafted(self, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> PlannedConversion:
+        """The conversion of a checkpoint that this plan speaks of; its `reshard_options` may differ in effort.
 
         Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
         done or would be done otherwise by this version of shardctl.
         """
-        if _with_effort(wish, self.wish, effort_options(ReshardOptions)) != self.wish:
+        if _with_effort(reshard_options, self.reshard_options, effort_options(ReshardOptions)) != self.reshard_options:
             raise UsageError(f"the conversion asked for is not that of {self.path}")
         self._check_source(checkpoint)
         try:
-            work = plan_conversion(checkpoint, wish)
+            work = plan_conversion(checkpoint, reshard_options)
         except MemoryBudgetError:
             raise
         except UsageError as error:
@@ -95,10 +95,12 @@ class PlanFile:
 
     def with_effort(self, other: ReshardOptions, given: Collection[str]) -> ReshardOptions:
         """The plan's conversion, with those options of `other` that were given and shape no byte."""
-        return _with_effort(self.wish, other, [name for name in effort_options(ReshardOptions) if name in given])
+        return _with_effort(
+            self.reshard_options, other, [name for name in effort_options(ReshardOptions) if name in given]
+        )
 
     def _check_source(self, checkpoint: OpenedCheckpoint) -> None:
-        changes = list(_list_changes(self.files, _record_source_files(checkpoint, self.reading)))
+        changes = list(_list_changes(self.files, _record_source_files(checkpoint, self.source_options)))
         if changes:
             more = f" (and {len(changes) - 1} more changes)" if len(changes) > 1 else ""
             raise ChangedError(
@@ -107,12 +109,12 @@ class PlanFile:
             )
 
 
-def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOptions | None = None) -> None:
+def write_plan_file(path: str | Path, work: PlannedConversion, source_options: SourceOptions | None = None) -> None:
     """Write the plan of a conversion, which a later `reshard` can follow.
 
     Raises DestinationError if something else than a plan is at `path`, or the source's directory would hold it.
     """
-    path, reading = Path(path), reading or SourceOptions()
+    path, source_options = Path(path), source_options or SourceOptions()
     source = work.checkpoint.source
     folder = None if find_given_file(source) is not None else source.folder
     if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
@@ -122,7 +124,7 @@ def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOp
             raise DestinationError(f"{path} exists and is not a plan of shardctl", hint="choose another name")
     stages = ",".join(map(str, work.stages)) if work.stages and work.mesh.degree("pp") > 1 else None
     mesh = work.mesh if work.mesh.world > 1 else None
-    wish = replace(work.wish, to=work.layout, mesh=mesh, stages=stages)
+    reshard_options = replace(work.reshard_options, to=work.layout, mesh=mesh, stages=stages)
     document = {
         "schema": SCHEMA,
         "version": __version__,
@@ -131,11 +133,11 @@ def write_plan_file(path: str | Path, work: PlannedConversion, reading: SourceOp
             "format": work.have.format,
             "files": {
                 name_to_text(name): asdict(seen)
-                for name, seen in _record_source_files(work.checkpoint, reading).items()
+                for name, seen in _record_source_files(work.checkpoint, source_options).items()
             },
         },
-        "wish": _encode_options(wish),
-        "reading": _encode_options(reading),
+        "reshard_options": _encode_options(reshard_options),
+        "source_options": _encode_options(source_options),
         "plan": work.identity(),
     }
     with translate_os_errors(path, "writing"):
@@ -162,7 +164,7 @@ def _is_plan(path: Path) -> bool:
     return True
 
 
-def _record_source_files(checkpoint: OpenedCheckpoint, reading: SourceOptions) -> dict[str, SourceFileState]:
+def _record_source_files(checkpoint: OpenedCheckpoint, source_options: SourceOptions) -> dict[str, SourceFileState]:
     """Every file that decides what a conversion of the checkpoint does."""
     source, hashes = checkpoint.source, _hash_headers(checkpoint)
     files = source.files()
@@ -176,11 +178,11 @@ def _record_source_files(checkpoint: OpenedCheckpoint, reading: SourceOptions) -
             seen[name] = SourceFileState(
                 files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest()
             )
-    beside = source.beside(CONFIG) if reading.config is None else None
+    beside = source.beside(CONFIG) if source_options.config is None else None
     if beside is not None:
         place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG
         seen[place] = SourceFileState(len(beside), hashlib.sha256(beside).hexdigest())
-    for given in (reading.config, reading.rules):
+    for given in (source_options.config, source_options.rules):
         if given is not None and given.exists():
             file = (given / CONFIG if given.is_dir() else given).absolute()
             content = file.read_bytes()
@@ -216,9 +218,9 @@ def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, Sourc
             yield f"{name} is new"
 
 
-def _with_effort(wish: ReshardOptions, other: ReshardOptions, names: Iterable[str]) -> ReshardOptions:
+def _with_effort(reshard_options: ReshardOptions, other: ReshardOptions, names: Iterable[str]) -> ReshardOptions:
     """A conversion with some fields of another."""
-    return replace(wish, **{name: getattr(other, name) for name in names})
+    return replace(reshard_options, **{name: getattr(other, name) for name in names})
 
 
 def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class _PlanFileReader:
 
     def plan(self, document: object) -> PlanFile:
         """The plan that the document is."""
-        top = self.members(document, "", ("schema", "version", "source", "wish", "reading", "plan"))
+        top = self.members(document, "", ("schema", "version", "source", "reshard_options", "source_options", "plan"))
         source = self.members(top["source"], "source", ("path", "format", "files"))
         files = self.members(source["files"], "source.files", None)
         return PlanFile(
@@ -248,8 +250,8 @@ class _PlanFileReader:
             version=self.text(top["version"], "version"),
             source=self.path_text(source["path"], "source.path"),
             files={name_from_text(name): self.seen(value, f"source.files.{name}") for name, value in files.items()},
-            wish=self.options(top["wish"], "wish", ReshardOptions),
-            reading=self.options(top["reading"], "reading", SourceOptions),
+            reshard_options=self.options(top["reshard_options"], "reshard_options", ReshardOptions),
+            source_options=self.options(top["source_options"], "source_options", SourceOptions),
             identity=self.text(top["plan"], "plan"),
         )
 

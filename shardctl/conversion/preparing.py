@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def open_conversion(
     path: str | Path,
     destination: str | Path,
-    wish: ReshardOptions | None,
-    reading: SourceOptions | None,
+    reshard_options: ReshardOptions | None,
+    source_options: SourceOptions | None,
     plan: PlanFile | None,
 ) -> Iterator[PlannedConversion]:
     """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
@@ -37,20 +37,20 @@ def open_conversion(
     writing it would touch the source.
     """
     check_destination(destination)
-    wanted = wish or (plan.wish if plan else ReshardOptions())
+    wanted = reshard_options or (plan.reshard_options if plan else ReshardOptions())
 
     def count(entries: int) -> None:
         """Refuse before headers are parsed what could not be planned; every entry is a chunk, perhaps a replica."""
         require_bookkeeping(0, entries, wanted.host_memory)
 
     whole = wanted.include is None and wanted.exclude is None
-    options = reading or (plan.reading if plan else None)
+    options = source_options or (plan.source_options if plan else None)
     with open_checkpoint(path, options, count=count if whole else None) as checkpoint:
         _check_apart(checkpoint, destination)
         work = (
-            plan.drafted(checkpoint, wish or plan.wish)
+            plan.drafted(checkpoint, reshard_options or plan.reshard_options)
             if plan
-            else plan_conversion(checkpoint, wish or ReshardOptions())
+            else plan_conversion(checkpoint, reshard_options or ReshardOptions())
         )
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import reserve_sending_memory

@@ -59,10 +59,10 @@ class ContributeResult:
 def contribute(
     path: str | Path,
     destination: str | Path,
-    wish: ReshardOptions | None = None,
+    reshard_options: ReshardOptions | None = None,
     *,
     worker: WorkerId,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
@@ -78,7 +78,7 @@ def contribute(
     return every byte of this part is right and on stable storage; on any error, the same call finishes it. `run` names
     what starts workers anew after it has seen them die.
     """
-    with open_conversion(path, destination, wish, reading, plan) as work:
+    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         identity, versions = work.identity(), list_source_versions(work)
         header = {
             "plan": identity,

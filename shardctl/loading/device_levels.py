@@ -36,7 +36,7 @@ def run_load_level(
     checkpoint: OpenedCheckpoint,
     other: OpenedCheckpoint | None,
     digests: Mapping[str, str],
-    trial: VerifyOptions,
+    verify_options: VerifyOptions,
     effort: ExecutionOptions,
     *,
     strict: bool,
@@ -50,12 +50,12 @@ def run_load_level(
 
     level, began = LevelResult("load", strict=strict), time.monotonic()
     try:
-        places = list_devices(trial.device or "auto")
+        places = list_devices(verify_options.device or "auto")
         began = time.monotonic()  # importing torch is no part of it
-        most = _BATCH if trial.device in {None, "auto"} and places == ["cpu"] else None
+        most = _BATCH if verify_options.device in {None, "auto"} and places == ["cpu"] else None
         if most is not None:
             level.notes.append("no CUDA device: loaded on the CPU, a part of each rank at a time; --load cpu: whole")
-        _load_ranks(level, checkpoint, other, digests, places, trial.device_memory, effort, most=most)
+        _load_ranks(level, checkpoint, other, digests, places, verify_options.device_memory, effort, most=most)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     level.seconds = time.monotonic() - began
@@ -233,12 +233,12 @@ def _name_holder(checkpoint: OpenedCheckpoint, rank: int | None) -> str:
 
 
 def run_forward_level(
-    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions, *, strict: bool
+    checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, verify_options: VerifyOptions, *, strict: bool
 ) -> LevelResult:
     """Run the model that the shards form beside the one of `other`, or of their own elements put together again."""
     level, began = LevelResult("forward", strict=strict), time.monotonic()
     try:
-        _run_forward(level, checkpoint, other, trial)
+        _run_forward(level, checkpoint, other, verify_options)
     except UnsupportedError as error:
         level.skip(_format_reason(error))
     level.seconds = time.monotonic() - began
@@ -246,7 +246,7 @@ def run_forward_level(
 
 
 def _run_forward(
-    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, trial: VerifyOptions
+    level: LevelResult, checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, verify_options: VerifyOptions
 ) -> None:
     from shardctl.verify.forward import CandidateCheckpoint, ForwardOptions, OriginalCheckpoint, compare_forward_passes
     from shardctl.verify.forward.by_processes import choose_process_count
@@ -269,16 +269,18 @@ def _run_forward(
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
     )
-    device = list_devices(trial.device or "auto")[0]
+    device = list_devices(verify_options.device or "auto")[0]
     nbytes = sum(tensor.nbytes for tensor in checkpoint.manifest.tensors.values())
-    processes = trial.processes if trial.processes is not None else choose_process_count(device, nbytes)
+    processes = (
+        verify_options.processes if verify_options.processes is not None else choose_process_count(device, nbytes)
+    )
     options = ForwardOptions(
-        dtype=trial.dtype,
+        dtype=verify_options.dtype,
         device=device,
-        prompt=trial.prompt or "",
-        tokens=trial.tokens,
-        second_opinion=trial.second_opinion,
-        processes=0 if trial.virtual else processes,
+        prompt=verify_options.prompt or "",
+        tokens=verify_options.tokens,
+        second_opinion=verify_options.second_opinion,
+        processes=0 if verify_options.virtual else processes,
     )
     result = compare_forward_passes(candidate, original, options)
     level.forward = result

@@ -28,7 +28,7 @@ def load(
     *,
     rank: int | None = None,
     device: str = "cpu",
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> dict[str, Any]:
     """The state dict of one rank, as `torch.Tensor`s on `device`, under the names that its files have.
@@ -44,7 +44,7 @@ def load(
     effort = effort or ExecutionOptions()
     places = list_devices(device)
     with (
-        open_checkpoint(path, replace(reading or SourceOptions(), kv_heads="replicate")) as checkpoint,
+        open_checkpoint(path, replace(source_options or SourceOptions(), kv_heads="replicate")) as checkpoint,
         stop_on_signals(effort.stop),
     ):
         checkpoint.source.heed(effort.stop)
@@ -54,7 +54,7 @@ def load(
         return tensors
 
 
-def lens(path: str | Path, *, reading: SourceOptions | None = None) -> Mapping[str, Any]:
+def lens(path: str | Path, *, source_options: SourceOptions | None = None) -> Mapping[str, Any]:
     """A lazy state dict over a checkpoint in any layout, under the names of transformers' class where that is known.
 
     Nothing is read before an entry is indexed, so `from_pretrained(None, config=..., state_dict=shardctl.lens(path))`
@@ -63,7 +63,7 @@ def lens(path: str | Path, *, reading: SourceOptions | None = None) -> Mapping[s
     from shardctl.verify.forward import build_lens as lazily
 
     stack = ExitStack()
-    checkpoint = stack.enter_context(open_checkpoint(path, reading))
+    checkpoint = stack.enter_context(open_checkpoint(path, source_options))
     reader = _ClosingReader(checkpoint.source)
     weakref.finalize(reader, stack.close)
     return lazily(checkpoint.manifest, reader, checkpoint.model)

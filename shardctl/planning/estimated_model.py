@@ -55,16 +55,16 @@ class EstimatedModel:
 
 
 def build_estimated_model(
-    checkpoint: OpenedCheckpoint, wish: ReshardOptions, *, trained: bool = False
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, trained: bool = False
 ) -> EstimatedModel:
-    """The tensors of a checkpoint by kind, as `wish` would write them, and what its model is made of.
+    """The tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
     """
-    have = filter_tensors(checkpoint.manifest, wish)
+    have = filter_tensors(checkpoint.manifest, reshard_options)
     if trained and has_coded_weights(checkpoint):
-        return _build_dequantised_model(checkpoint, have, wish)
-    dtypes, model = choose_dtypes(have, wish), checkpoint.model
+        return _build_dequantised_model(checkpoint, have, reshard_options)
+    dtypes, model = choose_dtypes(have, reshard_options), checkpoint.model
     if model is None:
         specs: Mapping[str, PartitionSpec] = {
             n: PartitionSpec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()
@@ -77,7 +77,9 @@ def build_estimated_model(
         inventory = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes, buffers=buffers)
         elements = count_parameters(model, checkpoint.config, have.tensors)
     made_of, why = _find_anatomy(checkpoint)
-    return EstimatedModel(inventory, elements, made_of, why, _choose_activation_dtype(checkpoint, wish, inventory))
+    return EstimatedModel(
+        inventory, elements, made_of, why, _choose_activation_dtype(checkpoint, reshard_options, inventory)
+    )
 
 
 def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:
@@ -85,22 +87,26 @@ def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:
     return checkpoint.model is not None and is_quantised(checkpoint.model, checkpoint.config)
 
 
-def _build_dequantised_model(checkpoint: OpenedCheckpoint, have: Manifest, wish: ReshardOptions) -> EstimatedModel:
+def _build_dequantised_model(
+    checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions
+) -> EstimatedModel:
     """The model as it was before it was quantised."""
     model = checkpoint.require_model("a plan of training")
     plain = list_meant_parameters(model, checkpoint.config or {}, have.tensors)
-    dtypes = {t.name: FLOATS.get(wish.dtype, t.dtype) for t in plain}
+    dtypes = {t.name: FLOATS.get(reshard_options.dtype, t.dtype) for t in plain}
     tensors = [Tensor(t.name, t.dtype, t.shape, ()) for t in plain]
     inventory = build_inventory(tensors, {t.name: t.spec for t in plain}, model.layers, dtypes=dtypes)
     made_of, why = _find_anatomy(checkpoint)
-    active = _choose_activation_dtype(checkpoint, wish, inventory)
+    active = _choose_activation_dtype(checkpoint, reshard_options, inventory)
     return EstimatedModel(inventory, inventory.elements, made_of, why, active, dequantised=True)
 
 
-def _choose_activation_dtype(checkpoint: OpenedCheckpoint, wish: ReshardOptions, inventory: TensorInventory) -> str:
+def _choose_activation_dtype(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, inventory: TensorInventory
+) -> str:
     """The type that is asked for, else the declared one; of a config that declares none, that of most weights."""
-    if wish.dtype in FLOATS:
-        return FLOATS[wish.dtype].name
+    if reshard_options.dtype in FLOATS:
+        return FLOATS[reshard_options.dtype].name
     if checkpoint.config is None:
         return ""
     declared = ModelConfig(checkpoint.config).declared()

@@ -77,7 +77,7 @@ BUSY: Final = 0.9
 
 
 def estimate_workload(
-    about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], purpose: PlanOptions | None
+    about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], plan_options: PlanOptions | None
 ) -> WorkloadEstimate:
     """What every rank of `mesh` needs; without a purpose, the weights alone.
 
@@ -85,34 +85,34 @@ def estimate_workload(
     SourceError for measurements that cannot be read.
     """
     holdings = list_holdings(about.inventory, mesh, stages)
-    if purpose is None:
+    if plan_options is None:
         return WorkloadEstimate(
             estimate_ranks(holdings, None, mesh, stages, None, dtype=about.dtype), None, about.dtype
         )
-    work, unmodelled = plan_workload(purpose, about, mesh), about.unmodelled
+    work, unmodelled = plan_workload(plan_options, about, mesh), about.unmodelled
     try:
         estimate = estimate_needs(about, holdings, mesh, stages, work)
     except UnsupportedError as error:
         unmodelled = error.message
         estimate = estimate_needs(about, holdings, mesh, stages, work, passes=False)
     seen = WorkloadEstimate(
-        estimate, work, about.dtype, purpose.device, unmodelled, quantised=purpose.quantised_type or ""
+        estimate, work, about.dtype, plan_options.device, unmodelled, quantised=plan_options.quantised_type or ""
     )
     seen = replace(seen, dequantised=about.dequantised)
     if about.anatomy is not None:
         seen = replace(seen, positions=about.anatomy.positions)
     if isinstance(work, TrainingWorkload):
-        if purpose.calibration is not None:
-            fit = calibrate_from_log(about, work, mesh, purpose.calibration)
+        if plan_options.calibration is not None:
+            fit = calibrate_from_log(about, work, mesh, plan_options.calibration)
             seen = replace(seen, estimate=apply_calibration(estimate, fit), calibration=fit)
-        states, devices = get_optimizer(work.optimizer).per_parameter, purpose.devices or mesh.world
+        states, devices = get_optimizer(work.optimizer).per_parameter, plan_options.devices or mesh.world
         gradient = BY_NAME[work.gradient_dtype].unit_bytes if work.gradient_dtype else USUAL_GRADIENT
         compared = list_strategies(about.parameters, devices, gradient=gradient, optimizer=states)
         seen = replace(seen, strategies=compared)
         seen = _add_offload(seen, about, work, mesh)
-    if purpose.device is None:
+    if plan_options.device is None:
         return seen
-    budget = purpose.device.usable_bytes
+    budget = plan_options.device.usable_bytes
     # Of a model whose layers nobody knows, only the weights are counted.
     partial = seen.estimate.partial or work is None
     seen = replace(seen, estimate=replace(seen.estimate.within(budget), partial=partial))

@@ -60,12 +60,12 @@ class MeshExploration:
     calibration: FittedCalibration | None = None
     """What measured peaks made of the estimates."""
 
-    def compared(self, purpose: PlanOptions, mesh: Mesh) -> PlanOptions:
+    def compared(self, plan_options: PlanOptions, mesh: Mesh) -> PlanOptions:
         """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
-            return purpose
-        many = count_microbatches(mesh, self.sequences, purpose.batch or 1)
-        return replace(purpose, microbatches=many, calibration=self.calibration)
+            return plan_options
+        many = count_microbatches(mesh, self.sequences, plan_options.batch or 1)
+        return replace(plan_options, microbatches=many, calibration=self.calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +189,21 @@ class MeshExplorer:
         return price_mesh(self.about.anatomy, estimate, mesh, work, self.device, dtype=self.about.dtype)
 
 
-def explore_meshes(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | None) -> MeshExploration:
-    """All meshes of `purpose.devices` (by default as many as `mesh` has ranks, else the fewest that will do), ranked.
+def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh | None) -> MeshExploration:
+    """Rank all meshes of `plan_options.devices`: by default as many as `mesh` has ranks, else the fewest that will do.
 
-    Raises UsageError for a purpose that contradicts itself.
+    Raises UsageError for options that contradict each other.
     """
-    work = plan_workload(purpose, about, mesh or Mesh.of())
+    work = plan_workload(plan_options, about, mesh or Mesh.of())
     if about.anatomy is None:  # compared by weights
         work = None
-    explorer = MeshExplorer(about, work, purpose.device or get_device(_USUAL), HeaviestRanks(about.inventory))
-    if isinstance(work, TrainingWorkload) and purpose.calibration is not None:
+    explorer = MeshExplorer(about, work, plan_options.device or get_device(_USUAL), HeaviestRanks(about.inventory))
+    if isinstance(work, TrainingWorkload) and plan_options.calibration is not None:
         explorer = replace(
-            explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), purpose.calibration)
+            explorer, calibration=calibrate_from_log(about, work, mesh or Mesh.of(), plan_options.calibration)
         )
     law, space = explorer.law(), explorer.space()
-    budget = purpose.device.usable_bytes if purpose.device is not None else None
+    budget = plan_options.device.usable_bytes if plan_options.device is not None else None
     fewest, quick = None, QuickChecks()
     if budget is not None:
         dense, expert = explorer.once(expert=False), explorer.once(expert=True)
@@ -212,7 +212,7 @@ def explore_meshes(about: EstimatedModel, purpose: PlanOptions, mesh: Mesh | Non
         fewest = find_fewest_devices(
             law, explorer.estimate, space=space, budget=budget, quick=quick, together=dense + expert
         )
-    devices = purpose.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
+    devices = plan_options.devices or (mesh.world if mesh else None) or (fewest[0] if fewest else 1)
     pricer = explorer.price if work is not None else None
     # In serving the heaviest stage, which rejections name, may be any, and is found soon.
     found = search_meshes(

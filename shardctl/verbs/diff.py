@@ -58,8 +58,8 @@ def diff(
     a: str | Path,
     b: str | Path,
     *,
-    reading_a: SourceOptions | None = None,
-    reading_b: SourceOptions | None = None,
+    source_options_a: SourceOptions | None = None,
+    source_options_b: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> DiffResult:
     """Compare two checkpoints tensor by tensor and bit by bit, by canonical names.
@@ -68,7 +68,11 @@ def diff(
     damaged records of archives.
     """
     effort = effort or ExecutionOptions()
-    with open_checkpoint(a, reading_a) as first, open_checkpoint(b, reading_b) as second, stop_on_signals(effort.stop):
+    with (
+        open_checkpoint(a, source_options_a) as first,
+        open_checkpoint(b, source_options_b) as second,
+        stop_on_signals(effort.stop),
+    ):
         first.source.heed(effort.stop)
         second.source.heed(effort.stop)
         ours, theirs = first.manifest.tensors, second.manifest.tensors

@@ -49,7 +49,7 @@ class DigestResult:
 
 
 def digest(
-    path: str | Path, *, reading: SourceOptions | None = None, effort: ExecutionOptions | None = None
+    path: str | Path, *, source_options: SourceOptions | None = None, effort: ExecutionOptions | None = None
 ) -> DigestResult:
     """Read the checkpoint at `path` and digest it; equal for every layout of the same elements.
 
@@ -57,7 +57,7 @@ def digest(
     damaged records of archives.
     """
     effort = effort or ExecutionOptions()
-    with open_checkpoint(path, reading) as checkpoint, stop_on_signals(effort.stop):
+    with open_checkpoint(path, source_options) as checkpoint, stop_on_signals(effort.stop):
         checkpoint.source.heed(effort.stop)
         tensors = sorted(checkpoint.manifest.tensors.values(), key=first_byte)
         require_agreement(tensors, checkpoint.source, effort)

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def rehearse_reshard(
     path: str | Path,
     destination: str | Path,
-    wish: ReshardOptions | None = None,
+    reshard_options: ReshardOptions | None = None,
     *,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     overwrite: bool = False,
     plan: PlanFile | None = None,
 ) -> PlanResult:
     """Work a conversion out, and raise what `reshard` would raise before its first byte; `plan` as it has it."""
-    wanted = wish or (plan.wish if plan else ReshardOptions())
-    reading = prepare_source_options(reading or (plan.reading if plan else None), wanted)
-    with open_conversion(path, destination, wish, reading, plan) as work:
+    wanted = reshard_options or (plan.reshard_options if plan else ReshardOptions())
+    source_options = prepare_source_options(source_options or (plan.source_options if plan else None), wanted)
+    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import check_bucket
 

@@ -110,9 +110,9 @@ class InspectResult:
     """Whether there are no weights: all this is what the config describes."""
 
 
-def inspect(path: str | Path, *, reading: SourceOptions | None = None) -> InspectResult:
+def inspect(path: str | Path, *, source_options: SourceOptions | None = None) -> InspectResult:
     """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
-    with open_checkpoint(path, replace(reading or SourceOptions(), described=True, unbound=True)) as checkpoint:
+    with open_checkpoint(path, replace(source_options or SourceOptions(), described=True, unbound=True)) as checkpoint:
         return _build_result(str(path), checkpoint)
 
 

@@ -127,11 +127,11 @@ class PlanResult:
 @pause_garbage_collection()
 def plan(
     path: str | Path,
-    wish: ReshardOptions,
+    reshard_options: ReshardOptions,
     *,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     destination: str | Path | None = None,
-    purpose: PlanOptions | None = None,
+    plan_options: PlanOptions | None = None,
     out: str | Path | None = None,
 ) -> PlanResult:
     """Work out a conversion without doing it; `destination` says where free space is looked up.
@@ -139,72 +139,86 @@ def plan(
     `out` is where the plan is written, for `reshard --plan` to follow; of a model that is not here there is none.
     A memory limit that cannot hold it is a warning here: the plan is what one asks to learn what is needed.
     """
-    purpose = purpose or PlanOptions()
-    if purpose.cast_type is not None:
-        wish = replace(wish, dtype=purpose.cast_type)
-    if purpose.search and wish.mesh is None and wish.stages is not None:
+    plan_options = plan_options or PlanOptions()
+    if plan_options.cast_type is not None:
+        reshard_options = replace(reshard_options, dtype=plan_options.cast_type)
+    if plan_options.search and reshard_options.mesh is None and reshard_options.stages is not None:
         raise UsageError(
             "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
         )
-    with open_checkpoint(path, replace(prepare_source_options(reading, wish), described=True)) as checkpoint:
-        about = _build_unstored_model(checkpoint, wish, purpose)
+    with open_checkpoint(
+        path, replace(prepare_source_options(source_options, reshard_options), described=True)
+    ) as checkpoint:
+        about = _build_unstored_model(checkpoint, reshard_options, plan_options)
         explored = (
-            explore_meshes(about or build_estimated_model(checkpoint, wish), purpose, wish.mesh)
-            if purpose.search
+            explore_meshes(
+                about or build_estimated_model(checkpoint, reshard_options), plan_options, reshard_options.mesh
+            )
+            if plan_options.search
             else None
         )
-        if explored is not None and wish.mesh is None:
-            wish, purpose = _apply_best_mesh(wish, purpose, explored)
+        if explored is not None and reshard_options.mesh is None:
+            reshard_options, plan_options = _apply_best_mesh(reshard_options, plan_options, explored)
         if about is not None:
             if out is not None:
                 raise UsageError(f"there is nothing to convert for {out}", hint=_NOTHING)
-            planned = plan_unstored_model(str(path), checkpoint, wish, purpose, about)
+            planned = plan_unstored_model(str(path), checkpoint, reshard_options, plan_options, about)
         else:
-            work, impossible = _plan_with_least_memory(checkpoint, wish)
-            planned = describe_conversion(str(path), work, Path(destination or path), purpose, impossible=impossible)
+            work, impossible = _plan_with_least_memory(checkpoint, reshard_options)
+            planned = describe_conversion(
+                str(path), work, Path(destination or path), plan_options, impossible=impossible
+            )
             if out is not None:
-                plan_file.write_plan_file(out, work, reading)
+                plan_file.write_plan_file(out, work, source_options)
         return replace(planned, explored=explored)
 
 
 def _build_unstored_model(
-    checkpoint: OpenedCheckpoint, wish: ReshardOptions, purpose: PlanOptions
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions
 ) -> EstimatedModel | None:
     """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
-    trained = decide_use(purpose, wish.mesh or Mesh.of()) == "train"
-    if checkpoint.hypothetical or purpose.quantised_type is not None or (trained and has_coded_weights(checkpoint)):
-        return build_estimated_model(checkpoint, wish, trained=trained).if_quantised(purpose.quantised_type)
+    trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
+    if (
+        checkpoint.hypothetical
+        or plan_options.quantised_type is not None
+        or (trained and has_coded_weights(checkpoint))
+    ):
+        return build_estimated_model(checkpoint, reshard_options, trained=trained).if_quantised(
+            plan_options.quantised_type
+        )
     return None
 
 
 def _apply_best_mesh(
-    wish: ReshardOptions, purpose: PlanOptions, explored: MeshExploration
+    reshard_options: ReshardOptions, plan_options: PlanOptions, explored: MeshExploration
 ) -> tuple[ReshardOptions, PlanOptions]:
     """The same for the mesh that a search found, or if none fits, for the one that comes closest."""
     found = explored.found.best
     if found is None or found.mesh is None:
-        return wish, purpose
+        return reshard_options, plan_options
     stages = ",".join(map(str, found.stages)) if found.mesh.degree("pp") > 1 else None
     mesh = found.mesh if found.mesh.world > 1 else None
-    return replace(wish, mesh=mesh, stages=stages), explored.compared(purpose, found.mesh)
+    return replace(reshard_options, mesh=mesh, stages=stages), explored.compared(plan_options, found.mesh)
 
 
-def _plan_with_least_memory(checkpoint: OpenedCheckpoint, wish: ReshardOptions) -> tuple[PlannedConversion, str]:
+def _plan_with_least_memory(
+    checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
+) -> tuple[PlannedConversion, str]:
     """The conversion, and why the limit on host memory cannot hold it; then it is drafted for the least that can."""
     try:
-        return plan_conversion(checkpoint, wish), ""
+        return plan_conversion(checkpoint, reshard_options), ""
     except MemoryBudgetError as error:
-        return plan_conversion(checkpoint, replace(wish, host_memory=error.needed)), error.message
+        return plan_conversion(checkpoint, replace(reshard_options, host_memory=error.needed)), error.message
 
 
 def describe_conversion(
-    path: str, work: PlannedConversion, near: Path, purpose: PlanOptions | None = None, *, impossible: str = ""
+    path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None, *, impossible: str = ""
 ) -> PlanResult:
     """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast.
 
     `impossible` says why the limit on host memory cannot hold it, if so.
     """
-    about = build_estimated_model(work.checkpoint, work.wish)
+    about = build_estimated_model(work.checkpoint, work.reshard_options)
     stages = work.stages or (about.inventory.layers,)
     conversion = ConversionCost(
         read_bytes=work.plan.read_bytes,
@@ -216,8 +230,8 @@ def describe_conversion(
         free_bytes=measure_free_space(find_existing_parent(near)),
         possible=not impossible,
     )
-    found = _build_result(path, work.checkpoint, about, work.mesh, stages, purpose, work, conversion)
-    besides = _note_extra_bytes(work, found.ranks) if purpose is not None else ""
+    found = _build_result(path, work.checkpoint, about, work.mesh, stages, plan_options, work, conversion)
+    besides = _note_extra_bytes(work, found.ranks) if plan_options is not None else ""
     return replace(found, warnings=(*work.have.warnings, *filter(None, [impossible, besides])))
 
 
@@ -236,19 +250,23 @@ def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str
 
 
 def plan_unstored_model(
-    path: str, checkpoint: OpenedCheckpoint, wish: ReshardOptions, purpose: PlanOptions, about: EstimatedModel
+    path: str,
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    plan_options: PlanOptions,
+    about: EstimatedModel,
 ) -> PlanResult:
     """What a model would need that is not stored so: there is only a config, or it would have to be quantised, or not.
 
     `about` is that model.
     """
-    choose_layout(wish)
-    mesh = wish.mesh or Mesh.of()
+    choose_layout(reshard_options)
+    mesh = reshard_options.mesh or Mesh.of()
     model = checkpoint.require_model("a plan")
-    stages = choose_stages(model, filter_tensors(checkpoint.manifest, wish), mesh, wish.stages)
-    if wish.stages is None and (about.dequantised or about.quantised is not None):
+    stages = choose_stages(model, filter_tensors(checkpoint.manifest, reshard_options), mesh, reshard_options.stages)
+    if reshard_options.stages is None and (about.dequantised or about.quantised is not None):
         stages = WeightTotals(about.inventory).stages(mesh)
-    return _build_result(path, checkpoint, about, mesh, stages, purpose, None, None)
+    return _build_result(path, checkpoint, about, mesh, stages, plan_options, None, None)
 
 
 def _build_result(
@@ -257,11 +275,11 @@ def _build_result(
     about: EstimatedModel,
     mesh: Mesh,
     stages: tuple[int, ...],
-    purpose: PlanOptions | None,
+    plan_options: PlanOptions | None,
     work: PlannedConversion | None,
     conversion: ConversionCost | None,
 ) -> PlanResult:
-    forecast = estimate_workload(about, mesh, stages, purpose)
+    forecast = estimate_workload(about, mesh, stages, plan_options)
     counted: dict[int, tuple[int, int]] = {}
     for rank in forecast.estimate.ranks:  # many share one tuple of parts
         if id(rank.holding.parts) not in counted:

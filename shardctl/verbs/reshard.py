@@ -52,9 +52,9 @@ class ReshardResult:
 def reshard(
     path: str | Path,
     destination: str | Path,
-    wish: ReshardOptions | None = None,
+    reshard_options: ReshardOptions | None = None,
     *,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
@@ -63,13 +63,13 @@ def reshard(
 ) -> ReshardResult:
     """Convert the checkpoint at `path` into a new directory `destination`.
 
-    With a `plan`, what it says is done, or nothing; `wish`, if given, may then differ from the plan's in memory and
-    threads only.
+    With a `plan`, what it says is done, or nothing; `reshard_options`, if given, may then differ from the plan's in
+    memory and threads only.
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
     progress = progress or SilentProgress()
-    with open_conversion(path, destination, wish, reading, plan) as work:
+    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import convert_into_bucket
 

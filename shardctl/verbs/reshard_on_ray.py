@@ -53,8 +53,8 @@ class _TaskOrder:
 
     source: str
     destination: str
-    wish: ReshardOptions
-    reading: SourceOptions
+    reshard_options: ReshardOptions
+    source_options: SourceOptions
     overwrite: bool
     resume: bool
     sha256: bool
@@ -66,9 +66,9 @@ class _TaskOrder:
 def reshard_on_ray(
     path: str | Path,
     destination: str | Path,
-    wish: ReshardOptions | None = None,
+    reshard_options: ReshardOptions | None = None,
     *,
-    reading: SourceOptions | None = None,
+    source_options: SourceOptions | None = None,
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
@@ -78,21 +78,21 @@ def reshard_on_ray(
     """Convert on the cluster of `RAY_ADDRESS`, or on this machine's processors; every node sees the destination.
 
     That may be a bucket. The same bytes as `reshard`, and the same promises. Each task keeps to
-    `wish.host_memory` by itself.
+    `reshard_options.host_memory` by itself.
     Raises UsageError if Ray is not installed, TransientError if tasks died again and again.
     """
     ray = _import_ray()
     progress = progress or SilentProgress()
-    wish = wish or (plan.wish if plan else ReshardOptions())
-    with open_conversion(path, destination, wish, reading, plan) as work:
+    reshard_options = reshard_options or (plan.reshard_options if plan else ReshardOptions())
+    with open_conversion(path, destination, reshard_options, source_options, plan) as work:
         location = work.checkpoint.source.location
         files, size = _count_data_files(work), work.plan.write_bytes
-    wish = replace(wish, threads=wish.threads or min(choose_thread_count(), 4))
+    reshard_options = replace(reshard_options, threads=reshard_options.threads or min(choose_thread_count(), 4))
     order = _TaskOrder(
         source=location,
         destination=destination if is_bucket(destination) else str(Path(destination).absolute()),
-        wish=wish,
-        reading=_make_paths_absolute(reading or (plan.reading if plan else SourceOptions())),
+        reshard_options=reshard_options,
+        source_options=_make_paths_absolute(source_options or (plan.source_options if plan else SourceOptions())),
         overwrite=overwrite,
         resume=resume,
         sha256=sha256,
@@ -100,7 +100,7 @@ def reshard_on_ray(
         run=uuid.uuid4().hex,
     )
     with _join_cluster(ray):
-        count = _count_begun_workers(destination) or _choose_task_count(ray, files, wish)
+        count = _count_begun_workers(destination) or _choose_task_count(ray, files, reshard_options)
         progress.begin(size, files)
         _run_tasks(ray, order, count, progress)
     return finish(destination)
@@ -110,12 +110,12 @@ def _count_data_files(work: PlannedConversion) -> int:
     return len({path for copy in work.plan.copies for path in copy.target.files})
 
 
-def _make_paths_absolute(reading: SourceOptions) -> SourceOptions:
+def _make_paths_absolute(source_options: SourceOptions) -> SourceOptions:
     """The same from any working directory."""
     return replace(
-        reading,
-        config=reading.config.absolute() if reading.config else None,
-        rules=reading.rules.absolute() if reading.rules else None,
+        source_options,
+        config=source_options.config.absolute() if source_options.config else None,
+        rules=source_options.rules.absolute() if source_options.rules else None,
     )
 
 
@@ -129,17 +129,17 @@ def _count_begun_workers(destination: str | Path) -> int:
     return plan["workers"] if plan else 0
 
 
-def _choose_task_count(ray: Any, files: int, wish: ReshardOptions) -> int:  # noqa: ANN401 - a module
+def _choose_task_count(ray: Any, files: int, reshard_options: ReshardOptions) -> int:  # noqa: ANN401 - a module
     """How many tasks: no more than there are files."""
     processors = float(ray.cluster_resources().get("CPU", 1))
-    places = max(int(processors // (wish.threads or 1)), 1)
+    places = max(int(processors // (reshard_options.threads or 1)), 1)
     return max(min(files, _ROUNDS * places), 1)
 
 
 def _run_tasks(ray: Any, order: _TaskOrder, count: int, progress: CopyProgress) -> None:  # noqa: ANN401 - a module
     """Run every worker; on an error or a signal the others are asked to stop, and keep what they have."""
     board = ray.remote(num_cpus=0)(_ProgressBoard).remote()
-    processors = min(order.wish.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
+    processors = min(order.reshard_options.threads or 1, int(ray.cluster_resources().get("CPU", 1)))
     task = ray.remote(num_cpus=processors, max_retries=_RETRIES)(_run_task)
     stop, shown = StopRequest(kept=True), 0
     with stop_on_signals(stop):
@@ -242,9 +242,9 @@ def _run_task(order: _TaskOrder, number: int, count: int, board: Any) -> tuple[s
         contribute(
             order.source,
             order.destination,
-            order.wish,
+            order.reshard_options,
             worker=WorkerId(number, count),
-            reading=order.reading,
+            source_options=order.source_options,
             overwrite=order.overwrite,
             resume=order.resume,
             sha256=order.sha256,

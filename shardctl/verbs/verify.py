@@ -49,27 +49,31 @@ def verify(
     level: str = "quick",
     against: str | Path | None = None,
     require: str | None = None,
-    trial: VerifyOptions | None = None,
-    reading: SourceOptions | None = None,
+    verify_options: VerifyOptions | None = None,
+    source_options: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> VerifyResult:
     """Check the checkpoint at `path`; every finding is in the result, and only an unreadable source raises.
 
     `against` compares every element, and every copy of it, with another checkpoint, in whatever layouts the two are.
     `require` is a level that must not be skipped, as one is that lacks what it needs; it is run if `level` is lower.
-    `trial` says how the levels `load` and `forward` are run, and may ask for one of them.
+    `verify_options` says how the levels `load` and `forward` are run, and may ask for one of them.
     """
     for asked in filter(None, (level, require)):
         if asked not in LEVELS:
             raise UsageError(f"unknown level {asked!r}", hint=f"the levels are {', '.join(LEVELS)}")
     order = list(LEVELS)
-    trial = trial or VerifyOptions()
-    highest = max(level, require or level, trial.asked_level(), key=order.index)
+    verify_options = verify_options or VerifyOptions()
+    highest = max(level, require or level, verify_options.asked_level(), key=order.index)
     names = [n for n in LEVELS[highest] if n != "identity" or against is not None]
     if against is not None and "identity" not in names:
         names.append("identity")
     run = _VerifyRun(
-        names, against, trial, replace(reading or SourceOptions(), kv_heads="replicate"), effort or ExecutionOptions()
+        names,
+        against,
+        verify_options,
+        replace(source_options or SourceOptions(), kv_heads="replicate"),
+        effort or ExecutionOptions(),
     )
     levels, digest = run.of(path)
     return VerifyResult(str(path), str(against or ""), digest, tuple(levels), LEVELS[require] if require else ())
@@ -82,13 +86,13 @@ class _VerifyRun:
     names: list[str]
     """The levels to run, in order."""
     against: str | Path | None
-    trial: VerifyOptions
-    reading: SourceOptions
+    verify_options: VerifyOptions
+    source_options: SourceOptions
     effort: ExecutionOptions
 
     @property
     def strict(self) -> bool:
-        return self.reading.strict
+        return self.source_options.strict
 
     def of(self, path: str | Path) -> tuple[list[LevelResult], str]:
         """The levels and the digest, which is empty if it was not computed."""
@@ -103,7 +107,7 @@ class _VerifyRun:
 
         try:
             with ExitStack() as stack:
-                checkpoint = stack.enter_context(open_checkpoint(path, self.reading, before=recorded))
+                checkpoint = stack.enter_context(open_checkpoint(path, self.source_options, before=recorded))
                 first.add(_check_structure(checkpoint))
                 first.tensors = len(checkpoint.manifest.tensors)
                 first.seconds = time.monotonic() - began
@@ -111,7 +115,7 @@ class _VerifyRun:
                     return self._cut_short(first, "the structure is wrong"), ""
                 other = None
                 if self.against is not None:
-                    other = stack.enter_context(open_checkpoint(self.against, self.reading))
+                    other = stack.enter_context(open_checkpoint(self.against, self.source_options))
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:
@@ -133,12 +137,14 @@ class _VerifyRun:
                     level.add(_check_replicas(checkpoint, self.effort))
                 levels.append(level)
             if "load" in self.names:
-                levels.append(run_load_level(checkpoint, other, digests, self.trial, self.effort, strict=self.strict))
+                levels.append(
+                    run_load_level(checkpoint, other, digests, self.verify_options, self.effort, strict=self.strict)
+                )
             for each in filter(None, (checkpoint, other) if levels else ()):
                 each.prove()
                 levels[-1].add(CheckFinding("warning", "hash", text) for text in each.unverified())
         if "forward" in self.names:  # a signal ends it at once: there is nothing to keep
-            levels.append(run_forward_level(checkpoint, other, self.trial, strict=self.strict))
+            levels.append(run_forward_level(checkpoint, other, self.verify_options, strict=self.strict))
         weights = checkpoint.manifest.tensors.values()
         if "content" not in self.names:
             return levels, ""

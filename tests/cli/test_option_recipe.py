@@ -31,7 +31,7 @@ import sys
 
 opened = opening._read_checkpoint
 def open_and_say(source, reading, *rest):
-    print("reading", reading.skip_empty)
+    print("source_options", reading.skip_empty)
     return opened(source, reading, *rest)
 opening._read_checkpoint = open_and_say
 sys.exit(run(sys.argv[1:]))
@@ -77,8 +77,8 @@ def test_it_is_in_the_help_of_every_verb_that_takes_it(copied, verb):
 
 
 def test_the_verb_has_it_with_its_type(copied, source):
-    assert "reading True" in ask(copied, "inspect", source, "--skip-empty").stdout
-    assert "reading False" in ask(copied, "inspect", source).stdout
+    assert "source_options True" in ask(copied, "inspect", source, "--skip-empty").stdout
+    assert "source_options False" in ask(copied, "inspect", source).stdout
 
 
 def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):
@@ -86,22 +86,22 @@ def test_it_is_in_the_plan_file_and_read_from_there(copied, source, tmp_path):
     planned = ask(copied, "plan", source, "--tp", 2, "--skip-empty", "--files", 3, "--out", plan)
     assert planned.returncode == 0, planned.stderr
     document = json.loads(plan.read_text())
-    assert document["reading"]["skip_empty"] is True
-    assert document["wish"]["most_files"] == 3
+    assert document["source_options"]["skip_empty"] is True
+    assert document["reshard_options"]["most_files"] == 3
     done = ask(copied, "reshard", "--plan", plan, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "reading True" in done.stdout
+    assert "source_options True" in done.stdout
 
 
 def test_a_plan_file_of_another_type_is_refused_by_key(copied, source, tmp_path):
     plan = tmp_path / "plan.json"
     assert ask(copied, "plan", source, "--tp", 2, "--files", 3, "--out", plan).returncode == 0
     document = json.loads(plan.read_text())
-    document["wish"]["most_files"] = "three"
+    document["reshard_options"]["most_files"] = "three"
     plan.write_text(json.dumps(document))
     done = ask(copied, "reshard", "--plan", plan, tmp_path / "out")
     assert done.returncode == 4
-    assert "wish.most_files that is not a whole number" in done.stderr
+    assert "reshard_options.most_files that is not a whole number" in done.stderr
 
 
 @pytest.mark.parametrize("option", [["--skip-empty"], ["--files", 3]])
@@ -124,5 +124,5 @@ def test_a_plan_file_from_before_the_option_is_refused_with_what_to_do(copied, s
     assert say("plan", source, "--tp", 2, "--out", plan).code == 0
     done = ask(copied, "reshard", "--plan", plan, tmp_path / "out")
     assert done.returncode == 4
-    assert "has no wish.most_files" in done.stderr
+    assert "has no reshard_options.most_files" in done.stderr
     assert "make the plan again" in done.stderr

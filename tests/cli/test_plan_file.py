@@ -20,7 +20,7 @@ from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
 from shardctl.verbs.reshard import reshard
 
-WISHES = {
+CONVERSIONS = {
     "ranks": ReshardOptions(mesh=Mesh.of(tp=2)),
     "stages": ReshardOptions(mesh=Mesh.parse("tp=2,pp=2"), stages="1,1"),
     "balanced": ReshardOptions(mesh=Mesh.of(pp=2, fsdp=2)),
@@ -29,10 +29,10 @@ WISHES = {
 }
 
 
-def decide(source, path, wish=WISHES["ranks"], reading=None):
+def decide(source, path, reshard_options=CONVERSIONS["ranks"], source_options=None):
     """What `shardctl plan --out` does."""
-    with open_checkpoint(source, reading) as checkpoint:
-        plan_file.write_plan_file(path, plan_conversion(checkpoint, wish), reading)
+    with open_checkpoint(source, source_options) as checkpoint:
+        plan_file.write_plan_file(path, plan_conversion(checkpoint, reshard_options), source_options)
     return path
 
 
@@ -51,12 +51,12 @@ def plan(copied, tmp_path):
     return decide(copied, tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize("name", CONVERSIONS)
 def test_reshard_does_what_the_plan_says(say, source, tmp_path, name):
-    plan = decide(source, tmp_path / "plan.json", WISHES[name])
+    plan = decide(source, tmp_path / "plan.json", CONVERSIONS[name])
     said = say("reshard", "--plan", plan, tmp_path / "planned")
     assert said.code == 0, said.err
-    reshard(source, tmp_path / "asked", WISHES[name])
+    reshard(source, tmp_path / "asked", CONVERSIONS[name])
     assert files(tmp_path / "planned") == files(tmp_path / "asked")
 
 
@@ -71,9 +71,9 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
     bare.mkdir()
     shutil.copy(source / "model.safetensors", bare)
     shutil.copy(source / "config.json", config)
-    reading = SourceOptions(config=config, kv_heads="replicate", strict=True)
-    plan = decide(bare, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(tp=4)), reading)
-    assert plan_file.read_plan_file(plan).reading == reading
+    source_options = SourceOptions(config=config, kv_heads="replicate", strict=True)
+    plan = decide(bare, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(tp=4)), source_options)
+    assert plan_file.read_plan_file(plan).source_options == source_options
     said = say("reshard", "--plan", plan, tmp_path / "out")
     assert said.code == 0, said.err
     config.write_text(config.read_text() + " ")
@@ -85,25 +85,34 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
 def test_a_plan_says_all_that_shapes_the_result(plan):
     document = json.loads(plan.read_text())
     assert document["schema"] == "shardctl.plan-file/1"
-    assert document["wish"].keys() == {field.name for field in fields(ReshardOptions)} - {"host_memory"} | {"memory"}
-    assert document["reading"].keys() == {field.name for field in fields(SourceOptions)} - {"described", "unbound"}
-    assert document["wish"]["to"] == "ranks"
-    assert document["wish"]["mesh"] == {"axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2}, "ep": 1, "etp": 2}
+    assert document["reshard_options"].keys() == {field.name for field in fields(ReshardOptions)} - {"host_memory"} | {
+        "memory"
+    }
+    assert document["source_options"].keys() == {field.name for field in fields(SourceOptions)} - {
+        "described",
+        "unbound",
+    }
+    assert document["reshard_options"]["to"] == "ranks"
+    assert document["reshard_options"]["mesh"] == {
+        "axes": {"pp": 1, "dp": 1, "fsdp": 1, "cp": 1, "tp": 2},
+        "ep": 1,
+        "etp": 2,
+    }
     assert document["source"]["files"].keys() == {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 def test_balanced_stages_are_decided_in_the_plan(source, tmp_path):
     plan = decide(source, tmp_path / "plan.json", ReshardOptions(mesh=Mesh.of(pp=2)))
-    assert plan_file.read_plan_file(plan).wish.stages == "1,1"
+    assert plan_file.read_plan_file(plan).reshard_options.stages == "1,1"
 
 
-@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
-def test_a_plan_reads_back_as_it_was(source, tmp_path, wish):
-    read = plan_file.read_plan_file(decide(source, tmp_path / "plan.json", wish))
+@pytest.mark.parametrize("reshard_options", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_plan_reads_back_as_it_was(source, tmp_path, reshard_options):
+    read = plan_file.read_plan_file(decide(source, tmp_path / "plan.json", reshard_options))
     assert read.source == str(source.absolute())
     with open_checkpoint(source) as checkpoint:
-        work = plan_conversion(checkpoint, wish)
-        assert read.drafted(checkpoint, read.wish).identity() == work.identity() == read.identity
+        work = plan_conversion(checkpoint, reshard_options)
+        assert read.drafted(checkpoint, read.reshard_options).identity() == work.identity() == read.identity
         with pytest.raises(UsageError, match="the conversion asked for"):
             read.drafted(checkpoint, ReshardOptions(mesh=Mesh.of(tp=4)))
 
@@ -222,9 +231,9 @@ class TestMalformedPlans:
             ["version"],
             ["source", "files"],
             ["source", "files", "config.json", "size"],
-            ["wish", "mesh", "ep"],
-            ["wish", "dtype"],
-            ["reading", "config"],
+            ["reshard_options", "mesh", "ep"],
+            ["reshard_options", "dtype"],
+            ["source_options", "config"],
         ],
         ids=".".join,
     )
@@ -241,10 +250,10 @@ class TestMalformedPlans:
             (["source", "path"], 3, "a string"),
             (["source", "files", "config.json", "size"], "3", "a whole number"),
             (["source", "files", "config.json", "size"], -3, "a whole number"),
-            (["wish", "mesh", "axes", "tp"], 1.5, "a whole number"),
-            (["wish", "max_shard_size"], True, "a whole number"),
-            (["wish", "to"], 5, "a string"),
-            (["reading", "strict"], "yes", "true or false"),
+            (["reshard_options", "mesh", "axes", "tp"], 1.5, "a whole number"),
+            (["reshard_options", "max_shard_size"], True, "a whole number"),
+            (["reshard_options", "to"], 5, "a string"),
+            (["source_options", "strict"], "yes", "true or false"),
             (["plan"], {}, "a string"),
         ],
         ids=lambda value: ".".join(value) if isinstance(value, list) else str(value),
@@ -256,7 +265,7 @@ class TestMalformedPlans:
         assert said.err.startswith(f"error: {plan} has {'.'.join(keys)} that is not {expected}\n")
 
     @pytest.mark.parametrize(
-        "keys", [["more"], ["wish", "more"], ["reading", "more"], ["source", "more"]], ids=".".join
+        "keys", [["more"], ["reshard_options", "more"], ["source_options", "more"], ["source", "more"]], ids=".".join
     )
     def test_a_key_that_is_not_known(self, say, plan, tmp_path, keys):
         self.edited(plan, keys, 1)
@@ -265,21 +274,21 @@ class TestMalformedPlans:
         assert f"{plan} has {'.'.join(keys)}, which this shardctl does not know" in said.err
 
     def test_a_value_that_only_the_layouts_know(self, say, plan, tmp_path):
-        self.edited(plan, ["wish", "to"], "some")
+        self.edited(plan, ["reshard_options", "to"], "some")
         said = say("reshard", "--plan", plan, tmp_path / "out")
         assert said.code == 4
         assert "plan.json cannot be done: unknown layout 'some'" in said.err
 
     def test_a_mesh_that_is_none(self, plan):
-        self.edited(plan, ["wish", "mesh", "ep"], 7)
-        with pytest.raises(SourceError, match=r"wish\.mesh that is not a mesh: ep=7"):
+        self.edited(plan, ["reshard_options", "mesh", "ep"], 7)
+        with pytest.raises(SourceError, match=r"reshard_options\.mesh that is not a mesh: ep=7"):
             plan_file.read_plan_file(plan)
 
     def test_a_value_that_means_nothing(self, say, plan, tmp_path):
-        self.edited(plan, ["wish", "experts"], "some")
+        self.edited(plan, ["reshard_options", "experts"], "some")
         said = say("reshard", "--plan", plan, tmp_path / "out")
         assert said.code == 4
-        assert "plan.json has wish.experts that is not one of keep, fused, split" in said.err
+        assert "plan.json has reshard_options.experts that is not one of keep, fused, split" in said.err
 
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": "shardctl.plan/1"}', "\xff"])
     def test_what_is_no_plan(self, say, tmp_path, content):
@@ -294,8 +303,8 @@ class TestWriting:
     """Where plans may be written."""
 
     def test_an_earlier_plan_is_replaced(self, source, plan):
-        decide(source, plan, WISHES["hf"])
-        assert plan_file.read_plan_file(plan).wish.to == "hf"
+        decide(source, plan, CONVERSIONS["hf"])
+        assert plan_file.read_plan_file(plan).reshard_options.to == "hf"
 
     def test_nothing_else_is(self, source, tmp_path):
         path = tmp_path / "notes.json"

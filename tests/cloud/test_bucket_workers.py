@@ -38,8 +38,8 @@ def s3_place(open_place):
     return open_place("s3")
 
 
-def work(source, place, number, wish=TP2, **options):
-    return contribute(source, place.address("out"), wish, worker=WorkerId(number, COUNT), **options)
+def work(source, place, number, reshard_options=TP2, **options):
+    return contribute(source, place.address("out"), reshard_options, worker=WorkerId(number, COUNT), **options)
 
 
 def all_work(source, place, order=range(COUNT), **options):
@@ -56,13 +56,13 @@ def names(place):
 
 
 @pytest.mark.parametrize(
-    ("wish", "order"),
+    ("reshard_options", "order"),
     [(TP2, (2, 1, 0)), (SMALL, (0, 1, 2)), (ReshardOptions(to="dcp", threads=1), (1, 2, 0))],
     ids=["tp2", "hf", "dcp"],
 )
-def test_workers_in_any_order_make_what_one_machine_makes(s3_place, source, tmp_path, wish, order):
-    wanted = reshard(source, tmp_path / "one", wish, sha256=True)
-    done = all_work(source, s3_place, order, wish=wish, sha256=True)
+def test_workers_in_any_order_make_what_one_machine_makes(s3_place, source, tmp_path, reshard_options, order):
+    wanted = reshard(source, tmp_path / "one", reshard_options, sha256=True)
+    done = all_work(source, s3_place, order, reshard_options=reshard_options, sha256=True)
     assert [len(each.missing) for each in done] == [2, 1, 0]
     assert "shardctl.json" not in names(s3_place)
     made = finish(s3_place.address("out"))
@@ -79,7 +79,7 @@ def test_every_kind_of_store_has_workers(place, source, tmp_path):
 
 
 def test_nothing_that_a_loader_looks_for_is_there_before_all_are_done(s3_place, source):
-    all_work(source, s3_place, wish=SMALL)
+    all_work(source, s3_place, reshard_options=SMALL)
     assert all(name.endswith(".safetensors") for name in names(s3_place))
 
 
@@ -116,7 +116,7 @@ def test_a_worker_started_anew_forgets_what_it_had(s3_place, source, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"wish": SMALL}, "another plan"),
+        ({"reshard_options": SMALL}, "another plan"),
         ({"sha256": True}, "another choice of --hash"),
         ({"overwrite": True}, "another choice of --overwrite"),
     ],
@@ -229,7 +229,7 @@ def test_a_replacement_that_is_killed_at_any_step_is_carried_on(s3_place, source
 
     def again():
         if by == "workers":
-            all_work(source, s3_place, wish=ONE, overwrite=True)
+            all_work(source, s3_place, reshard_options=ONE, overwrite=True)
             finish(s3_place.address("out"))
         else:
             reshard(source, s3_place.address("out"), ONE, overwrite=True)

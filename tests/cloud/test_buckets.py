@@ -41,7 +41,7 @@ def heavy(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "reshard_options",
     [
         TP2,
         ReshardOptions(to="hf", max_shard_size=30_000),
@@ -51,9 +51,9 @@ def heavy(tmp_path):
     ],
     ids=["tp2", "hf in files", "cast", "dcp", "fsdp3"],
 )
-def test_a_bucket_gets_the_bytes_that_a_directory_gets(s3, bucket, source, tmp_path, wish):
-    wanted = reshard(source, tmp_path / "out", wish, sha256=True)
-    done = reshard(source, f"s3://{bucket}/a/out", wish, sha256=True)
+def test_a_bucket_gets_the_bytes_that_a_directory_gets(s3, bucket, source, tmp_path, reshard_options):
+    wanted = reshard(source, tmp_path / "out", reshard_options, sha256=True)
+    done = reshard(source, f"s3://{bucket}/a/out", reshard_options, sha256=True)
     assert held(s3, bucket, "a/out/") == on_disk(tmp_path / "out")
     assert done.record == wanted.record
     assert unfinished(s3, bucket) == []
@@ -143,8 +143,8 @@ class Told(SilentProgress):
 
 
 def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_path, monkeypatch):
-    wish = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
-    wanted = reshard(source, tmp_path / "out", wish)
+    reshard_options = ReshardOptions(to="hf", max_shard_size=30_000, threads=1)
+    wanted = reshard(source, tmp_path / "out", reshard_options)
     upload, sent = CloudBucket.upload, []
 
     def failing(self, path, *rest):
@@ -156,11 +156,11 @@ def test_objects_that_an_earlier_run_finished_are_kept(s3, bucket, source, tmp_p
     with monkeypatch.context() as patched:
         patched.setattr(CloudBucket, "upload", failing)
         with pytest.raises(DestinationError, match="network"):
-            reshard(source, f"s3://{bucket}/out", wish)
+            reshard(source, f"s3://{bucket}/out", reshard_options)
     assert "shardctl.json" not in held(s3, bucket, "out/")
     s3.put_object(Bucket=bucket, Key=f"out/{sent[0]}", Body=b"tampered with")
     written, told = order(monkeypatch), Told()
-    done = reshard(source, f"s3://{bucket}/out", wish, progress=told)
+    done = reshard(source, f"s3://{bucket}/out", reshard_options, progress=told)
     assert len(set(told.files)) == told.count
     assert sent[0] in written
     assert not {sent[1], sent[2]} & set(written)
@@ -199,7 +199,7 @@ def test_folders_that_were_made_in_a_web_page_are_no_files(s3, bucket, source):
 
 
 def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, monkeypatch):
-    wish, publish = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.publish
+    reshard_options, publish = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.publish
 
     def beaten(self, record, sizes):
         path = min(path for path in sizes if path.endswith(".safetensors"))
@@ -209,9 +209,9 @@ def test_what_another_program_wrote_meanwhile_is_noticed(s3, bucket, source, mon
     with monkeypatch.context() as patched:
         patched.setattr(BucketUploads, "publish", beaten)
         with pytest.raises(DestinationError, match="was changed by another program"):
-            reshard(source, f"s3://{bucket}/out", wish)
+            reshard(source, f"s3://{bucket}/out", reshard_options)
     assert "shardctl.json" not in held(s3, bucket, "out/")
-    assert reshard(source, f"s3://{bucket}/out", wish).record.digest == digest(source).digest
+    assert reshard(source, f"s3://{bucket}/out", reshard_options).record.digest == digest(source).digest
 
 
 def killed(*_):
@@ -272,7 +272,7 @@ def test_a_note_of_a_replacement_that_was_damaged_is_said(s3, bucket, content):
 
 
 def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, source, monkeypatch):
-    wish, upload, others = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.upload, []
+    reshard_options, upload, others = ReshardOptions(to="hf", max_shard_size=30_000), BucketUploads.upload, []
 
     def overtaken(self, number, part, tree):
         if number == 1 and not others:
@@ -283,7 +283,7 @@ def test_what_another_command_has_finished_meanwhile_is_left_alone(s3, bucket, s
 
     monkeypatch.setattr(BucketUploads, "upload", overtaken)
     with pytest.raises(DestinationError, match="was taken by another run"):
-        reshard(source, f"s3://{bucket}/out", wish)
+        reshard(source, f"s3://{bucket}/out", reshard_options)
     assert held(s3, bucket, "out/") == others[1]
 
 

@@ -60,7 +60,7 @@ def run(job):
     faults.actions = {int(number): action for number, action in faults.actions.items()}
     faults.errors = {int(number): name for number, name in faults.errors.items()}
     tp = job.get("tp", 2)
-    wish = drafting.ReshardOptions(
+    reshard_options = drafting.ReshardOptions(
         mesh=Mesh.of(tp=tp) if tp > 1 else None,
         threads=job.get("threads", 1),
         dtype=job.get("dtype", "keep"),
@@ -71,7 +71,9 @@ def run(job):
     try:
         if "worker" in job:
             worker = WorkerId(*job["worker"])
-            part = contribute(job["source"], job["destination"], wish, worker=worker, run=job.get("run", ""), **options)
+            part = contribute(
+                job["source"], job["destination"], reshard_options, worker=worker, run=job.get("run", ""), **options
+            )
             return {
                 "code": 0,
                 "kept": part.part.kept_bytes,
@@ -83,7 +85,7 @@ def run(job):
         if "finish" in job:
             whole = finish(job["destination"], patience=0)
             return {"code": 0, "workers": whole.workers, "digest": whole.record.digest, "calls": faults.calls}
-        done = reshard(job["source"], job["destination"], wish, **options)
+        done = reshard(job["source"], job["destination"], reshard_options, **options)
     except ShardctlError as error:
         result = {"code": error.exit_code, "error": type(error).__name__, "message": str(error), "hint": error.hint}
     except BaseException:  # noqa: BLE001 - the parent wants to see it

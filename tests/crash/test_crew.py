@@ -12,16 +12,16 @@ from test_kill import clean
 from test_runs import outcome
 
 COUNT = 3
-WISH = {"tp": 2, "sha256": True, "shard": 12_000}
+JOB = {"tp": 2, "sha256": True, "shard": 12_000}
 
 
 @pytest.fixture
 def wanted(site):
-    return clean(site, **WISH)[0]
+    return clean(site, **JOB)[0]
 
 
 def work(site, number, faults=None, **options):
-    return site.run(faults, worker=[number, COUNT], **{**WISH, **options})
+    return site.run(faults, worker=[number, COUNT], **{**JOB, **options})
 
 
 def all_work(site, order=range(COUNT), **options):
@@ -47,7 +47,7 @@ def test_workers_in_any_order_make_what_one_machine_makes(site, wanted, order):
 
 
 def test_workers_at_the_same_time(site, wanted):
-    runs = [site.start({"delay": 0.002}, worker=[number, COUNT], **WISH) for number in range(COUNT)]
+    runs = [site.start({"delay": 0.002}, worker=[number, COUNT], **JOB) for number in range(COUNT)]
     assert [outcome(run)["code"] for run in runs] == [0] * COUNT
     finished(site, wanted)
 
@@ -125,7 +125,7 @@ def test_finish_says_who_is_missing_and_changes_nothing(site, wanted):
 def test_finish_waits_for_nobody_who_is_at_work(site, tmp_path, wanted):
     work(site, 0)
     work(site, 2)
-    slow = site.started(tmp_path / "gate", {"journalled": 1}, worker=[1, COUNT], **WISH)
+    slow = site.started(tmp_path / "gate", {"journalled": 1}, worker=[1, COUNT], **JOB)
     refused = site.run(finish=True)
     assert refused["code"] == 6
     assert f"process {slow.pid}" in refused["message"]
@@ -148,7 +148,7 @@ def test_finish_waits_for_nobody_who_is_at_work(site, tmp_path, wanted):
 )
 def test_two_plans_for_one_destination_are_refused(site, wanted, other, said):
     work(site, 0)
-    refused = site.run(**{**WISH, "worker": [1, COUNT], **other})
+    refused = site.run(**{**JOB, "worker": [1, COUNT], **other})
     assert refused["code"] == 6
     assert said in refused["message"]
     all_work(site)
@@ -157,7 +157,7 @@ def test_two_plans_for_one_destination_are_refused(site, wanted, other, said):
 
 def test_workers_and_a_machine_by_itself_do_not_meet(site, wanted):
     work(site, 0)
-    for options in (WISH, {"tp": 1}, {**WISH, "resume": False}):
+    for options in (JOB, {"tp": 1}, {**JOB, "resume": False}):
         refused = site.run(**options)
         assert refused["code"] == 6
         assert "is being written by several workers" in refused["message"]
@@ -230,7 +230,7 @@ def test_a_mount_point_is_filled_by_finish(site, wanted):
 
 def test_more_workers_than_files_have_nothing_to_do_and_are_wanted_all_the_same(site, wanted):
     for number in range(9):
-        assert site.run(worker=[number, 9], **WISH)["code"] == 0
+        assert site.run(worker=[number, 9], **JOB)["code"] == 0
     finished(site, wanted)
 
 

@@ -43,14 +43,14 @@ def stored(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, bits(tensor)
 
 
-def wish(ranks: int) -> ReshardOptions:
+def reshard_options(ranks: int) -> ReshardOptions:
     return ReshardOptions(to="deepseek", mesh=Mesh.of(tp=ranks))
 
 
 class TestReading:
     @pytest.mark.parametrize(("name", "ranks"), CASES)
     def test_what_deepseek_converts_is_the_model_bit_for_bit(self, name, ranks, tmp_path):
-        reshard(FIXTURES / name / f"mp{ranks}", tmp_path / "hf", ReshardOptions(to="hf"), reading=said(name))
+        reshard(FIXTURES / name / f"mp{ranks}", tmp_path / "hf", ReshardOptions(to="hf"), source_options=said(name))
         ours = load_file(tmp_path / "hf" / "model.safetensors")
         theirs = load_file(FIXTURES / name / "source" / "model.safetensors")
         theirs = {key: tensor for key, tensor in theirs.items() if not key.startswith(PREDICTING)}
@@ -75,7 +75,7 @@ class TestReading:
 class TestWriting:
     @pytest.mark.parametrize(("name", "ranks"), CASES)
     def test_every_array_is_deepseeks(self, name, ranks, tmp_path):
-        made = reshard(FIXTURES / name / "source", tmp_path / "out", wish(ranks))
+        made = reshard(FIXTURES / name / "source", tmp_path / "out", reshard_options(ranks))
         for path in (FIXTURES / name / f"mp{ranks}").glob("model*"):
             theirs, ours = load_file(path), load_file(tmp_path / "out" / path.name)
             assert ours.keys() == theirs.keys()
@@ -83,21 +83,21 @@ class TestWriting:
         assert len(list((tmp_path / "out").glob("model*"))) == ranks
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
         assert verify(tmp_path / "out", against=str(FIXTURES / name / "source")).ok
-        again = reshard(tmp_path / "out", tmp_path / "again", wish(ranks))
+        again = reshard(tmp_path / "out", tmp_path / "again", reshard_options(ranks))
         assert made.record.digest == again.record.digest
         for path in (tmp_path / "out").glob("model*"):
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
     def test_layers_that_predict_are_left_behind_and_that_is_said(self, tmp_path):
-        made = reshard(FIXTURES / "predicting" / "source", tmp_path / "out", wish(2))
+        made = reshard(FIXTURES / "predicting" / "source", tmp_path / "out", reshard_options(2))
         assert any("21 more of layers that predict further tokens are left behind" in w for w in made.warnings)
         assert not any(name.startswith(PREDICTING) for name in made.record.tensors)
-        kept = reshard(FIXTURES / "bf16" / "source", tmp_path / "all", wish(2))
+        kept = reshard(FIXTURES / "bf16" / "source", tmp_path / "all", reshard_options(2))
         assert kept.warnings == ()
         assert kept.record.digest == digest(FIXTURES / "bf16" / "source").digest
 
     def test_from_one_number_of_ranks_to_another(self, tmp_path):
-        reshard(FIXTURES / "bf16" / "mp2", tmp_path / "mp4", wish(4), reading=said("bf16"))
+        reshard(FIXTURES / "bf16" / "mp2", tmp_path / "mp4", reshard_options(4), source_options=said("bf16"))
         for path in (FIXTURES / "bf16" / "mp4").glob("model*"):
             theirs, ours = load_file(path), load_file(tmp_path / "mp4" / path.name)
             assert [key for key in theirs if stored(ours[key]) != stored(theirs[key])] == []
@@ -106,7 +106,7 @@ class TestWriting:
 class TestRefusals:
     def test_a_cut_through_blocks_that_share_a_scale(self, tmp_path):
         with pytest.raises(CutError, match=r"o_proj\.weight \[64, 256\] over tp=4: .*256 columns, of which 128 share"):
-            reshard(FIXTURES / "fp8" / "source", tmp_path / "out", wish(4))
+            reshard(FIXTURES / "fp8" / "source", tmp_path / "out", reshard_options(4))
 
     @pytest.mark.parametrize(
         ("mesh", "message"),
@@ -130,12 +130,12 @@ class TestRefusals:
         save_file(tensors, source / "model.safetensors")
         (source / "config.json").write_text(json.dumps({**config, "vocab_size": 7, "num_nextn_predict_layers": 0}))
         with pytest.raises(CutError, match=r"model\.embed_tokens\.weight \[7, 8\] over tp=2: it has 7 rows"):
-            reshard(source, tmp_path / "out", wish(2))
+            reshard(source, tmp_path / "out", reshard_options(2))
 
     def test_a_model_of_another_family(self, tmp_path):
         source = FIXTURES.parent / "trtllm" / "llama_pp3" / "source"
         with pytest.raises(UnsupportedError, match="is for DeepSeek-V2 and V3, not for LlamaForCausalLM"):
-            reshard(source, tmp_path / "out", wish(2))
+            reshard(source, tmp_path / "out", reshard_options(2))
 
     def test_a_file_that_is_missing(self, place):
         (place / "model1-mp4.safetensors").unlink()
@@ -160,18 +160,18 @@ class TestRefusals:
         arrays["layers.1.ffn.experts.0.w1.weight"] = arrays.pop("layers.1.ffn.experts.2.w1.weight")
         save_file(arrays, place / "model2-mp4.safetensors")
         with pytest.raises(UnsupportedError, match=r"has no rank2/layers\.1\.ffn\.experts\.0\.w1\.weight"):
-            digest(place, reading=said("bf16"))
+            digest(place, source_options=said("bf16"))
 
     def test_another_models_config(self, place):
         with pytest.raises(SourceError, match="shape"):
-            digest(place, reading=said("fp8"))
+            digest(place, source_options=said("fp8"))
 
     def test_replicas_that_differ(self, place):
         arrays = load_file(place / "model3-mp4.safetensors")
         arrays["layers.1.ffn.gate.weight"] += 1
         save_file(arrays, place / "model3-mp4.safetensors")
         with pytest.raises(SourceError, match=r"mlp\.gate\.weight: copies differ"):
-            digest(place, reading=said("bf16"))
+            digest(place, source_options=said("bf16"))
 
     def test_a_link_that_leaves_the_directory_is_hostile(self, place, tmp_path):
         (place / "model1-mp4.safetensors").rename(tmp_path / "elsewhere")

@@ -178,7 +178,7 @@ def test_inspect_says_what_it_is_and_which_copy_is_read():
         "weights are the optimizer's fp32 master; --weights module reads the module's own copy (BF16)",
     )
     assert found.dropped == ("epoch",)
-    own = inspect(FIXTURES / "z2", reading=SourceOptions(weights="module"))
+    own = inspect(FIXTURES / "z2", source_options=SourceOptions(weights="module"))
     assert own.training.notes[1] == "weights are the module's own copy (BF16), not the optimizer's fp32 master"
     assert inspect(FIXTURES / "bf16").training.notes[0] == "BF16_Optimizer, 2 data-parallel ranks"
     assert inspect(FIXTURES / "tp-z1").training.notes[0] == "ZeRO stage 1, 1 data-parallel x 2 model-parallel ranks"

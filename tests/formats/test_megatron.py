@@ -64,7 +64,7 @@ def models(saved: dict) -> dict[str, dict]:
     return {key: value for key, value in saved.items() if key.startswith("model")}
 
 
-def reading(name: str) -> SourceOptions:
+def source_options(name: str) -> SourceOptions:
     return SourceOptions(true_vocab=None if CASES[name].get("vocabulary") else 100)
 
 
@@ -73,7 +73,7 @@ def source(name: str) -> Path:
     return FIXTURES / "hf" / CASES[name]["model"]
 
 
-def wish(name: str) -> ReshardOptions:
+def reshard_options(name: str) -> ReshardOptions:
     """What makes a case of its model."""
     case = CASES[name]
     mesh = {"tp": 1, "ep": 1, **case["mesh"]}
@@ -129,12 +129,12 @@ class TestReading:
     @pytest.mark.parametrize("name", CASES)
     def test_its_digest_is_the_models_and_nothing_is_wrong_with_it(self, name):
         if not CASES[name].get("dtype"):
-            assert digest(FIXTURES / name, reading=reading(name)).digest == digest(source(name)).digest
-        assert verify(FIXTURES / name, reading=reading(name)).ok
+            assert digest(FIXTURES / name, source_options=source_options(name)).digest == digest(source(name)).digest
+        assert verify(FIXTURES / name, source_options=source_options(name)).ok
 
     @pytest.mark.parametrize("name", CASES)
     def test_what_the_owner_saves_is_the_model_bit_for_bit(self, name, tmp_path):
-        reshard(FIXTURES / name, tmp_path / "hf", ReshardOptions(to="hf"), reading=reading(name))
+        reshard(FIXTURES / name, tmp_path / "hf", ReshardOptions(to="hf"), source_options=source_options(name))
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", source(name)))
         if CASES[name].get("dtype"):
             theirs = {key: value.float() for key, value in theirs.items()}
@@ -158,7 +158,7 @@ class TestReading:
         assert (experts.mesh.ep, experts.mesh.etp) == (2, 1)
         assert list(experts.ranks.values()) == ["mp_rank_00_000/", "mp_rank_01_001/"]
         assert (
-            inspect(FIXTURES / "llama-tp2-pp2", reading=SourceOptions(true_vocab=100)).architecture
+            inspect(FIXTURES / "llama-tp2-pp2", source_options=SourceOptions(true_vocab=100)).architecture
             == "LlamaForCausalLM"
         )
 
@@ -188,7 +188,7 @@ class TestReading:
         saved["model"]["mtp.layers.0.enorm.weight"] = torch.ones(32)
         torch.save(saved, path)
         with pytest.raises(SourceError, match=r"1 arrays mtp\.\* of layers that predict further tokens"):
-            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), reading=SourceOptions(strict=True))
+            reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), source_options=SourceOptions(strict=True))
         back = reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
 
@@ -204,7 +204,7 @@ class TestReading:
             FIXTURES / "mistral-tp2",
             tmp_path / "hf",
             ReshardOptions(to="hf"),
-            reading=SourceOptions(config=source("mistral-tp2")),
+            source_options=SourceOptions(config=source("mistral-tp2")),
         )
         assert made.record.digest == digest(source("mistral-tp2")).digest
 
@@ -212,7 +212,7 @@ class TestReading:
 class TestWriting:
     @pytest.mark.parametrize("name", WRITABLE)
     def test_every_array_is_the_owners(self, name, tmp_path):
-        reshard(source(name), tmp_path / "out", wish(name))
+        reshard(source(name), tmp_path / "out", reshard_options(name))
         theirs = {path.parent.name: load(path) for path in (FIXTURES / name).rglob(FILE)}
         ours = {path.parent.name: load(path) for path in (tmp_path / "out" / "release").rglob(FILE)}
         assert ours.keys() == theirs.keys()
@@ -228,7 +228,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("name", WRITABLE)
     def test_the_args_say_what_the_owners_say(self, name, tmp_path):
-        reshard(source(name), tmp_path / "out", wish(name))
+        reshard(source(name), tmp_path / "out", reshard_options(name))
         path = next((tmp_path / "out").rglob(FILE))
         ours, theirs = (
             vars(load(at)["args"]) for at in (path, FIXTURES / name / "iter_0000010" / path.parent.name / FILE)
@@ -239,7 +239,7 @@ class TestWriting:
 
     @pytest.mark.parametrize("name", [*WRITABLE, "premcore-tp2"])
     def test_there_and_back_is_the_same(self, name, tmp_path):
-        made = reshard(source(name), tmp_path / "mg", wish(name))
+        made = reshard(source(name), tmp_path / "mg", reshard_options(name))
         assert verify(tmp_path / "mg").ok
         for side in ("config.json", "shardctl.json"):
             (tmp_path / "mg" / side).unlink()
@@ -249,8 +249,8 @@ class TestWriting:
             assert back.record.digest == digest(source(name)).digest
 
     def test_one_mesh_becomes_another_byte_for_byte(self, tmp_path):
-        given = reading("llama-tp2-pp2")
-        reshard(FIXTURES / "llama-tp2-pp2", tmp_path / "out", wish("llama-tp4"), reading=given)
+        given = source_options("llama-tp2-pp2")
+        reshard(FIXTURES / "llama-tp2-pp2", tmp_path / "out", reshard_options("llama-tp4"), source_options=given)
         for path in (FIXTURES / "llama-tp4").rglob(FILE):
             mine = load(tmp_path / "out" / "release" / path.parent.name / FILE)["model"]
             assert all(same(mine[key], value) for key, value in load(path)["model"].items())
@@ -324,7 +324,7 @@ class TestRefusals:
             reshard(written, tmp_path / "hf", ReshardOptions(to="hf"))
         assert "--true-vocab N" in caught.value.hint
         given = SourceOptions(true_vocab=100)
-        back = reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), reading=given)
+        back = reshard(written, tmp_path / "hf", ReshardOptions(to="hf"), source_options=given)
         assert back.record.digest == digest(FIXTURES / "hf" / "qwen3-moe").digest
 
     def test_args_that_contradict_the_arrays(self, written, tmp_path):
@@ -497,9 +497,9 @@ def test_norms_that_are_kept_less_one_are_read_and_that_is_said(tmp_path):
     given = SourceOptions(true_vocab=100)
     with open_checkpoint(tmp_path / "in", given) as checkpoint:
         assert any("are stored as gamma-1 in BF16" in text for text in checkpoint.manifest.warnings)
-    reshard(tmp_path / "in", tmp_path / "out", ReshardOptions(to="hf"), reading=given)
+    reshard(tmp_path / "in", tmp_path / "out", ReshardOptions(to="hf"), source_options=given)
     ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "out", source("llama-tp2-pp2")))
     for name, tensor in theirs.items():
         expected = (tensor - 1) + 1 if name.endswith("norm.weight") else tensor
         assert torch.equal(ours[name], expected), name
-    assert verify(tmp_path / "out", level="full", against=tmp_path / "in", reading=given).ok
+    assert verify(tmp_path / "out", level="full", against=tmp_path / "in", source_options=given).ok

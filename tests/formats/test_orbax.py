@@ -42,7 +42,7 @@ def place(tmp_path):
 class TestReading:
     @pytest.mark.parametrize("way", WAYS)
     def test_it_is_the_model_bit_for_bit(self, way, tmp_path):
-        made = reshard(ORBAX / way, tmp_path / "hf", ReshardOptions(to="hf"), reading=NAMED)
+        made = reshard(ORBAX / way, tmp_path / "hf", ReshardOptions(to="hf"), source_options=NAMED)
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", SOURCE))
         assert ours.keys() == theirs.keys()
         assert all(bool((ours[key] == theirs[key]).all()) and ours[key].dtype == theirs[key].dtype for key in ours)
@@ -50,8 +50,8 @@ class TestReading:
 
     @pytest.mark.parametrize("way", WAYS)
     def test_into_any_layout(self, way, tmp_path):
-        reshard(ORBAX / way, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), reading=NAMED)
-        reshard(ORBAX / way, tmp_path / "trt", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)), reading=NAMED)
+        reshard(ORBAX / way, tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), source_options=NAMED)
+        reshard(ORBAX / way, tmp_path / "trt", ReshardOptions(to="trtllm", mesh=Mesh.of(tp=4)), source_options=NAMED)
         assert diff(tmp_path / "cut", tmp_path / "trt").equal
         assert diff(tmp_path / "cut", SOURCE).equal
 
@@ -154,13 +154,13 @@ class TestNames:
         from safetensors.numpy import load_file as load
 
         path, arrays = stored
-        reading = self.say(
+        source_options = self.say(
             tmp_path,
             '"up.kernel" = { to = "l.{n}.up", stacked = 1, transposed = true }\n'
             '"a.{i}.w" = { to = "b.{i}", shape = [-1, 2] }\n'
             '"step" = ""',
         )
-        reshard(path, tmp_path / "out", ReshardOptions(to="hf"), reading=reading)
+        reshard(path, tmp_path / "out", ReshardOptions(to="hf"), source_options=source_options)
         made = load(tmp_path / "out" / "model.safetensors")
         expected = {f"l.{n}.up": arrays["up.kernel"][:, n].T for n in range(3)}
         expected |= {f"b.{i}": arrays[f"a.{i}.w"].reshape(3, 2) for i in range(2)}
@@ -192,4 +192,4 @@ class TestNames:
     )
     def test_what_is_not_understood(self, stored, tmp_path, line, message):
         with pytest.raises(UsageError, match=message):
-            inspect(stored[0], reading=self.say(tmp_path, line))
+            inspect(stored[0], source_options=self.say(tmp_path, line))

@@ -161,7 +161,7 @@ def test_states_travel_to_trainers(tmp_path):
 
 
 def test_replicas_that_wrote_nothing_are_ranks_all_the_same():
-    found = inspect(HERE / "trained" / "iter", reading=SourceOptions(config=model("trained")))
+    found = inspect(HERE / "trained" / "iter", source_options=SourceOptions(config=model("trained")))
     assert str(found.mesh) == "dp2 x tp2"
     assert found.training.ranks == found.mesh.world == 4
 
@@ -474,9 +474,9 @@ def test_the_config_of_another_model_is_refused_by_name(place, tmp_path):
         shutil.rmtree(tmp_path / "stacked")
 
 
-def drafted(name: str, **wish) -> None:
+def drafted(name: str, **reshard_options) -> None:
     with open_checkpoint(model(name)) as checkpoint:
-        plan_conversion(checkpoint, ReshardOptions(to="torch_dist", **wish))
+        plan_conversion(checkpoint, ReshardOptions(to="torch_dist", **reshard_options))
 
 
 def test_what_megatron_has_no_place_for_is_refused_by_name():

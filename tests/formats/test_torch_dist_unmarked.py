@@ -32,6 +32,9 @@ def test_they_are_not_taken_for_checkpoints_of_torch(tmp_path, content):
     if content is not None:
         mark.write_text(content)
     assert detect_format(LocalSource(where)).name == "torch_dist"
-    reading = SourceOptions(config=HERE / "hf" / "llama")
-    with pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"), open_checkpoint(where, reading):
+    source_options = SourceOptions(config=HERE / "hf" / "llama")
+    with (
+        pytest.raises(SourceError, match=r"no metadata\.json .* that can be read"),
+        open_checkpoint(where, source_options),
+    ):
         pass

@@ -52,7 +52,7 @@ def place(tmp_path):
     return copied
 
 
-def reading(name: str) -> SourceOptions:
+def source_options(name: str) -> SourceOptions:
     """How a case is read: the exporter says the padded vocabulary, so of a padded one the true size is given."""
     return SourceOptions(true_vocab=63) if name == "llama_tied_tp2" else SourceOptions()
 
@@ -70,7 +70,9 @@ def say(place: Path, **changed: object) -> None:
 class TestReading:
     @pytest.mark.parametrize("name", CASES)
     def test_what_nvidia_exports_is_the_model_bit_for_bit(self, name, tmp_path):
-        reshard(FIXTURES / name / "exported", tmp_path / "hf", ReshardOptions(to="hf"), reading=reading(name))
+        reshard(
+            FIXTURES / name / "exported", tmp_path / "hf", ReshardOptions(to="hf"), source_options=source_options(name)
+        )
         ours, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "hf", FIXTURES / name / "source"))
         ours.pop("lm_head.weight", None) if "lm_head.weight" not in theirs else None
         assert ours.keys() == theirs.keys()
@@ -135,10 +137,17 @@ class TestWriting:
     @pytest.mark.parametrize("name", CASES)
     def test_there_and_back_is_the_same(self, name, tmp_path):
         source = FIXTURES / name / "source"
-        made = reshard(source, tmp_path / "trt", wish(name), reading=SourceOptions(kv_heads="replicate"))
+        made = reshard(
+            source, tmp_path / "trt", reshard_options(name), source_options=SourceOptions(kv_heads="replicate")
+        )
         assert verify(tmp_path / "trt", against=str(source)).ok
         back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
-        again = reshard(tmp_path / "hf", tmp_path / "again", wish(name), reading=SourceOptions(kv_heads="replicate"))
+        again = reshard(
+            tmp_path / "hf",
+            tmp_path / "again",
+            reshard_options(name),
+            source_options=SourceOptions(kv_heads="replicate"),
+        )
         assert made.record.digest == back.record.digest == again.record.digest
         for path in (tmp_path / "trt").glob("rank*"):
             assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -156,7 +165,9 @@ class TestWriting:
         for ep, etp in ((2, 2), (4, 1), (1, 4)):
             out = tmp_path / f"ep{ep}"
             mesh = Mesh.of(tp=4, ep=ep, etp=etp)
-            reshard(source, out, ReshardOptions(to="trtllm", mesh=mesh), reading=SourceOptions(kv_heads="replicate"))
+            reshard(
+                source, out, ReshardOptions(to="trtllm", mesh=mesh), source_options=SourceOptions(kv_heads="replicate")
+            )
             mapping = json.loads((out / "config.json").read_text())["mapping"]
             assert (mapping["moe_ep_size"], mapping["moe_tp_size"]) == (ep, etp)
             for rank in range(4):
@@ -181,7 +192,7 @@ class TestWriting:
     @pytest.mark.parametrize("embedding", ["whole", "vocabulary", "hidden"])
     def test_embeddings_of_every_cut(self, embedding, tmp_path):
         source = FIXTURES / "llama_tied_tp2" / "source"
-        made = reshard(source, tmp_path / "out", wish("llama_tied_tp2", trtllm_embedding=embedding))
+        made = reshard(source, tmp_path / "out", reshard_options("llama_tied_tp2", trtllm_embedding=embedding))
         whole = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
         padded = torch.nn.functional.pad(whole, (0, 0, 0, 1))
         cut = {"whole": [whole, whole], "vocabulary": padded.chunk(2), "hidden": whole.chunk(2, dim=1)}[embedding]
@@ -195,7 +206,11 @@ class TestWriting:
 
     def test_another_cut_of_the_embedding(self, tmp_path):
         with pytest.raises(UsageError, match="unknown --trtllm-embedding 'rows'"):
-            reshard(FIXTURES / "llama_pp3" / "source", tmp_path / "out", wish("llama_pp3", trtllm_embedding="rows"))
+            reshard(
+                FIXTURES / "llama_pp3" / "source",
+                tmp_path / "out",
+                reshard_options("llama_pp3", trtllm_embedding="rows"),
+            )
         with pytest.raises(UsageError, match="--trtllm-embedding means nothing to --to hf"):
             reshard(
                 FIXTURES / "llama_pp3" / "source", tmp_path / "out", ReshardOptions(to="hf", trtllm_embedding="whole")
@@ -375,7 +390,7 @@ class TestConfigs:
         assert found.get("num_experts", found.get("num_local_experts")) == (4 if "router" in str(arrays) else None)
 
 
-def wish(name: str, **options: str) -> ReshardOptions:
+def reshard_options(name: str, **options: str) -> ReshardOptions:
     return ReshardOptions(to="trtllm", mesh=MESHES[name], **options)
 
 
@@ -383,5 +398,10 @@ def written(name: str, out: Path) -> Path:
     """A case's model as the layout writes it, its embedding cut where the exporter cut it."""
     said = json.loads((FIXTURES / name / "exported" / "config.json").read_text())
     options = {"trtllm_embedding": "vocabulary"} if said["use_parallel_embedding"] else {}
-    reshard(FIXTURES / name / "source", out, wish(name, **options), reading=SourceOptions(kv_heads="replicate"))
+    reshard(
+        FIXTURES / name / "source",
+        out,
+        reshard_options(name, **options),
+        source_options=SourceOptions(kv_heads="replicate"),
+    )
     return out

@@ -47,7 +47,7 @@ def source(owner: str) -> Path:
     return FIXTURES / owner.partition("/")[0] / "hf"
 
 
-def wish(owner: str, **options: object) -> ReshardOptions:
+def reshard_options(owner: str, **options: object) -> ReshardOptions:
     profile, tp, *rest = owner.partition("/")[2].split("-")
     ranks = int(tp.removeprefix("tp"))
     ep = ranks if any(word.startswith("ep") for word in rest) else 1
@@ -127,7 +127,7 @@ class TestReading:
         assert inspect(FIXTURES / owner).format == "vllm"
 
     def test_ranks_with_several_files(self, tmp_path):
-        reshard(source("llama/"), tmp_path / "parts", wish("llama/0.25-tp2", max_shard_size=20_000))
+        reshard(source("llama/"), tmp_path / "parts", reshard_options("llama/0.25-tp2", max_shard_size=20_000))
         parts = sorted(path.name for path in (tmp_path / "parts").glob("model-rank-1-*"))
         assert parts == [f"model-rank-1-part-{n}.safetensors" for n in range(len(parts))]
         assert len(parts) > 1
@@ -147,12 +147,12 @@ class TestReading:
 class TestWriting:
     @pytest.mark.parametrize("owner", WRITTEN)
     def test_every_array_is_vllms(self, owner, tmp_path):
-        reshard(source(owner), tmp_path / "out", wish(owner))
+        reshard(source(owner), tmp_path / "out", reshard_options(owner))
         assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / owner)) == []
         assert (tmp_path / "out" / "config.json").read_bytes() == (FIXTURES / owner / "config.json").read_bytes()
 
     @pytest.mark.parametrize(
-        ("given", "asked"), [("hf", wish("llama/0.25-tp2")), ("0.25-tp2", ReshardOptions(to="hf"))]
+        ("given", "asked"), [("hf", reshard_options("llama/0.25-tp2")), ("0.25-tp2", ReshardOptions(to="hf"))]
     )
     def test_files_that_are_no_weights_travel_both_ways(self, given, asked, tmp_path):
         reshard(FIXTURES / "llama" / given, tmp_path / "out", asked)
@@ -161,7 +161,7 @@ class TestWriting:
     @pytest.mark.parametrize("owner", OWNERS)
     def test_there_and_back_is_the_same(self, owner, tmp_path):
         reshard(FIXTURES / owner, tmp_path / "hf", ReshardOptions(to="hf"))
-        made = reshard(tmp_path / "hf", tmp_path / "again", wish(owner))
+        made = reshard(tmp_path / "hf", tmp_path / "again", reshard_options(owner))
         assert verify(tmp_path / "again", against=str(FIXTURES / owner)).ok
         assert made.record.digest == digest(FIXTURES / owner).digest == digest(source(owner)).digest
         if owner in WRITTEN:
@@ -176,7 +176,7 @@ class TestWriting:
         ],
     )
     def test_from_one_mesh_and_version_to_another(self, owner, want, tmp_path):
-        reshard(FIXTURES / owner, tmp_path / "out", wish(want))
+        reshard(FIXTURES / owner, tmp_path / "out", reshard_options(want))
         assert unequal(ranks(tmp_path / "out"), ranks(FIXTURES / want)) == []
 
     def test_the_newest_profile_is_written_where_none_is_asked_for(self, tmp_path):
@@ -189,8 +189,8 @@ class TestWriting:
         assert diff(source("llama/"), tmp_path / "out").equal
 
     def test_a_cast_is_of_padding_and_zeros_too_and_not_of_factors(self, tmp_path):
-        reshard(source("gpt_oss/"), tmp_path / "out", wish("gpt_oss/0.25-tp2", dtype="fp16"))
-        reshard(source("llama/"), tmp_path / "llama", wish("llama/0.25-tp8", dtype="fp16"))
+        reshard(source("gpt_oss/"), tmp_path / "out", reshard_options("gpt_oss/0.25-tp2", dtype="fp16"))
+        reshard(source("llama/"), tmp_path / "llama", reshard_options("llama/0.25-tp8", dtype="fp16"))
         found = ranks(tmp_path / "out") | ranks(tmp_path / "llama")
         factors = {torch.float32 if name.endswith("_scale") else torch.float16 for _, name in found}
         assert {tensor.dtype for tensor in found.values()} == factors
@@ -207,8 +207,8 @@ class TestWriting:
 
     def test_a_plan_keeps_the_profile(self, tmp_path):
         with open_checkpoint(source("llama/")) as checkpoint:
-            write_plan_file(tmp_path / "plan.json", plan_conversion(checkpoint, wish("llama/0.11-tp2")))
-        assert read_plan_file(tmp_path / "plan.json").wish.vllm_profile == "0.11"
+            write_plan_file(tmp_path / "plan.json", plan_conversion(checkpoint, reshard_options("llama/0.11-tp2")))
+        assert read_plan_file(tmp_path / "plan.json").reshard_options.vllm_profile == "0.11"
 
 
 def test_no_model_is_known_whose_arrays_vllm_has_not_shown():

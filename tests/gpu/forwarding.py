@@ -63,8 +63,8 @@ def one(model: str, mesh: str, source: Path, place: Path, dtype: str, device: st
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    reading = SourceOptions(kv_heads="replicate")
-    with open_checkpoint(place, reading) as checkpoint, open_checkpoint(source, reading) as other:
+    source_options = SourceOptions(kv_heads="replicate")
+    with open_checkpoint(place, source_options) as checkpoint, open_checkpoint(source, source_options) as other:
         began = time.perf_counter()
         level = run_forward_level(
             checkpoint, other, VerifyOptions(device=device, dtype=dtype, virtual=True), strict=False

@@ -109,5 +109,5 @@ def random_checkpoint(place: Path, config: dict[str, Any], seed: int = 3) -> Pat
 
 def cut(source: Path, place: Path, **degrees: int) -> Path:
     """The source, cut for a mesh."""
-    reshard(source, place, ReshardOptions(mesh=Mesh.of(**degrees)), reading=SourceOptions(kv_heads="replicate"))
+    reshard(source, place, ReshardOptions(mesh=Mesh.of(**degrees)), source_options=SourceOptions(kv_heads="replicate"))
     return place

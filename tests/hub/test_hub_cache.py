@@ -17,7 +17,7 @@ from shardctl.verbs.reshard import reshard
 
 pytestmark = pytest.mark.usefixtures("files")
 NAME = "someone/llama"
-WISH = ReshardOptions(mesh=Mesh.of(tp=2))
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2))
 SHARD = "model-00002-of-00003.safetensors"
 
 
@@ -47,19 +47,19 @@ def download(hub, *, only=None):
 
 def test_nothing_is_fetched_twice(hub, files, tmp_path):
     download(hub)
-    reshard(NAME, tmp_path / "out", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
     assert {request.route for request in hub.requests} == {"info", "tree"}, "which commit it is must be asked"
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "right")
 
 
 def test_what_is_missing_in_the_cache_is_fetched(hub, files, tmp_path):
     download(hub, only=[SHARD, "config.json"])
-    reshard(NAME, tmp_path / "out", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
     fetched = {request.path for request in hub.asked("resolve")}
     assert {SHARD, "config.json"}.isdisjoint(fetched)
     assert "model-00001-of-00003.safetensors" in fetched
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "right")
 
 
@@ -95,7 +95,7 @@ def test_a_file_of_the_cache_that_changes_while_it_is_read(hub, tmp_path, monkey
 
     monkeypatch.setattr(HubSource, "read_at", changing)
     with pytest.raises(ChangedError, match="changed while it was read"):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
 
 
 class TestOffline:

@@ -18,7 +18,7 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"
-WISH = ReshardOptions(mesh=Mesh.of(tp=2))
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2))
 LARGE = {"hidden_size": 256, "vocab_size": 8192}
 """Of 38 MB, so that a shard takes more than one request."""
 TRUSTING = SourceOptions(allow_unverified=True)
@@ -35,7 +35,7 @@ def stopped(hub, destination, *first, path):
     """A run that fails with passing trouble after some answers about one file."""
     hub.fail("cdn", *first, *[status(503)] * 99, path=path)
     with pytest.raises(TransientError):
-        reshard(NAME, destination, WISH)
+        reshard(NAME, destination, TP2)
     hub._faults.clear()
 
 
@@ -45,10 +45,10 @@ def shards(files):
 
 def test_what_a_run_wrote_before_it_was_stopped_is_read_again_unless_it_was_proved(hub, files, tmp_path):
     """A hash cannot be interrupted: hashlib gives its state to nobody."""
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     first = server.sha256(files[shards(files)[0]])
     stopped(hub, tmp_path / "out", None, None, server.flipped_bit, path=first)
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "right")
     assert not done.proofs.unverified
     assert set(shards(files)) <= set(done.proofs.verified)
@@ -58,7 +58,7 @@ def test_a_file_that_was_proved_is_not_read_again(hub, files, tmp_path):
     one, *others = shards(files)
     stopped(hub, tmp_path / "out", None, None, path=server.sha256(files[others[0]]))
     before = hub.sent["cdn"]
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes >= len(files[one]) * 0.9
     assert hub.sent["cdn"] - before < sum(len(files[path]) for path in others) * 1.1
     assert done.notes == ("8 files from the Hub, all with the hashes that it promises",)
@@ -66,7 +66,7 @@ def test_a_file_that_was_proved_is_not_read_again(hub, files, tmp_path):
 
 def test_with_allow_unverified_everything_is_kept_and_said(hub, files, tmp_path):
     stopped(hub, tmp_path / "out", None, None, None, path=server.sha256(files[shards(files)[0]]))
-    done = reshard(NAME, tmp_path / "out", WISH, reading=TRUSTING)
+    done = reshard(NAME, tmp_path / "out", TP2, source_options=TRUSTING)
     assert done.kept_bytes
     assert done.proofs.unverified
     assert all("bytes were read" in reason for reason in done.proofs.unverified.values())
@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found_in_a_network_in_trouble(hub, tmp_path, monkeypat
     place = int(dice.integers(6, 12))
     hub.fail("cdn", *faults[:place], server.flipped_bit, *faults[place:])
     with pytest.raises(ChangedError):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     assert not (tmp_path / "out").exists()
 
 
@@ -139,6 +139,6 @@ def test_a_file_without_a_promised_hash_is_refused_unless_that_is_allowed(hub, f
     with pytest.raises(SourceError, match="the source states no hash for it") as refused:
         digest(NAME)
     assert "--allow-unverified" in refused.value.hint
-    done = digest(NAME, reading=TRUSTING)
+    done = digest(NAME, source_options=TRUSTING)
     assert done.proofs.verified == ()
     assert len(done.unverified) == 5

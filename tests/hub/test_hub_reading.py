@@ -30,12 +30,12 @@ def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "reshard_options",
     [ReshardOptions(mesh=Mesh.of(tp=2, pp=2)), ReshardOptions(max_shard_size=100_000), ReshardOptions(dtype="bf16")],
 )
-def test_it_is_converted_to_the_same_bytes(files, tmp_path, wish):
-    here = reshard(write(files, tmp_path / "here"), tmp_path / "from-here", wish)
-    there = reshard(NAME, tmp_path / "from-there", wish)
+def test_it_is_converted_to_the_same_bytes(files, tmp_path, reshard_options):
+    here = reshard(write(files, tmp_path / "here"), tmp_path / "from-here", reshard_options)
+    there = reshard(NAME, tmp_path / "from-there", reshard_options)
     assert content(tmp_path / "from-there") == content(tmp_path / "from-here")
     assert there.record.digest == here.record.digest
 

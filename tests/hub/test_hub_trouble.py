@@ -22,7 +22,7 @@ from shardctl.verbs.reshard import reshard
 from shardctl.workers import StopRequest
 
 NAME = "someone/llama"
-WISH = ReshardOptions(mesh=Mesh.of(tp=2))
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2))
 SHARD = "model-00002-of-00003.safetensors"
 
 
@@ -39,7 +39,7 @@ def files(hub):
 @pytest.fixture
 def right(files, tmp_path):
     """What comes out if nothing goes wrong."""
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     return content(tmp_path / "right")
 
 
@@ -63,10 +63,10 @@ PASSING = {
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_trouble_with_a_range_is_overcome(hub, right, tmp_path, fault):
     hub.fail("cdn", *[fault, None] * 3)
-    planned = plan(NAME, WISH)
+    planned = plan(NAME, TP2)
     assert planned.conversion.read_bytes
     hub.fail("cdn", fault, None, None, fault, fault, None, fault)
-    reshard(NAME, tmp_path / "out", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
     assert hub.faults_left == 0
     assert content(tmp_path / "out") == right
 
@@ -75,7 +75,7 @@ def test_trouble_with_a_range_is_overcome(hub, right, tmp_path, fault):
 @pytest.mark.parametrize("route", ["info", "resolve"])
 def test_trouble_with_the_hub_itself_is_overcome(hub, right, tmp_path, route, fault):
     hub.fail(route, fault, fault)
-    reshard(NAME, tmp_path / "out", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
     assert hub.faults_left == 0
     assert content(tmp_path / "out") == right
 
@@ -83,7 +83,7 @@ def test_trouble_with_the_hub_itself_is_overcome(hub, right, tmp_path, route, fa
 def test_small_files_are_taken_from_all_of_them_where_ranges_are_ignored(hub, right, tmp_path):
     hub.fail("cdn", *[server.ignored_range] * 50)
     hub.fail("resolve", *[server.ignored_range] * 3, path=".json")
-    reshard(NAME, tmp_path / "out", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
     assert content(tmp_path / "out") == right
 
 
@@ -91,7 +91,7 @@ def test_large_ones_are_refused_there(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "_WHOLE", 1000)
     hub.fail("cdn", *[server.ignored_range] * 50)
     with pytest.raises(SourceError, match=r"a part of .* was asked for, and all of it came back") as refused:
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     assert "proxy" in refused.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -99,7 +99,7 @@ def test_large_ones_are_refused_there(hub, tmp_path, monkeypatch):
 def test_bodies_that_somebody_compressed_are_refused(hub, tmp_path):
     hub.fail("cdn", server.encoded)
     with pytest.raises(SourceError, match="encoded as gzip"):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
 
 
 def test_a_body_that_ends_early_is_gone_on_with(hub, files):
@@ -117,14 +117,14 @@ def test_an_address_is_asked_for_once_and_again_when_it_is_over(hub, tmp_path):
     large = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, large)
     hub.uses = 2
-    reshard(NAME, tmp_path / "out", WISH)
-    reshard(write(large, tmp_path / "large"), tmp_path / "from-large", WISH)
+    reshard(NAME, tmp_path / "out", TP2)
+    reshard(write(large, tmp_path / "large"), tmp_path / "from-large", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "from-large")
     asked = [request for request in hub.asked("resolve") if request.path == SHARD]
     assert len(asked) > 1
 
     hub.uses, hub.requests = None, []
-    reshard(NAME, tmp_path / "again", WISH)
+    reshard(NAME, tmp_path / "again", TP2)
     assert len([request for request in hub.asked("resolve") if request.path == SHARD]) == 1
 
 
@@ -145,7 +145,7 @@ def test_all_addresses_are_over_at_once(hub, files):
 def test_what_never_works_ends_as_passing_trouble(hub, tmp_path):
     hub.fail("cdn", *[status(503)] * 500)
     with pytest.raises(TransientError, match=r"reading .* failed 8 times, the last time because HTTP 503") as trouble:
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     assert "same command again" in trouble.value.hint
     assert trouble.value.exit_code == 7
 
@@ -153,12 +153,12 @@ def test_what_never_works_ends_as_passing_trouble(hub, tmp_path):
 def test_the_same_command_goes_on_after_it(hub, tmp_path):
     large = model(hidden_size=256, vocab_size=8192)
     hub.add(NAME, large)
-    reshard(write(large, tmp_path / "large"), tmp_path / "all", WISH)
+    reshard(write(large, tmp_path / "large"), tmp_path / "all", TP2)
     hub.fail("cdn", None, None, *[status(503)] * 500, path=server.sha256(large["model-00003-of-00003.safetensors"]))
     with pytest.raises(TransientError):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     hub._faults.clear()
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes
     assert done.notes == ("8 files from the Hub, all with the hashes that it promises",)
     assert content(tmp_path / "out") == content(tmp_path / "all")
@@ -177,7 +177,7 @@ def test_a_branch_that_moves_midway_changes_nothing(hub, right, tmp_path):
         handler.answer(503)
 
     hub.fail("cdn", None, None, None, pushed)
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert content(tmp_path / "out") == right
     assert hub.repositories[NAME].references["main"] not in done.record.source["address"]
 
@@ -186,13 +186,13 @@ def test_a_branch_that_moved_is_begun_anew(hub, tmp_path):
     """What an interrupted run kept is of another commit."""
     hub.fail("cdn", *[None] * 4, *[status(503)] * 500)
     with pytest.raises(TransientError):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     hub._faults.clear()
     later = model(seed=8)
     hub.repositories[NAME].push(later)
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes == 0
-    reshard(write(later, tmp_path / "later"), tmp_path / "right", WISH)
+    reshard(write(later, tmp_path / "later"), tmp_path / "right", TP2)
     assert content(tmp_path / "out") == content(tmp_path / "right")
 
 
@@ -202,15 +202,15 @@ def test_a_branch_that_moved_is_begun_anew(hub, tmp_path):
 def test_another_file_than_was_listed_is_refused(hub, tmp_path, header):
     hub.fail("resolve", status(302, Location="http://127.0.0.1:1/x", **header), path=SHARD)
     with pytest.raises(ChangedError, match="not the file that the Hub listed"):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
 
 
 def test_one_wrong_bit_in_a_file_that_is_read_whole_is_found(hub, right, tmp_path):
     hub.fail("cdn", *[None] * 5, server.flipped_bit)
     with pytest.raises(ChangedError, match=r"its sha256 is .* is expected|were read twice"):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     assert not (tmp_path / "out").exists()
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert done.kept_bytes == 0, "nothing of what was wrong is kept"
     assert content(tmp_path / "out") == right
 
@@ -339,7 +339,7 @@ def test_a_redirect_to_what_is_no_address_is_refused_without_saying_it(hub, addr
 def test_names_that_lead_out_of_the_repository_are_refused(hub, files, tmp_path, name):
     hub.repositories[NAME].push({**files, name: b"evil"})
     with pytest.raises(HostileError, match="outside of its repository"):
-        reshard(NAME, tmp_path / "deep" / "out", WISH)
+        reshard(NAME, tmp_path / "deep" / "out", TP2)
     assert list(tmp_path.rglob("*evil*")) == []
 
 

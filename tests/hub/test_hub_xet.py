@@ -14,7 +14,7 @@ from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 
 NAME = "someone/llama"
-WISH = ReshardOptions(mesh=Mesh.of(tp=2))
+TP2 = ReshardOptions(mesh=Mesh.of(tp=2))
 hf_xet = pytest.importorskip("hf_xet")
 
 
@@ -48,13 +48,13 @@ def shards(files):
 
 @pytest.fixture
 def right(files, tmp_path):
-    reshard(write(files, tmp_path / "here"), tmp_path / "right", WISH)
+    reshard(write(files, tmp_path / "here"), tmp_path / "right", TP2)
     return content(tmp_path / "right")
 
 
 @pytest.mark.usefixtures("in_xet")
 def test_ranges_come_from_xet_and_are_hashed(hub, files, right, tmp_path):
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert content(tmp_path / "out") == right
     assert set(shards(files)) <= set(done.proofs.verified)
     assert hub.asked("cdn") == []
@@ -65,9 +65,9 @@ def test_ranges_come_from_xet_and_are_hashed(hub, files, right, tmp_path):
 def test_without_hf_xet_that_is_said_before_and_tried(files, right, tmp_path, monkeypatch):
     monkeypatch.setattr("shardctl.storage.hub.source.has_xet", lambda: False)
     monkeypatch.setattr("shardctl.storage.hub.ranges.has_xet", lambda: False)
-    warnings = plan(NAME, WISH).warnings
+    warnings = plan(NAME, TP2).warnings
     assert any("files above 50 GB" in text and "hf download someone/llama" in text for text in warnings)
-    done = reshard(NAME, tmp_path / "out", WISH)
+    done = reshard(NAME, tmp_path / "out", TP2)
     assert any("files above 50 GB" in text for text in done.warnings)
     assert content(tmp_path / "out") == right
     assert files
@@ -79,7 +79,7 @@ def test_a_refusal_of_what_is_too_large_says_what_to_do(hub, files, tmp_path, mo
     refused = status(number, X_Error_Code="FileTooLarge")
     hub.fail("cdn", *[refused] * 200, path=server.sha256(files[shards(files)[0]]))
     with pytest.raises(SourceError, match="refuses to send parts of it") as told:
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
     assert told.value.exit_code == 4
     assert "hf download someone/llama" in told.value.hint
 
@@ -88,13 +88,13 @@ def test_a_refusal_of_what_is_too_large_says_what_to_do(hub, files, tmp_path, mo
 def test_a_token_that_is_refused_is_a_matter_of_access(hub, tmp_path):
     hub.fail("xet", *[status(403)] * 99)
     with pytest.raises(AccessError):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
 
 
 def test_xet_without_the_file_is_passing_trouble(files, in_xet, tmp_path):
     in_xet.xet[shards(files)[0]] = "0" * 64
     with pytest.raises(TransientError):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)
 
 
 @pytest.mark.usefixtures("files")
@@ -102,4 +102,4 @@ def test_a_server_of_xet_that_is_a_directory_is_refused(in_xet, tmp_path, monkey
     monkeypatch.setattr(xet, "_SCHEMES", {"https", "http"})
     assert in_xet.cas
     with pytest.raises(HostileError, match="not reached by HTTP"):
-        reshard(NAME, tmp_path / "out", WISH)
+        reshard(NAME, tmp_path / "out", TP2)

@@ -72,7 +72,7 @@ class ReaderSample:
     """Why no element is stored twice; empty where some are."""
 
     @property
-    def reading(self) -> SourceOptions:
+    def source_options(self) -> SourceOptions:
         """How Python reads it."""
         return SourceOptions(config=self.config, rules=self.rules)
 

@@ -121,9 +121,9 @@ class TestReader:
 
     def test_it_gives_the_tensors_that_its_library_saved(self, made, tmp_path, name):
         sample = READERS[name]
-        reshard(made(name), tmp_path / "hf", ReshardOptions(to="hf"), reading=sample.reading)
+        reshard(made(name), tmp_path / "hf", ReshardOptions(to="hf"), source_options=sample.source_options)
         assert stored(load_file(tmp_path / "hf/model.safetensors")) == stored(sample.weights())
-        read = digest(made(name), reading=sample.reading)
+        read = digest(made(name), source_options=sample.source_options)
         assert read.digest == digest(tmp_path / "hf").digest
         assert {key: found.shape for key, found in read.tensors.items()} == {
             key: tuple(tensor.shape) for key, tensor in sample.weights().items()
@@ -156,7 +156,7 @@ class TestReader:
 
     def test_replicas_that_differ_are_an_error(self, made, tmp_path, shardctl, name):
         sample = READERS[name]
-        with open_checkpoint(made(name), sample.reading) as checkpoint:
+        with open_checkpoint(made(name), sample.source_options) as checkpoint:
             twice = {
                 tensor.name: copies for tensor in checkpoint.manifest.tensors.values() if (copies := _copies(tensor))
             }
@@ -239,15 +239,15 @@ class TestWriter:
 
     def test_two_runs_write_the_same_bytes_and_so_does_one_that_was_interrupted(self, tmp_path, name):
         sample = WRITERS[name]
-        wish = ReshardOptions(to=name, mesh=sample.mesh, threads=1)
+        reshard_options = ReshardOptions(to=name, mesh=sample.mesh, threads=1)
         for run_name in ("first", "second"):
-            reshard(sample.model, tmp_path / run_name / "out", wish)
+            reshard(sample.model, tmp_path / run_name / "out", reshard_options)
         interrupted = tmp_path / "interrupted" / "out"
         with pytest.raises(ShardctlError, match="interrupted") as raised:
-            reshard(sample.model, interrupted, wish, progress=InterruptingProgress())
+            reshard(sample.model, interrupted, reshard_options, progress=InterruptingProgress())
         assert raised.value.exit_code == 128 + signal.SIGINT
         assert not interrupted.exists()
-        assert reshard(sample.model, interrupted, wish).kept_bytes > 0
+        assert reshard(sample.model, interrupted, reshard_options).kept_bytes > 0
         first = tree(tmp_path / "first")
         assert tree(tmp_path / "second") == first
         assert tree(tmp_path / "interrupted") == first
@@ -300,11 +300,12 @@ class TestWriter:
         assert not Path("/tmp/conformance-outside").exists()  # noqa: S108
 
 
-def assert_goes_back(source, tmp_path, wish):
+def assert_goes_back(source, tmp_path, reshard_options):
     """Write `source` as is wished, and find the same digest and the same bits."""
-    reshard(source, tmp_path / "out", wish)
+    reshard(source, tmp_path / "out", reshard_options)
     assert (
-        digest(tmp_path / "out", reading=SourceOptions(config=source / "config.json")).digest == digest(source).digest
+        digest(tmp_path / "out", source_options=SourceOptions(config=source / "config.json")).digest
+        == digest(source).digest
     )
     back = read_back(tmp_path / "out", source / "config.json", tmp_path / "back")
     assert stored(back) == stored(load_file(source / "model.safetensors"))
@@ -312,5 +313,5 @@ def assert_goes_back(source, tmp_path, wish):
 
 def read_back(folder, config, back):
     """The tensors of a checkpoint, by way of Hugging Face's files."""
-    reshard(folder, back, ReshardOptions(to="hf"), reading=SourceOptions(config=config))
+    reshard(folder, back, ReshardOptions(to="hf"), source_options=SourceOptions(config=config))
     return load_file(back / "model.safetensors")

@@ -35,12 +35,12 @@ def needed(estimate):
     return estimate.binding.holding.rank, total.nbytes, total.low, total.high
 
 
-@pytest.mark.parametrize(("path", "purpose"), ASKED, ids=[f"{p.stem}-{n}" for n, (p, _) in enumerate(ASKED)])
-def test_every_mesh_is_as_its_own_plan(path, purpose):
-    searched = plan(path, ReshardOptions(), purpose=replace(purpose, search=True, devices=8))
+@pytest.mark.parametrize(("path", "plan_options"), ASKED, ids=[f"{p.stem}-{n}" for n, (p, _) in enumerate(ASKED)])
+def test_every_mesh_is_as_its_own_plan(path, plan_options):
+    searched = plan(path, ReshardOptions(), plan_options=replace(plan_options, search=True, devices=8))
     found, tried = searched.explored, 0
     for one in found.found.ranked[:: max(1, len(found.found.ranked) // 12)]:
-        alone = plan(path, ReshardOptions(mesh=one.mesh), purpose=found.compared(purpose, one.mesh))
+        alone = plan(path, ReshardOptions(mesh=one.mesh), plan_options=found.compared(plan_options, one.mesh))
         assert needed(alone.forecast.estimate) == needed(one.estimate), str(one.mesh)
         assert [stage.layers for stage in alone.stages] in ([*one.stages], []), str(one.mesh)
         tried += 1
@@ -51,10 +51,10 @@ def test_every_mesh_is_as_its_own_plan(path, purpose):
 
 def test_microbatches_of_the_best_mesh_are_those_it_was_compared_with():
     """GPipe holds all of them, so that fewer would be another plan than the one the table shows."""
-    purpose = PlanOptions(
+    plan_options = PlanOptions(
         use="train", device=get_device("l40s"), devices=4, search=True, seq_len=1024, schedule="gpipe"
     )
-    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=purpose)
+    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=plan_options)
     best = searched.explored.found.ranked[0]
     assert (str(best.mesh), searched.forecast.work.microbatches) == ("pp2 x tp2", 4)
     assert needed(searched.forecast.estimate) == needed(best.estimate)
@@ -65,33 +65,35 @@ def test_measured_peaks_count_for_every_mesh_and_every_change(tmp_path):
     runs = [{"mesh": "fsdp=4", "recompute": "none", "sequence": n, "peak": (38000 + n) * 10**6} for n in (512, 4096)]
     log.write_text("\n".join(map(json.dumps, runs)))
     asked = PlanOptions(use="train", device=get_device("h100"), devices=4, search=True, seq_len=8192, calibration=log)
-    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=asked)
-    plain = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=replace(asked, calibration=None))
+    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=asked)
+    plain = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=replace(asked, calibration=None))
     assert needed(searched.forecast.estimate) == needed(searched.explored.found.ranked[0].estimate)
     assert len(searched.explored.found.ranked) > len(plain.explored.found.ranked)
     assert searched.forecast.calibration.scale < 0.5
     alone = replace(asked, device=get_device("l40s"), search=False, devices=None)
-    advised = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(mesh=Mesh.of(fsdp=2)), purpose=alone).counsel.advice
+    advised = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(mesh=Mesh.of(fsdp=2)), plan_options=alone).counsel.advice
     for one in advised:
         changed = replace(alone, seq_len=one.ask.work.sequence, recompute=one.ask.work.recompute)
         if one.ask.mesh == Mesh.of(fsdp=2) and one.ask.work.offload == "none" and one.ask.work.optimizer == "adamw":
-            tried = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(mesh=one.ask.mesh), purpose=changed)
+            tried = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(mesh=one.ask.mesh), plan_options=changed)
             assert needed(tried.forecast.estimate)[1] == one.nbytes
 
 
 def test_stages_are_those_of_a_mesh():
     with pytest.raises(UsageError, match="--stages is about one mesh"):
         plan(
-            SMALL / "llama.json", ReshardOptions(stages="1,1"), purpose=PlanOptions(use="train", search=True, devices=2)
+            SMALL / "llama.json",
+            ReshardOptions(stages="1,1"),
+            plan_options=PlanOptions(use="train", search=True, devices=2),
         )
     assert plan(
-        SMALL / "llama.json", ReshardOptions(mesh=Mesh.of(pp=2), stages="1,1"), purpose=PlanOptions(search=True)
+        SMALL / "llama.json", ReshardOptions(mesh=Mesh.of(pp=2), stages="1,1"), plan_options=PlanOptions(search=True)
     ).fits
 
 
 def test_where_no_mesh_fits_the_closest_is_the_plan():
-    purpose = PlanOptions(use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192)
-    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), purpose=purpose)
+    plan_options = PlanOptions(use="train", device=get_device("h100"), devices=3, search=True, seq_len=8192)
+    searched = plan(LARGE / "llama-3.1-8b.json", ReshardOptions(), plan_options=plan_options)
     assert not searched.fits
     assert searched.explored.found.ranked == ()
     assert searched.mesh.world == 3

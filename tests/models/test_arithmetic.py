@@ -56,7 +56,7 @@ def found(tmp_path_factory):
         logits = write(source, {**config, "dtype": "float32"})
         assert logits.std() > 0.02, f"{name}: too little for a comparison"
         torch.save(logits, folder / f"{number}.pt")
-        reshard(source, ranks, ReshardOptions(mesh=Mesh.of(tp=2)), reading=SourceOptions(kv_heads="replicate"))
+        reshard(source, ranks, ReshardOptions(mesh=Mesh.of(tp=2)), source_options=SourceOptions(kv_heads="replicate"))
         jobs[name] = {
             "path": str(ranks),
             "config": {**config, "dtype": "float32"},

@@ -27,9 +27,9 @@ def spans(file):
 
 
 def assert_planned(source, target, mesh):
-    wish = ReshardOptions(mesh=mesh)
-    planned = plan(source, wish, purpose=PlanOptions(use="serve"))
-    reshard(source, target, wish)
+    reshard_options = ReshardOptions(mesh=mesh)
+    planned = plan(source, reshard_options, plan_options=PlanOptions(use="serve"))
+    reshard(source, target, reshard_options)
     said = set()
     for rank in planned.ranks:
         said |= {*rank.files}

@@ -74,8 +74,8 @@ class TestEveryFamily:
 def test_replicated_key_value_heads_come_back_once(tiny, tmp_path, name, tp):
     source = tiny(name, divisible=False)
     assert config_of(name, divisible=False)["num_key_value_heads"] < tp
-    reading = SourceOptions(kv_heads="replicate")
-    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=tp)), reading=reading)
+    source_options = SourceOptions(kv_heads="replicate")
+    reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=tp)), source_options=source_options)
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source.path))
     assert digest(tmp_path / "ranks").digest == digest(source.path).digest

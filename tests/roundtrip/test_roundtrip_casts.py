@@ -86,8 +86,13 @@ def test_what_is_not_a_float_of_16_bits_or_more_is_left_alone(tmp_path, mesh):
     (tmp_path / "source").mkdir()
     save_file(tensors, tmp_path / "source/model.safetensors")
     (tmp_path / "rules.toml").write_text('[rules]\n"weight" = ["tp", "fsdp"]\n"**" = []\n')
-    reading = SourceOptions(rules=tmp_path / "rules.toml")
-    reshard(tmp_path / "source", tmp_path / "cast", ReshardOptions(mesh=MESHES[mesh], dtype="bf16"), reading=reading)
+    source_options = SourceOptions(rules=tmp_path / "rules.toml")
+    reshard(
+        tmp_path / "source",
+        tmp_path / "cast",
+        ReshardOptions(mesh=MESHES[mesh], dtype="bf16"),
+        source_options=source_options,
+    )
     reshard(tmp_path / "cast", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), cast(tensors, "bf16"))
     assert verify(tmp_path / "cast", level="full", against=tmp_path / "source").ok

@@ -55,21 +55,24 @@ def original(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", UNTRAINED)
 def test_its_digest_is_that_of_the_hugging_face_original(name, original):
-    assert digest(FIXTURES / name, reading=CONFIG).digest == digest(original).digest
+    assert digest(FIXTURES / name, source_options=CONFIG).digest == digest(original).digest
 
 
 @pytest.mark.parametrize("name", [*UNTRAINED, *TRAINED])
 def test_to_hugging_face(name, tmp_path):
-    reshard(FIXTURES / name, tmp_path / "out", reading=CONFIG)
+    reshard(FIXTURES / name, tmp_path / "out", source_options=CONFIG)
     same(load_file(tmp_path / "out" / "model.safetensors"), whole(name)["weights"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "shardctl.json"}
 
 
 def test_tied_names_are_one_tensor(tmp_path):
-    reshard(FIXTURES / "tied", tmp_path / "out", reading=SourceOptions(config=FIXTURES / "tied.json"))
+    reshard(FIXTURES / "tied", tmp_path / "out", source_options=SourceOptions(config=FIXTURES / "tied.json"))
     same(load_file(tmp_path / "out" / "model.safetensors"), whole("tied")["weights"])
     copied = verify(
-        tmp_path / "out", level="full", against=FIXTURES / "tied", reading=SourceOptions(config=FIXTURES / "tied.json")
+        tmp_path / "out",
+        level="full",
+        against=FIXTURES / "tied",
+        source_options=SourceOptions(config=FIXTURES / "tied.json"),
     )
     assert copied.ok, copied.findings
 
@@ -82,10 +85,14 @@ def test_what_no_model_is_known_for_keeps_its_names(tmp_path):
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(pp=2, fsdp=2)], ids=str)
 def test_to_ranks_with_the_optimizer_and_back(name, mesh, tmp_path):
-    reshard(FIXTURES / name, tmp_path / "ranks", ReshardOptions(mesh=mesh, optimizer_states="keep"), reading=CONFIG)
-    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, reading=CONFIG)
+    reshard(
+        FIXTURES / name, tmp_path / "ranks", ReshardOptions(mesh=mesh, optimizer_states="keep"), source_options=CONFIG
+    )
+    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, source_options=CONFIG)
     assert checked.ok, checked.findings
-    assert checked.digest == digest(FIXTURES / name, reading=CONFIG).digest  # of the weights, with or without states
+    assert (
+        checked.digest == digest(FIXTURES / name, source_options=CONFIG).digest
+    )  # of the weights, with or without states
     reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp"))
     check_with_torch(tmp_path / "dcp", name, tmp_path)
 
@@ -94,9 +101,12 @@ def test_to_ranks_with_the_optimizer_and_back(name, mesh, tmp_path):
 @pytest.mark.parametrize("mesh", [None, Mesh.of(fsdp=3), Mesh.of(fsdp=2, tp=2)], ids=str)
 def test_to_dcp_with_the_optimizer(name, mesh, tmp_path):
     reshard(
-        FIXTURES / name, tmp_path / "dcp", ReshardOptions(to="dcp", mesh=mesh, max_shard_size=20_000), reading=CONFIG
+        FIXTURES / name,
+        tmp_path / "dcp",
+        ReshardOptions(to="dcp", mesh=mesh, max_shard_size=20_000),
+        source_options=CONFIG,
     )
-    checked = verify(tmp_path / "dcp", level="full", against=FIXTURES / name, reading=CONFIG)
+    checked = verify(tmp_path / "dcp", level="full", against=FIXTURES / name, source_options=CONFIG)
     assert checked.ok, checked.findings
     check_with_torch(tmp_path / "dcp", name, tmp_path)
 
@@ -129,7 +139,7 @@ def test_every_kind_of_tensor_to_dcp(tmp_path):
 
 
 def test_training_goes_on_as_without_the_detour(tmp_path):
-    reshard(FIXTURES / "fsdp-tp", tmp_path / "one", ReshardOptions(to="dcp"), reading=CONFIG)
+    reshard(FIXTURES / "fsdp-tp", tmp_path / "one", ReshardOptions(to="dcp"), source_options=CONFIG)
     reshard(tmp_path / "one", tmp_path / "many", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=3)))
     direct, detour = str(FIXTURES / "fsdp-tp"), str(tmp_path / "many")
     found = dcp_ranks.losses(tmp_path / "ranks", {direct: "app", detour: ""})
@@ -139,24 +149,29 @@ def test_training_goes_on_as_without_the_detour(tmp_path):
 
 def test_optimizer_states_need_a_place_and_a_source(tmp_path):
     with pytest.raises(UsageError, match="has no place for optimizer states"):
-        reshard(FIXTURES / "fsdp2", tmp_path / "out", ReshardOptions(optimizer_states="keep"), reading=CONFIG)
+        reshard(FIXTURES / "fsdp2", tmp_path / "out", ReshardOptions(optimizer_states="keep"), source_options=CONFIG)
     with pytest.raises(UsageError, match="the source has no optimizer states"):
-        reshard(FIXTURES / "tp", tmp_path / "out", ReshardOptions(to="dcp", optimizer_states="keep"), reading=CONFIG)
+        reshard(
+            FIXTURES / "tp", tmp_path / "out", ReshardOptions(to="dcp", optimizer_states="keep"), source_options=CONFIG
+        )
 
 
 @pytest.mark.parametrize("layout", ["ranks", "meta", "megatron", "torch_dist", "trtllm", "vllm"])
 def test_what_a_trainer_saved_goes_into_what_runs_a_model_without_its_states(layout, tmp_path):
-    reshard(FIXTURES / "fsdp2", tmp_path / "out", ReshardOptions(to=layout, mesh=Mesh.of(tp=2)), reading=CONFIG)
-    assert verify(tmp_path / "out", against=FIXTURES / "fsdp2", reading=CONFIG).ok
+    reshard(FIXTURES / "fsdp2", tmp_path / "out", ReshardOptions(to=layout, mesh=Mesh.of(tp=2)), source_options=CONFIG)
+    assert verify(tmp_path / "out", against=FIXTURES / "fsdp2", source_options=CONFIG).ok
     if layout != "ranks":
         with pytest.raises(UsageError, match=f"layout {layout} has no place for optimizer states"):
             reshard(
-                FIXTURES / "fsdp2", tmp_path / "no", ReshardOptions(to=layout, optimizer_states="keep"), reading=CONFIG
+                FIXTURES / "fsdp2",
+                tmp_path / "no",
+                ReshardOptions(to=layout, optimizer_states="keep"),
+                source_options=CONFIG,
             )
 
 
 def test_a_cast_leaves_the_optimizer_alone(tmp_path):
-    reshard(FIXTURES / "fsdp2", tmp_path / "dcp", ReshardOptions(to="dcp", dtype="bf16"), reading=CONFIG)
+    reshard(FIXTURES / "fsdp2", tmp_path / "dcp", ReshardOptions(to="dcp", dtype="bf16"), source_options=CONFIG)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert {t.dtype for t in found["model"].values()} == {torch.bfloat16}
@@ -205,9 +220,14 @@ def test_torchtitans_names_and_rows_become_those_of_transformers(tmp_path):
     state["optimizer"] |= {f"param_groups.{titan(name)}.lr": 0.5 for name in weights}
     state["train_state"] = {"step": torch.tensor(2)}
     dcp.save(state, checkpoint_id=tmp_path / "titan", no_dist=True)
-    reshard(tmp_path / "titan", tmp_path / "hf", reading=CONFIG)
+    reshard(tmp_path / "titan", tmp_path / "hf", source_options=CONFIG)
     same(load_file(tmp_path / "hf" / "model.safetensors"), weights)
-    reshard(tmp_path / "titan", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)), reading=CONFIG)
+    reshard(
+        tmp_path / "titan",
+        tmp_path / "dcp",
+        ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)),
+        source_options=CONFIG,
+    )
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
     same(found["model"], weights)
@@ -237,18 +257,18 @@ def experts(tmp_path_factory):
 @pytest.mark.parametrize("mesh", [None, Mesh.of(ep=2, fsdp=2)], ids=str)
 def test_experts_keep_their_arrays_and_states(mesh, experts, tmp_path):
     place, expected = experts
-    reading = SourceOptions(config=CONFIGS / "qwen3_moe.json")
-    reshard(place, tmp_path / "dcp", ReshardOptions(to="dcp", mesh=mesh), reading=reading)
-    checked = verify(tmp_path / "dcp", level="full", against=place, reading=reading)
+    source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
+    reshard(place, tmp_path / "dcp", ReshardOptions(to="dcp", mesh=mesh), source_options=source_options)
+    checked = verify(tmp_path / "dcp", level="full", against=place, source_options=source_options)
     assert checked.ok, checked.findings
     compare_with_torch(tmp_path / "dcp", expected, tmp_path)
 
 
 def test_experts_apart_have_states_apart_and_come_together_again(experts, tmp_path):
     place, expected = experts
-    reading = SourceOptions(config=CONFIGS / "qwen3_moe.json")
-    wish = ReshardOptions(mesh=Mesh.of(ep=2, fsdp=2), experts="split", optimizer_states="keep")
-    reshard(place, tmp_path / "ranks", wish, reading=reading)
+    source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
+    reshard_options = ReshardOptions(mesh=Mesh.of(ep=2, fsdp=2), experts="split", optimizer_states="keep")
+    reshard(place, tmp_path / "ranks", reshard_options, source_options=source_options)
     checked = verify(tmp_path / "ranks", level="full")
     assert checked.ok, checked.findings
     reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp", experts="fused"))
@@ -259,6 +279,6 @@ def test_the_config_that_is_given_travels_along_and_says_the_type_of_the_weights
     (tmp_path / "config.json").write_text((FIXTURES / "config.json").read_text().replace("float32", "bfloat16"))
     given = SourceOptions(config=tmp_path / "config.json")
     for dtype, expected in (("keep", "float32"), ("fp16", "float16")):
-        reshard(FIXTURES / "tp", tmp_path / dtype, ReshardOptions(dtype=dtype), reading=given)
+        reshard(FIXTURES / "tp", tmp_path / dtype, ReshardOptions(dtype=dtype), source_options=given)
         written = json.loads((tmp_path / dtype / "config.json").read_text())
         assert written == json.loads(given.config.read_text()) | {"dtype": expected}

@@ -81,12 +81,12 @@ def test_hf_to_hf_keeps_every_bit(every, tmp_path):
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(fsdp=2), Mesh.of(tp=2, fsdp=2), Mesh.of(fsdp=4)], ids=str)
 def test_through_a_mesh_and_back_keeps_every_bit(every, tmp_path, mesh):
-    reading = SourceOptions(rules=every.parent / "rules.toml")
-    reshard(every, tmp_path / "ranks", ReshardOptions(mesh=mesh), reading=reading)
+    source_options = SourceOptions(rules=every.parent / "rules.toml")
+    reshard(every, tmp_path / "ranks", ReshardOptions(mesh=mesh), source_options=source_options)
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert read(tmp_path / "back") == tensors()
     assert digest(tmp_path / "ranks").digest == digest(every).digest
-    assert verify(tmp_path / "ranks", level="full", against=every, reading=reading).ok
+    assert verify(tmp_path / "ranks", level="full", against=every, source_options=source_options).ok
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,13 @@ def test_nan_payloads_signalling_nans_and_bool_255_are_bits_like_any_others(tmp_
     data = b"".join(value.to_bytes(size, "little") for value in values)
     write(tmp_path / "source/model.safetensors", {"w": (dtype, (4, 2), data)})
     (tmp_path / "rules.toml").write_text('[rules]\n"w" = ["tp", "fsdp"]\n')
-    reading = SourceOptions(rules=tmp_path / "rules.toml")
-    reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), reading=reading)
+    source_options = SourceOptions(rules=tmp_path / "rules.toml")
+    reshard(
+        tmp_path / "source",
+        tmp_path / "ranks",
+        ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)),
+        source_options=source_options,
+    )
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert read(tmp_path / "back") == {"w": (dtype, (4, 2), data)}
     assert digest(tmp_path / "ranks").digest == digest(tmp_path / "source").digest
@@ -120,6 +125,8 @@ def test_a_cut_within_a_byte_is_refused_and_says_where(tmp_path, dtype):
     data = random.Random(1).randbytes(BY_NAME[dtype].bits * 2 * 8 // 8)
     write(tmp_path / "source/model.safetensors", {"w": (dtype, (2, 8), data)})
     (tmp_path / "rules.toml").write_text('[rules]\n"w" = ["", "fsdp"]\n')
-    reading = SourceOptions(rules=tmp_path / "rules.toml")
+    source_options = SourceOptions(rules=tmp_path / "rules.toml")
     with pytest.raises(UnsupportedError, match=r"^w \[2, 8\] is F[46].* cannot be cut at \[0:2, 0:3\]"):
-        reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=3)), reading=reading)
+        reshard(
+            tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=3)), source_options=source_options
+        )

@@ -190,7 +190,9 @@ def test_the_config_says_what_the_params_say(converted):
 
 
 def test_a_config_of_its_own_wins(original, tmp_path):
-    result = reshard(FIXTURES / "meta" / "llama2", tmp_path / "out", reading=SourceOptions(config=original["llama2"]))
+    result = reshard(
+        FIXTURES / "meta" / "llama2", tmp_path / "out", source_options=SourceOptions(config=original["llama2"])
+    )
     assert result.warnings == ()
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == json.loads((original["llama2"] / "config.json").read_text())
@@ -207,7 +209,7 @@ def test_back_to_the_very_tensors_of_meta(name, converted, tmp_path):
         converted[name],
         tmp_path / "meta",
         ReshardOptions(to="meta", mesh=mesh),
-        reading=SourceOptions(kv_heads="replicate"),
+        source_options=SourceOptions(kv_heads="replicate"),
     )
     for rank in range(ranks):
         file = f"consolidated.{rank:02d}.pth"
@@ -255,7 +257,7 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "wish", "message"),
+    ("change", "reshard_options", "message"),
     [
         ({"attention_bias": True}, ReshardOptions(to="meta"), "has no place for model.layers.0.self_attn.q_proj.bias"),
         (
@@ -286,7 +288,7 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
         ),
     ],
 )
-def test_what_metas_code_has_no_place_for_is_refused(change, wish, message, tmp_path):
+def test_what_metas_code_has_no_place_for_is_refused(change, reshard_options, message, tmp_path):
     small = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -298,13 +300,15 @@ def test_what_metas_code_has_no_place_for_is_refused(change, wish, message, tmp_
     }
     LlamaForCausalLM(LlamaConfig(**(small | change))).save_pretrained(tmp_path / "hf")
     with pytest.raises(ShardctlError, match=message):
-        reshard(tmp_path / "hf", tmp_path / "meta", wish)
+        reshard(tmp_path / "hf", tmp_path / "meta", reshard_options)
 
 
 def test_another_model_is_refused_by_its_name(converted, tmp_path):
     config = json.loads((converted["llama2"] / "config.json").read_text())
     other = tmp_path / "config.json"
     other.write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
-    wish, reading = ReshardOptions(to="meta", mesh=Mesh.of(tp=2)), SourceOptions(config=other)
+    reshard_options, source_options = ReshardOptions(to="meta", mesh=Mesh.of(tp=2)), SourceOptions(config=other)
     with pytest.raises(UnsupportedError, match="is for Llama 2 and 3, not for MistralForCausalLM"):
-        reshard(converted["llama2"] / "model.safetensors", tmp_path / "meta", wish, reading=reading)
+        reshard(
+            converted["llama2"] / "model.safetensors", tmp_path / "meta", reshard_options, source_options=source_options
+        )

@@ -20,7 +20,7 @@ DCP = FIXTURES.parent / "dcp"
 MODELS = ("fsdp2", "tp", "fsdp-tp", "hsdp", "fsdp1", "local", "local-padded")
 
 
-def reading(name: str) -> SourceOptions:
+def source_options(name: str) -> SourceOptions:
     flat = FIXTURES / "flat.json"
     of = {"hsdp": DCP / "tied.json", "local": flat, "local-padded": flat}
     return SourceOptions(config=of.get(name, DCP / "config.json"))
@@ -33,7 +33,7 @@ def whole(name: str) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_to_hugging_face(name, tmp_path):
-    reshard(FIXTURES / name, tmp_path / "out", reading=reading(name))
+    reshard(FIXTURES / name, tmp_path / "out", source_options=source_options(name))
     same(load_file(tmp_path / "out" / "model.safetensors"), whole(name)["weights"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "shardctl.json"}
 
@@ -44,17 +44,21 @@ def test_what_no_model_is_known_for_keeps_its_names(tmp_path):
 
 
 def test_the_digest_is_that_of_other_formats():
-    assert digest(FIXTURES / "tp", reading=reading("tp")).digest == digest(DCP / "tp", reading=reading("tp")).digest
     assert (
-        digest(FIXTURES / "fsdp2", reading=reading("tp")).digest == digest(DCP / "fsdp2", reading=reading("tp")).digest
+        digest(FIXTURES / "tp", source_options=source_options("tp")).digest
+        == digest(DCP / "tp", source_options=source_options("tp")).digest
+    )
+    assert (
+        digest(FIXTURES / "fsdp2", source_options=source_options("tp")).digest
+        == digest(DCP / "fsdp2", source_options=source_options("tp")).digest
     )
 
 
 @pytest.mark.parametrize("name", ["fsdp-tp", "fsdp2"])
 def test_to_ranks_and_to_dcp_with_the_optimizer(name, tmp_path):
-    wish = ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
-    reshard(FIXTURES / name, tmp_path / "ranks", wish, reading=reading(name))
-    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, reading=reading(name))
+    reshard_options = ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2), optimizer_states="keep")
+    reshard(FIXTURES / name, tmp_path / "ranks", reshard_options, source_options=source_options(name))
+    checked = verify(tmp_path / "ranks", level="full", against=FIXTURES / name, source_options=source_options(name))
     assert checked.ok, checked.findings
     reshard(tmp_path / "ranks", tmp_path / "dcp", ReshardOptions(to="dcp"))
     compare_with_torch(tmp_path / "dcp", whole(name), tmp_path)

@@ -36,11 +36,11 @@ def written(file):
     return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
 
 
-def assert_planned(source, target, mesh, reading=None):
+def assert_planned(source, target, mesh, source_options=None):
     """Of meshes without dp and cp, so that each rank has files of its own."""
-    wish = ReshardOptions(mesh=mesh)
-    planned = plan(source, wish, reading=reading, purpose=PlanOptions(use="serve"))
-    reshard(source, target, wish, reading=reading)
+    reshard_options = ReshardOptions(mesh=mesh)
+    planned = plan(source, reshard_options, source_options=source_options, plan_options=PlanOptions(use="serve"))
+    reshard(source, target, reshard_options, source_options=source_options)
     for rank in planned.ranks:
         files = [target / name for name in rank.files]
         assert rank.file_bytes == sum(file.stat().st_size for file in files)

@@ -125,16 +125,16 @@ class TestAnUnknownArchitecture:
 
     def test_the_hint_is_a_rule_file_that_works(self, made_up, tmp_path):
         (tmp_path / "rules.toml").write_text('[rules]\n"embed.weight" = ["tp", "fsdp"]\n"**" = []\n')
-        reading = SourceOptions(rules=tmp_path / "rules.toml")
-        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), reading=reading)
+        source_options = SourceOptions(rules=tmp_path / "rules.toml")
+        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)), source_options=source_options)
         assert digest(tmp_path / "ranks").digest == digest(made_up).digest
 
     @pytest.mark.parametrize(
         "mesh", [Mesh.of(tp=2, fsdp=2), Mesh.of(fsdp=3), Mesh.of(pp=3), Mesh.of(tp=2, pp=2, fsdp=3)], ids=str
     )
     def test_with_rules_there_and_back_is_the_identity(self, made_up, tmp_path, mesh):
-        reading = SourceOptions(rules=made_up / "rules.toml")
-        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=mesh), reading=reading)
+        source_options = SourceOptions(rules=made_up / "rules.toml")
+        reshard(made_up, tmp_path / "ranks", ReshardOptions(mesh=mesh), source_options=source_options)
         reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
         assert_same(stored(tmp_path / "back"), stored(made_up))
         assert digest(tmp_path / "ranks").digest == digest(made_up).digest == digest(tmp_path / "back").digest
@@ -153,7 +153,7 @@ class TestAnUnknownArchitecture:
                 made_up,
                 tmp_path / "ranks",
                 ReshardOptions(mesh=Mesh.of(tp=2)),
-                reading=SourceOptions(rules=tmp_path / "rules.toml"),
+                source_options=SourceOptions(rules=tmp_path / "rules.toml"),
             )
 
 
@@ -164,7 +164,7 @@ def test_a_rule_file_can_overrule_a_known_family(tiny, tmp_path):
         source.path,
         tmp_path / "ranks",
         ReshardOptions(mesh=Mesh.of(tp=2)),
-        reading=SourceOptions(rules=tmp_path / "rules.toml"),
+        source_options=SourceOptions(rules=tmp_path / "rules.toml"),
     )
     one = header(tmp_path / "ranks/shard-00001-model-00001-of-00001.safetensors")
     assert one["model.layers.0.mlp.up_proj.weight"]["shape"] == [48, 16]

@@ -54,14 +54,16 @@ def logits(path) -> torch.Tensor:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back(source, name, tmp_path):
     tiny = source(name)
-    wish = ReshardOptions(to="trtllm", mesh=FAMILIES[name][1])
-    made = reshard(tiny.path, tmp_path / "trt", wish, reading=SourceOptions(kv_heads="replicate"))
+    reshard_options = ReshardOptions(to="trtllm", mesh=FAMILIES[name][1])
+    made = reshard(tiny.path, tmp_path / "trt", reshard_options, source_options=SourceOptions(kv_heads="replicate"))
     assert verify(tmp_path / "trt", against=str(tiny.path)).ok
     back = reshard(tmp_path / "trt", tmp_path / "hf", ReshardOptions(to="hf"))
     assert back.record.digest == made.record.digest
     if tiny.config["dtype"] == "float32" or not ("moe" in name or name == "mixtral"):
         assert back.record.digest == digest(tiny.path).digest
-    again = reshard(tmp_path / "hf", tmp_path / "again", wish, reading=SourceOptions(kv_heads="replicate"))
+    again = reshard(
+        tmp_path / "hf", tmp_path / "again", reshard_options, source_options=SourceOptions(kv_heads="replicate")
+    )
     assert again.record.digest == made.record.digest
     for path in (tmp_path / "trt").glob("rank*"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
@@ -86,6 +88,6 @@ def test_a_plan_says_that_each_rank_has_the_whole_embedding(tmp_path):
     config = {**config_of("llama"), "vocab_size": vocabulary, "hidden_size": hidden, "dtype": "float32"}
     source = save(tmp_path / "source", config).path
     more = format_memory_size(vocabulary * hidden * 4 // 2)
-    said = plan(source, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings
+    said = plan(source, ReshardOptions(to="trtllm", mesh=Mesh.of(tp=2)), plan_options=PlanOptions()).warnings
     assert any(f"rank 0 of layout trtllm holds {more} more than its part of the weights" in w for w in said)
-    assert not plan(source, ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)), purpose=PlanOptions()).warnings
+    assert not plan(source, ReshardOptions(to="vllm", mesh=Mesh.of(tp=2)), plan_options=PlanOptions()).warnings

@@ -105,7 +105,7 @@ def test_it_reads_back_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_from_distributed_checkpoints_to_deepspeed_and_back_to_torch(name, tmp_path):
-    reshard(DCP / name, tmp_path / "universal", ReshardOptions(to="universal"), reading=CONFIG)
+    reshard(DCP / name, tmp_path / "universal", ReshardOptions(to="universal"), source_options=CONFIG)
     held = parameters(tmp_path / "universal")
     same({key: kinds["fp32"] for key, kinds in held.items()}, whole(name)["weights"])
     reshard(tmp_path / "universal", tmp_path / "dcp", ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=2, tp=2)))
@@ -157,9 +157,9 @@ def test_options_and_states_without_a_place_are_refused(tiny, tmp_path):
 
 def test_experts_keep_their_arrays_and_states(experts, tmp_path):  # noqa: F811
     place, expected = experts
-    reading = SourceOptions(config=CONFIGS / "qwen3_moe.json")
-    reshard(place, tmp_path / "universal", ReshardOptions(to="universal"), reading=reading)
-    checked = verify(tmp_path / "universal", level="full", against=place, reading=reading)
+    source_options = SourceOptions(config=CONFIGS / "qwen3_moe.json")
+    reshard(place, tmp_path / "universal", ReshardOptions(to="universal"), source_options=source_options)
+    checked = verify(tmp_path / "universal", level="full", against=place, source_options=source_options)
     assert checked.ok, checked.findings
     held = parameters(tmp_path / "universal")
     same({key: kinds["fp32"] for key, kinds in held.items()}, expected["weights"])

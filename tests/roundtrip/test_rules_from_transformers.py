@@ -60,7 +60,7 @@ def foreign(tmp_path_factory):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_there_and_back_is_the_identity(foreign, tmp_path, kind, mesh):
     source = foreign(kind)
-    done = reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=mesh), reading=BORROWED)
+    done = reshard(source.path, tmp_path / "ranks", ReshardOptions(mesh=mesh), source_options=BORROWED)
     assert done.warnings[0].startswith(f"how {UNKNOWN[kind]} is cut is what ")
     assert f"of transformers {transformers.__version__} says" in done.warnings[0]
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
@@ -91,7 +91,9 @@ def test_what_is_cut_is_what_the_plan_of_the_loaded_class_cuts(foreign, kind):
 
 def test_heads_stay_whole_although_the_plan_does_not_know_them(foreign, tmp_path):
     with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 heads") as caught:
-        reshard(foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), reading=BORROWED)
+        reshard(
+            foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), source_options=BORROWED
+        )
     assert caught.value.hint == "use --tp 1 or 2"
 
 
@@ -131,8 +133,8 @@ def test_without_it_an_unknown_architecture_is_refused_and_the_option_named(fore
 def test_a_rule_file_goes_before_the_plan(foreign, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.up_proj.weight" = []\n')
-    reading = SourceOptions(rules_from="transformers", rules=rules)
-    with open_checkpoint(foreign("smollm3").path, reading) as checkpoint:
+    source_options = SourceOptions(rules_from="transformers", rules=rules)
+    with open_checkpoint(foreign("smollm3").path, source_options) as checkpoint:
         tensors = checkpoint.require_model("a test").tensors
     assert tensors["model.layers.0.mlp.up_proj.weight"].spec.cuts == ((), ())
     assert tensors["model.layers.0.mlp.gate_proj.weight"].spec.axes == ("tp", "fsdp")
@@ -143,7 +145,7 @@ def test_a_matrix_that_the_plan_leaves_whole_is_named(foreign, tmp_path):
     state = stored(foreign("smollm3").path) | {"model.layers.0.mlp.extra_proj.weight": torch.ones(4, 4)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(state, tmp_path / "model.safetensors")
-    warnings = inspect(tmp_path, reading=BORROWED).warnings
+    warnings = inspect(tmp_path, source_options=BORROWED).warnings
     assert warnings[1] == "that plan leaves model.layers.*.mlp.extra_proj.weight whole on every tp rank"
 
 
@@ -159,19 +161,19 @@ class TestRefusals:
     def test_a_known_architecture_has_a_table(self, tmp_path):
         source = save(tmp_path / "source", config_of("llama"))
         with pytest.raises(UsageError, match="not known, and LlamaForCausalLM is") as caught:
-            inspect(source.path, reading=BORROWED)
+            inspect(source.path, source_options=BORROWED)
         assert caught.value.hint == "leave it out"
 
     def test_no_config(self, tmp_path):
         source = self.of(tmp_path)
         (source / "config.json").unlink()
         with pytest.raises(UsageError, match="there is no config"):
-            inspect(source, reading=BORROWED)
+            inspect(source, source_options=BORROWED)
 
     def test_transformers_is_not_there(self, tmp_path, monkeypatch):
         monkeypatch.setattr(transformers_plan, "find_spec", lambda _name: None)
         with pytest.raises(UsageError, match="needs transformers, which is not installed"):
-            inspect(self.of(tmp_path), reading=BORROWED)
+            inspect(self.of(tmp_path), source_options=BORROWED)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -186,10 +188,15 @@ class TestRefusals:
     def test_what_cannot_be_followed_is_named(self, tmp_path, changes, message):
         with pytest.raises(UnsupportedError, match=message):
             reshard(
-                self.of(tmp_path, **changes), tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)), reading=BORROWED
+                self.of(tmp_path, **changes),
+                tmp_path / "out",
+                ReshardOptions(mesh=Mesh.of(tp=2)),
+                source_options=BORROWED,
             )
 
     def test_names_that_fit_in_two_places(self, tmp_path):
         state = {f"{tower}.layers.0.self_attn.q_proj.weight": torch.ones(4, 4) for tower in ("text", "vision")}
         with pytest.raises(UnsupportedError, match=r"in several places \(text., vision.\)"):
-            reshard(self.of(tmp_path, state), tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)), reading=BORROWED)
+            reshard(
+                self.of(tmp_path, state), tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=BORROWED
+            )

@@ -83,14 +83,14 @@ def test_more_tokens_than_the_padded_vocabulary_has_rows(name):
 
 
 def test_exchanged_folders_of_tp_ranks_are_warned_about(tmp_path):
-    reading, name = SourceOptions(true_vocab=128), "qwen3-moe-ep2-etp1"
-    with open_checkpoint(FIXTURES / "megatron" / name, reading) as checkpoint:
+    source_options, name = SourceOptions(true_vocab=128), "qwen3-moe-ep2-etp1"
+    with open_checkpoint(FIXTURES / "megatron" / name, source_options) as checkpoint:
         assert not any("exchanged" in warning for warning in checkpoint.stored.warnings)
     folder = shutil.copytree(FIXTURES / "megatron" / name, tmp_path / name) / "iter_0000010"
     (folder / "mp_rank_00_000").rename(folder / "kept")
     (folder / "mp_rank_01_001").rename(folder / "mp_rank_00_000")
     (folder / "kept").rename(folder / "mp_rank_01_001")
-    with open_checkpoint(tmp_path / name, reading) as checkpoint:
+    with open_checkpoint(tmp_path / name, source_options) as checkpoint:
         assert sum("were folders exchanged?" in warning for warning in checkpoint.manifest.warnings) == 2
 
 

@@ -52,9 +52,9 @@ def save(path: Path, config: Mapping[str, Any]) -> Any:
     return model
 
 
-def cut(source: Path, target: Path, mesh: Mesh, **wish: Any) -> Path:
+def cut(source: Path, target: Path, mesh: Mesh, **reshard_options: Any) -> Path:
     """Cut a checkpoint over a mesh, key/value heads replicated where there are too few."""
-    reshard(source, target, ReshardOptions(mesh=mesh, **wish), reading=REPLICATE)
+    reshard(source, target, ReshardOptions(mesh=mesh, **reshard_options), source_options=REPLICATE)
     return target
 
 

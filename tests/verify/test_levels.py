@@ -102,7 +102,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 class TestLoad:
     def test_every_rank_is_loaded_and_equal_to_the_source(self, ranks, source):
-        found = verify(ranks, level="load", against=source, trial=VerifyOptions(device="cpu"))
+        found = verify(ranks, level="load", against=source, verify_options=VerifyOptions(device="cpu"))
         assert [(one.name, one.status) for one in found.levels] == [
             (name, "passed") for name in ("structure", "content", "identity", "load")
         ]
@@ -123,7 +123,9 @@ class TestLoad:
     @pytest.mark.parametrize("against", [True, False])
     def test_what_is_not_there_on_the_device_is_found(self, ranks, source, against):
         name = flip(shard(ranks, 1), UP)
-        found = verify(ranks, level="load", against=source if against else None, trial=VerifyOptions(device="cpu"))
+        found = verify(
+            ranks, level="load", against=source if against else None, verify_options=VerifyOptions(device="cpu")
+        )
         loaded = level(found, "load")
         assert loaded.status == "failed"
         (finding,) = loaded.findings
@@ -146,7 +148,7 @@ class TestLoad:
         assert verify(tmp_path / "half", level="load", against=source).ok
 
     @pytest.mark.parametrize(
-        ("config", "wish"),
+        ("config", "reshard_options"),
         [
             ("gpt2", ReshardOptions(mesh=Mesh.of(tp=2))),
             ("mixtral", ReshardOptions(mesh=Mesh.of(dp=4, ep=2, etp=2), experts="fused")),
@@ -155,9 +157,9 @@ class TestLoad:
             ("phi3", ReshardOptions(mesh=Mesh.of(fsdp=2, tp=2))),
         ],
     )
-    def test_other_forms(self, tmp_path, config, wish):
+    def test_other_forms(self, tmp_path, config, reshard_options):
         checkpoint(tmp_path / "source", config)
-        reshard(tmp_path / "source", tmp_path / "ranks", wish)
+        reshard(tmp_path / "source", tmp_path / "ranks", reshard_options)
         for against in (tmp_path / "source", None):
             found = verify(tmp_path / "ranks", level="load", against=against)
             assert found.ok, found.findings
@@ -165,7 +167,7 @@ class TestLoad:
 
     @pytest.mark.skipif(GPU, reason="there is a GPU")
     def test_where_no_device_is_asked_for_and_none_is_there_little_is_loaded_at_once(self, ranks, monkeypatch):
-        whole = level(verify(ranks, level="load", trial=VerifyOptions(device="cpu")), "load")
+        whole = level(verify(ranks, level="load", verify_options=VerifyOptions(device="cpu")), "load")
         monkeypatch.setattr(shardctl.loading.device_levels, "_BATCH", 5000)
         parts = level(verify(ranks, level="load"), "load")
         assert [r.nbytes for r in parts.ranks] == [r.nbytes for r in whole.ranks]
@@ -341,7 +343,7 @@ RESULT = ForwardResult(
 
 class TestForward:
     def test_the_model_of_the_shards_computes_what_the_source_computes(self, ranks, source):
-        found = verify(ranks, level="forward", against=source, trial=VerifyOptions(device="cpu"))
+        found = verify(ranks, level="forward", against=source, verify_options=VerifyOptions(device="cpu"))
         assert found.ok, found.findings
         result = level(found, "forward").forward
         assert result.worst.error < 1e-5
@@ -459,9 +461,9 @@ def test_what_orbax_wrote_is_verified_too(tmp_path):
     """Its arrays are no files of the directory; what was made of it has the names of the rule file already."""
     pytest.importorskip("tensorstore", reason="needs tensorstore")
     orbax, right = CONFIGS.parent / "orbax", CONFIGS.parent / "trtllm" / "llama_pp3" / "source"
-    reading = SourceOptions(rules=orbax / "names.toml", config=right / "config.json")
-    found = verify(orbax / "zarr", level="full", reading=reading)
+    source_options = SourceOptions(rules=orbax / "names.toml", config=right / "config.json")
+    found = verify(orbax / "zarr", level="full", source_options=source_options)
     assert found.ok, found.findings
     assert found.digest == digest(right).digest
-    reshard(orbax / "zarr", tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)), reading=reading)
-    assert verify(tmp_path / "cut", against=orbax / "zarr", reading=reading).ok
+    reshard(orbax / "zarr", tmp_path / "cut", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=source_options)
+    assert verify(tmp_path / "cut", against=orbax / "zarr", source_options=source_options).ok

@@ -146,7 +146,12 @@ def test_experts_in_one_array(tmp_path):
 
 def test_heads_that_several_ranks_hold(tmp_path):
     source = checkpoint(tmp_path / "gemma", "llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
-    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), reading=SourceOptions(kv_heads="replicate"))
+    reshard(
+        source,
+        tmp_path / "ranks",
+        ReshardOptions(mesh=Mesh.of(tp=4)),
+        source_options=SourceOptions(kv_heads="replicate"),
+    )
     for rank in range(4):
         same(
             shardctl.load(tmp_path / "ranks", rank=rank),
