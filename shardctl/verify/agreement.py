@@ -38,5 +38,6 @@ def require_agreement(tensors: Sequence[Tensor], reader: ByteReader, effort: Exe
             )
         raise SourceError(
             f"{tensor.name}: copies {where}",
-            hint="shardctl verify SRC --level full lists all that differ; --prefer-index takes what an index names",
+            hint="shardctl verify SRC --level full lists all that differ; --prefer-index takes what an index names, "
+            "and where there is none, give the file that is meant",
         )

@@ -266,9 +266,11 @@ def test_a_count_may_be_wider_than_the_number(tmp_path):
     assert_holds(tmp_path, scan(tmp_path), {"a": torch.ones(1), "b": torch.ones(1)})
 
 
-def test_the_same_name_in_two_files_is_refused(tmp_path):
+def test_the_same_name_in_two_files_is_refused_if_the_first_values_differ(tmp_path):
     for rank in range(2):
-        save_file(some_tensors(), tmp_path / f"weights-of-rank-{rank}.safetensors")
+        save_file(
+            {**some_tensors(), "part": torch.full((64, 64), rank)}, tmp_path / f"weights-of-rank-{rank}.safetensors"
+        )
     with pytest.raises(SourceError, match=r"is in both weights-of-rank-0\.safetensors and weights-of-rank-1") as raised:
         scan(tmp_path)
     assert "DCP_SHARDING_INFO" in raised.value.hint

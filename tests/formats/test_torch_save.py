@@ -271,11 +271,11 @@ def test_two_checkpoints_in_one_directory(tmp_path):
     check(tmp_path, scan(tmp_path / "pytorch_model.bin"), state)
 
 
-def test_files_without_index_may_not_repeat_names(tmp_path):
+def test_files_without_index_may_not_give_a_name_two_values(tmp_path):
     torch.save({"a": noise((2,))}, tmp_path / "x.pt")
     torch.save({"b": noise((3,))}, tmp_path / "y.pt")
     check(tmp_path, scan(tmp_path), {"a": noise((2,)), "b": noise((3,))})
-    torch.save({"a": noise((2,))}, tmp_path / "z.pt")
+    torch.save({"a": noise((2,)) + 1}, tmp_path / "z.pt")
     with pytest.raises(SourceError, match=r"tensor 'a' is in both x\.pt and z\.pt"):
         scan(tmp_path)
 

@@ -102,4 +102,48 @@ def test_without_an_index_nothing_can_decide(tmp_path, kind, shardctl):
     first, second = write(tmp_path / "source", kind, {"a": ONE, "both": ONE}, {"b": ONE, "both": TWO}, index=False)
     code, said = shardctl("reshard", tmp_path / "source", tmp_path / "out", "--prefer-index")
     assert code == 4
-    assert f"tensor 'both' is in both {first} and {second}" in said
+    assert f"tensor 'both' is in both {first} and {second}, with different values" in said
+
+
+def test_without_an_index_equal_values_are_one_tensor_and_it_is_said(tmp_path, kind, shardctl):
+    first, second = write(tmp_path / "source", kind, {"a": ONE, "both": TWO}, {"b": ONE, "both": TWO}, index=False)
+    code, said = shardctl("reshard", tmp_path / "source", tmp_path / "out", "--to", "hf")
+    assert code == 0, said
+    assert f"'both': in two files each, such as {first} and {second}, and no index says which counts" in said
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["both"], TWO)
+    assert shardctl("verify", tmp_path / "source", "--level", "full")[0] == 0
+    assert shardctl("diff", tmp_path / "source", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize("prefer", [(), ("--prefer-index",)], ids=["", "prefer-index"])
+def test_without_an_index_the_last_value_counts_too(tmp_path, kind, shardctl, prefer):
+    """The beginnings are equal, so that only a comparison of all values tells."""
+    long, other = torch.zeros(5000), torch.zeros(5000)
+    other[-1] = 1
+    first, second = write(tmp_path / "source", kind, {"both": long}, {"b": ONE, "both": other}, index=False)
+    assert shardctl("inspect", tmp_path / "source")[0] == 0
+    for verb in (("reshard", tmp_path / "source", tmp_path / "out", "--to", "hf"), ("digest", tmp_path / "source")):
+        code, said = shardctl(*verb, *prefer)
+        assert code == 4, said
+        assert "both: copies differ in 1 elements, first at [4999:5000] in " in said
+        assert first in said
+        assert second in said
+    assert not (tmp_path / "out").exists()
+    assert shardctl("verify", tmp_path / "source", "--level", "full")[0] == 3
+
+
+def test_files_in_which_a_tensor_is_laid_out_differently_are_compared_by_its_elements(tmp_path, shardctl):
+    (tmp_path / "source").mkdir()
+    value = torch.arange(12.0).reshape(3, 4)
+    torch.save({"a": value}, tmp_path / "source" / "x.pt")
+    torch.save({"a": value.T.contiguous().T}, tmp_path / "source" / "y.pt")
+    assert shardctl("digest", tmp_path / "source")[0] == 0
+
+
+@pytest.mark.parametrize("other", [ONE.reshape(3, 2), ONE.double()], ids=["shape", "dtype"])
+def test_without_an_index_another_shape_or_type_is_an_error(tmp_path, kind, shardctl, other):
+    first, second = write(tmp_path / "source", kind, {"both": ONE}, {"b": ONE, "both": other}, index=False)
+    code, said = shardctl("inspect", tmp_path / "source")
+    assert code == 4
+    assert f"tensor 'both' is F32 [2, 3] in {first}, but F" in said
+    assert f"in {second}" in said

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardctl.errors import SourceError
-from shardctl.manifest import Region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardctl.libraries.files.index import WeightIndex
-    from shardctl.manifest import Chunk, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +53,6 @@ def choose_given_file(path: str, suffix: str) -> FileChoice:
     if parts is None or int(parts[2]) == 1:
         return FileChoice((path,))
     return FileChoice((path,), warnings=(f"{path} is one of {int(parts[2])} files; only its own tensors are read",))
-
-
-def with_copy(tensor: Tensor, copy: Chunk) -> Tensor:
-    """The tensor of the file that an index names, with what another file holds of it whole: if its bytes are compared.
-
-    Raises SourceError if they cannot be equal.
-    """
-    if (copy.dtype, copy.box.shape) != (tensor.dtype, tensor.shape):
-        other = copy.where.file if isinstance(copy.where, Region) else ""
-        raise SourceError(
-            f"tensor {copy.name!r} is {tensor.dtype} {list(tensor.shape)} in {tensor.files[0]}, which the index names, "
-            f"but {copy.dtype} {list(copy.box.shape)} in {other}",
-            hint="--prefer-index takes the one that the index names",
-        )
-    return replace(tensor, chunks=(*tensor.chunks, copy))
 
 
 def choose_index(indexes: Sequence[str], standard: str) -> str:

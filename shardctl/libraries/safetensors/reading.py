@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
+from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, SAFETENSORS, WHOLE_SAFETENSORS
 from shardctl.libraries.files.impostors import ADAPTERS, list_unfinished_downloads, refuse_adapter, refuse_unfinished
 from shardctl.libraries.files.index import read_index
@@ -51,7 +52,8 @@ def detect_safetensors(source: Source) -> bool:
 def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     """Read every header, and say where each tensor is.
 
-    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
+    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`; so
+    has one that two files hold and no index places.
 
     A tensor of a type narrower than a byte whose last dim does not fill whole bytes has no byte strides. Its region's
     strides are then `()`: it can only be copied whole, as one run of `Tensor.nbytes` bytes.
@@ -70,14 +72,17 @@ def scan_safetensors(source: Source, *, prefer_index: bool = False) -> Manifest:
     if chosen.index is not None:
         held = {path: {a.name: a.nbytes for a in header.arrays} for path, header in headers.items()}
         warnings += chosen.index.check(held)
-    weight_map = chosen.index.weight_map if chosen.index is not None else {}
-    tensors = (
-        _build_sharded_tensors(headers, placed, weight_map) if sharded else _build_whole_tensors(headers, weight_map)
-    )
-    for copy in _list_copies(headers, weight_map) if not (sharded or prefer_index) else ():
-        tensors[copy.name] = with_copy(tensors[copy.name], copy)
-    if chosen.index is None and not sharded:
-        _check_one_save(chosen.files)
+    if sharded:
+        tensors = _build_sharded_tensors(headers, placed, chosen.index.weight_map if chosen.index is not None else {})
+    else:
+        if chosen.index is None:
+            _check_one_save(chosen.files)
+        files = place_tensors({path: [a.name for a in header.arrays] for path, header in headers.items()}, chosen.index)
+        tensors = _build_whole_tensors(headers, files)
+        copies = CopyCollector(chosen.index, prefer_index=prefer_index)
+        for copy in _list_copies(headers, files):
+            tensors[copy.name] = copies.add(tensors[copy.name], copy)
+        warnings += copies.check_undecided(source)
     metadata, differing = _merge_metadata(headers)
     objects, left = list_side_files(source, set(headers))
     return Manifest(
@@ -204,7 +209,7 @@ class _StoredPart:
 
 
 def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of files that hold each whole, and once."""
+    """The tensors of files that hold each whole, from the one file where each is placed."""
     tensors: dict[str, Tensor] = {}
     alike: dict[tuple[str, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
     for path, header in headers.items():
@@ -212,12 +217,6 @@ def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: M
             name, shape = array.name, array.shape
             if weight_map.get(name, path) != path:
                 continue
-            if name in tensors:
-                raise SourceError(
-                    f"tensor {name!r} is in both {tensors[name].files[0]} and {path}",
-                    hint="if the files are alternatives, give one of them; if they are shards of ranks, they lack "
-                    f"the {KEY} that says which part each holds",
-                )
             dtype = array.dtype
             if (dtype.name, shape) not in alike:
                 alike[dtype.name, shape] = Box.whole(shape), _compute_strides(dtype, shape)
@@ -228,7 +227,7 @@ def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: M
 
 
 def _list_copies(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> Iterator[Chunk]:
-    """What files hold of tensors that the index places in another one."""
+    """What files hold of tensors that are placed in another one."""
     for path, header in headers.items():
         for array in header.arrays:
             if weight_map.get(array.name, path) != path:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.box import Box
 from shardctl.errors import HostileError, SourceError, UnsupportedError
-from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name, with_copy
+from shardctl.libraries.files.choice import FileChoice, choose_given_file, choose_index, parse_numbered_name
+from shardctl.libraries.files.copies import CopyCollector, place_tensors
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, TORCH_SAVED, WHOLE_TORCH
 from shardctl.libraries.files.impostors import (
     ADAPTERS,
@@ -73,7 +74,8 @@ def detect_torch_save(source: Source) -> bool:
 def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
     """Read every pickle without running it, and say where each tensor is.
 
-    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`.
+    A tensor that is also in a file where the index does not place it has a chunk there too, unless `prefer_index`; so
+    has one that two files hold and no index places.
 
     Names whose elements are the very same bytes (same file, offset, strides, shape and dtype) are one tensor: the
     first is its name and the others its `ties`. Views that overlap in any other way are tensors of their own, and so
@@ -93,25 +95,14 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
         warnings += found.state.warnings
     if chosen.index is not None:
         warnings += _check_index(chosen.index, read_files)
-    weight_map = chosen.index.weight_map if chosen.index is not None else {}
-    tensors: dict[str, Tensor] = {}
-    held: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for path, found in read_files.items():
-        for tensor in _build_tensors(found, weight_map):
-            for name in (tensor.name, *tensor.ties):
-                if name in held:
-                    raise SourceError(
-                        f"tensor {name!r} is in both {held[name]} and {path}",
-                        hint="if the files are alternatives, give one of them; parts of ranks need the format that "
-                        "wrote them",
-                    )
-                held[name] = path
-                owners[name] = tensor.name
-            tensors[tensor.name] = tensor
-    for found in read_files.values() if not prefer_index else ():
-        for name, copy in _list_copies(found, weight_map):
-            tensors[owners[name]] = with_copy(tensors[owners[name]], copy)
+    files = place_tensors({path: found.state.views for path, found in read_files.items()}, chosen.index)
+    tensors = {tensor.name: tensor for found in read_files.values() for tensor in _build_tensors(found, files)}
+    owners = {name: tensor.name for tensor in tensors.values() for name in (tensor.name, *tensor.ties)}
+    copies = CopyCollector(chosen.index, prefer_index=prefer_index)
+    for found in read_files.values():
+        for name, copy in _list_copies(found, files):
+            tensors[owners[name]] = copies.add(tensors[owners[name]], copy)
+    warnings += copies.check_undecided(source)
     objects, left = list_side_files(source, set(read_files))
     inside = [
         OpaqueObject(name, "drop", file=path) for path, found in read_files.items() for name in found.state.others
@@ -270,7 +261,7 @@ def check_total_size(source: Source, path: str, views: Iterable[StorageView]) ->
 
 
 def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
-    """The tensors of a file that the index does not place in another one."""
+    """The tensors of a file that are not placed in another one."""
     saved = found.saved
     names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
     for name, view in found.state.views.items():
@@ -284,7 +275,7 @@ def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterato
 
 
 def _list_copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
-    """What a file holds of tensors that the index places in another one."""
+    """What a file holds of tensors that are placed in another one."""
     saved = found.saved
     for name, view in found.state.views.items():
         if weight_map.get(name, saved.path) != saved.path:
