@@ -35,11 +35,11 @@ def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL,
 
 
 def build_fused_experts(
-    module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None
+    module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None, layer: str = LAYER
 ) -> tuple[FusedArray, ...]:
     """The two arrays that transformers has for them, in the module that it calls `within` if not the same."""
-    gate, up, down = (_EXPERTS % (module, name) for name in names)
-    array = f".layers.{{layer}}.{within or module}.experts"
+    gate, up, down = ((_EXPERTS % (module, name)).replace(LAYER, layer) for name in names)
+    array = f"{layer}.{within or module}.experts"
     return FusedArray(f"{array}.gate_up_proj", (gate, up)), FusedArray(f"{array}.down_proj", (down,))
 
 

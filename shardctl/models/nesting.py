@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import INDEX, FamilyFacts, LogicalDim, Row
+from shardctl.models.family import INDEX, FamilyFacts, FusedArray, LogicalDim, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+_FIRST: Final = {"first": "first", "": "first", "last": "first"}
+"""Where the rows of a tower are: all before the text model."""
 
 
 def nest_rows(
@@ -34,6 +37,18 @@ def nest_rows(
             tie=_nest_name(row.tie, under),
         )
         for row in rows
+    )
+
+
+def nest_tower_rows(rows: Sequence[Row], under: str, *, word: str = "vision_", when: str = "") -> tuple[Row, ...]:
+    """The rows of a model that sees or hears for a text model, as the module `under`: all are on the first stage."""
+    return nest_rows(rows, under, word=word, when=when, stages=_FIRST)
+
+
+def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArray, ...]:
+    """The arrays of a model whose base is the module `under`."""
+    return tuple(
+        FusedArray(_nest_name(one.name, under), tuple(_nest_name(part, under) for part in one.parts)) for one in fused
     )
 
 

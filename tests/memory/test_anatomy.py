@@ -72,9 +72,7 @@ def test_layers_have_the_elements_that_their_tensors_have(name):
     for layer, elements in zip(layers, found, strict=True):
         if layer.state is not None or (layer.attention is not None and layer.attention.kind == "latent"):
             continue
-        gate = 0
-        if name == "qwen3_next":  # whose queries carry a gate each
-            gate = layer.hidden * layer.attention.heads * layer.attention.head_dim
+        gate = layer.hidden * layer.attention.heads * layer.attention.head_dim if layer.attention.gated else 0
         assert elements == matrices(layer) + gate
 
 

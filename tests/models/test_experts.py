@@ -99,6 +99,36 @@ def test_linear_attention_is_cut_by_key_heads_with_the_value_heads_they_serve():
     }
 
 
+def test_linear_attention_in_separate_projections_is_cut_by_the_same_heads():
+    """As above, but q, k and v are sections of `in_proj_qkv`, as they are of the convolution."""
+    model, mesh = describe_model(fixture("qwen3_5")), Mesh.of(tp=2)
+    base = "model.language_model.layers.0.linear_attn"
+    second = {
+        name.removeprefix(f"{base}."): [str(b) for b in compute_rank_boxes(t.shape, t.spec, mesh, mesh.coordinate(1))]
+        for name, t in model.tensors.items()
+        if name.startswith(f"{base}.in_proj")
+    }
+    assert second == {
+        "in_proj_qkv.weight": ["[8:16, 0:32]", "[24:32, 0:32]", "[56:80, 0:32]"],
+        "in_proj_z.weight": ["[24:48, 0:32]"],
+        "in_proj_b.weight": ["[4:8, 0:32]"],
+        "in_proj_a.weight": ["[4:8, 0:32]"],
+    }
+
+
+def test_what_qwen3_5_predicts_with_has_the_names_of_its_files_whoever_it_sees_for():
+    for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"):
+        further = {n for n, t in describe_model(fixture(name)).tensors.items() if t.row.optional}
+        assert {n.split(".layers.0.")[0] for n in further} == {
+            "mtp",
+            "mtp.fc.weight",
+            "mtp.norm.weight",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+        }
+        assert "mtp.layers.0.self_attn.q_norm.weight" in further
+
+
 def test_a_pair_of_gate_and_up_columns_stays_together():
     tensor = describe_model(fixture("gpt_oss")).tensors["model.layers.0.mlp.experts.gate_up_proj"]
     mesh = Mesh.of(dp=2, ep=2, etp=1)
@@ -137,7 +167,7 @@ def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
     assert caught.value.hint == "use --etp 1 or 2"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"])
 def test_layers_that_predict_further_tokens_are_known_and_not_demanded(name):
     model = describe_model(fixture(name))
     further = [t for t in model.tensors.values() if t.row.optional]

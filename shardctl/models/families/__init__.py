@@ -30,6 +30,7 @@ from shardctl.models.families.olmo import OLMO, OLMO2, OLMO3
 from shardctl.models.families.opt import OPT
 from shardctl.models.families.phi import PHI, PHI3
 from shardctl.models.families.qwen import QWEN2, QWEN3
+from shardctl.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from shardctl.models.families.qwen3_next import QWEN3_NEXT
 from shardctl.models.families.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
@@ -106,6 +107,10 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN2_MOE,
     QWEN2_VL,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
     QWEN3_MOE,
     QWEN3_NEXT,
     ROBERTA,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-_ATTENTION: Final = (
+GATED_ATTENTION: Final = (
     Row(f"{LAYER}.self_attn.q_proj.weight", "gated_q hidden"),
     Row(f"{LAYER}.self_attn.q_proj.bias", "gated_q", when="qkv_bias"),
     Row(f"{LAYER}.self_attn.k_proj.weight", "kv hidden"),
@@ -51,29 +51,33 @@ _LINEAR: Final = (
     Row(f"{LAYER}.linear_attn.norm.weight", "value_head"),
     Row(f"{LAYER}.linear_attn.out_proj.weight", "hidden values"),
 )
-_NEXT: Final = "mtp.layers.{next}"
-_PREDICTING: Final = (
-    Row("mtp.fc.weight", "hidden hidden+hidden", on="last", optional=True),
-    *build_predicting_rows((*_ATTENTION, *QWEN_MOE, *NORMS), _NEXT, "moe shared"),
-    Row("mtp.norm.weight", "hidden", on="last", optional=True),
-    Row("mtp.pre_fc_norm_embedding.weight", "hidden", on="last", optional=True),
-    Row("mtp.pre_fc_norm_hidden.weight", "hidden", on="last", optional=True),
-)
-"""The layer of the Hub's files that predicts further tokens; transformers leaves it out."""
+MTP_LAYER: Final = "mtp.layers.{next}"
 
 
-def _build_facts(config: ModelConfig) -> FamilyFacts:
-    bias, heads = config.switch("attention_bias", default=False), config.size("num_attention_heads")
-    head = config.size("head_dim", 256)
+def build_mtp_rows(layer: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
+    """The layers of the Hub's files that predict further tokens, and are as those that meet all of `conditions`.
+
+    The state dict of transformers leaves them out.
+    """
+    return (
+        Row("mtp.fc.weight", "hidden hidden+hidden", on="last", optional=True),
+        *build_predicting_rows(layer, MTP_LAYER, conditions),
+        Row("mtp.norm.weight", "hidden", on="last", optional=True),
+        Row("mtp.pre_fc_norm_embedding.weight", "hidden", on="last", optional=True),
+        Row("mtp.pre_fc_norm_hidden.weight", "hidden", on="last", optional=True),
+    )
+
+
+def add_delta_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+    """`facts`, and those of linear attention and of queries with gates."""
     keys, values = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
     key, value = config.size("linear_key_head_dim", 128), config.size("linear_value_head_dim", 128)
     if values % keys:
         raise SourceError(f"config.json has {values} value heads for {keys} key heads of linear attention")
     served, noun = values // keys, "key heads of linear attention"
-    facts = build_decoder_facts(config, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias)
-    return add_qwen_experts(facts, config, shared=config.size("shared_expert_intermediate_size", 512)).also(
+    return facts.also(
         dims={
-            "gated_q": LogicalDim(2 * heads * head, 2 * head, "tp", noun="attention heads"),
+            "gated_q": LogicalDim(2 * facts.size("q"), 2 * facts.size("head"), "tp", noun="attention heads"),
             "keys": LogicalDim(keys * key, key, "tp", noun=noun),
             "values": LogicalDim(values * value, served * value, "tp", noun=noun),
             "value_heads": LogicalDim(values, served, "tp", noun=noun),
@@ -82,7 +86,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
             "ba": LogicalDim(2 * values, 2 * served, "tp", noun=noun),
             "window": LogicalDim(config.size("linear_conv_kernel_dim", 4)),
         },
-        indices={"next": RowIndex(range(1))},
+        indices={"next": RowIndex(range(config.count("mtp_num_hidden_layers", 1)))},
         flags={"attention": _list_attention_layers(config)},
     )
 
@@ -96,17 +100,24 @@ def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
     return frozenset(range(interval - 1, layers, interval))
 
 
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, head_dim=256, kv_heads=2, qkv_bias=bias, o_bias=bias)
+    shared = config.size("shared_expert_intermediate_size", 512)
+    return add_delta_facts(add_qwen_experts(facts, config, shared=shared), config)
+
+
 QWEN3_NEXT: Final = Family(
     name="qwen3_next",
     rows=(
         *EMBEDDING,
         *add_condition(_LINEAR, "!attention"),
-        *add_condition(_ATTENTION, "attention"),
+        *add_condition(GATED_ATTENTION, "attention"),
         *QWEN_MOE,
         *NORMS,
         *LAST_NORM,
         *HEADS,
-        *_PREDICTING,
+        *build_mtp_rows((*GATED_ATTENTION, *QWEN_MOE, *NORMS), "moe shared"),
     ),
     facts=_build_facts,
     classes=build_decoder_classes("Qwen3Next", question="transformer"),

@@ -27,11 +27,11 @@ from shardctl.models.families.vision_towers import (
 )
 from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row
 from shardctl.models.layer_traits import LayerTraits
-from shardctl.models.nesting import join_facts, nest_facts, nest_rows
+from shardctl.models.nesting import join_facts, nest_facts, nest_rows, nest_tower_rows
 from shardctl.models.windows import WindowRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from shardctl.models.config import ModelConfig
 
@@ -72,17 +72,12 @@ _EYES: Final[Mapping[str, Callable[[ModelConfig], FamilyFacts]]] = {
 }
 """The vision models by `model_type`; Qwen's changed."""
 _TEXT: Final = nest_rows(DECODER, "language_model")
-_FIRST: Final = {"first": "first", "": "first", "last": "first"}
 _SPELLINGS: Final = {
     "^language_model.lm_head": "lm_head",
     "^language_model.model": "language_model",
     "vision_tower.vision_model": "vision_tower",
 }
 """How files spell what transformers 4.52 moved."""
-
-
-def _nest_vision_rows(rows: Sequence[Row], under: str = "vision_tower", when: str = "") -> tuple[Row, ...]:
-    return nest_rows(rows, under, word="vision_", when=when, stages=_FIRST)
 
 
 def _build_projector_row(name: str, dims: str, when: str = "") -> Row:
@@ -96,32 +91,37 @@ _TWO_LINEARS: Final = (
     _build_projector_row("linear_2.bias", "hidden", "projector_bias"),
 )
 _LLAVA: Final = (
-    *_nest_vision_rows(CLIP_EYES, when="clip_vision_model"),
-    *_nest_vision_rows(PIXTRAL_EYES, when="pixtral"),
+    *nest_tower_rows(CLIP_EYES, "vision_tower", when="clip_vision_model"),
+    *nest_tower_rows(PIXTRAL_EYES, "vision_tower", when="pixtral"),
     *_TWO_LINEARS,
     *_TEXT,
 )
-_LLAVA_NEXT: Final = (Row(".image_newline", "hidden", on="first"), *_nest_vision_rows(CLIP_EYES), *_TWO_LINEARS, *_TEXT)
+_LLAVA_NEXT: Final = (
+    Row(".image_newline", "hidden", on="first"),
+    *nest_tower_rows(CLIP_EYES, "vision_tower"),
+    *_TWO_LINEARS,
+    *_TEXT,
+)
 _MISTRAL3: Final = (
-    *_nest_vision_rows(PIXTRAL_EYES),
+    *nest_tower_rows(PIXTRAL_EYES, "vision_tower"),
     _build_projector_row("norm.weight", "vision_hidden"),
     _build_projector_row("patch_merger.merging_layer.weight", "vision_hidden merged"),
     *_TWO_LINEARS,
     *_TEXT,
 )
 _PALIGEMMA: Final = (
-    *_nest_vision_rows(SIGLIP_EYES),
+    *nest_tower_rows(SIGLIP_EYES, "vision_tower"),
     _build_projector_row("linear.weight", "projection vision_hidden"),
     _build_projector_row("linear.bias", "projection"),
     *_TEXT,
 )
 _GEMMA3: Final = (
-    *_nest_vision_rows(SIGLIP_EYES),
+    *nest_tower_rows(SIGLIP_EYES, "vision_tower"),
     _build_projector_row("mm_input_projection_weight", "vision_hidden hidden"),
     _build_projector_row("mm_soft_emb_norm.weight", "vision_hidden"),
     *_TEXT,
 )
-_QWEN_VL: Final = (*_nest_vision_rows(QWEN_EYES, "visual"), *_TEXT)
+_QWEN_VL: Final = (*nest_tower_rows(QWEN_EYES, "visual"), *_TEXT)
 
 
 def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelConfig]:

@@ -1,12 +1,13 @@
-"""Describes the vision models of Qwen2-VL and Qwen2.5-VL, and Pixtral's, which only occur inside other models.
+"""Describes the vision models of Qwen2-VL to Qwen3.5, and Pixtral's, which only occur inside other models.
 
-Names and shapes follow transformers 5 (`models/qwen2_vl`, `models/qwen2_5_vl` and `models/pixtral`).
+Names and shapes follow transformers 5 (`models/pixtral`, and `models/qwen2_vl` and its successors).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from shardctl.errors import SourceError
 from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
 
 if TYPE_CHECKING:
@@ -39,6 +40,29 @@ QWEN_EYES: Final = (
     *_build_linear_rows(".merger.mlp.2", "output merged"),
 )
 """Qwen2-VL's has biased norms and a plain MLP, that of Qwen2.5-VL norms without bias and a gated MLP."""
+
+
+def _build_merger_rows(name: str, normed: str) -> tuple[Row, ...]:
+    return (
+        *_build_linear_rows(f"{name}.norm", normed),
+        *_build_linear_rows(f"{name}.linear_fc1", "merged merged"),
+        *_build_linear_rows(f"{name}.linear_fc2", "output merged"),
+    )
+
+
+QWEN3_EYES: Final = (
+    *_build_linear_rows(".patch_embed.proj", "hidden channels frames patch patch"),
+    Row(".pos_embed.weight", "positions hidden"),
+    *_build_linear_rows(f"{_BLOCK}.norm1", "hidden"),
+    *_build_linear_rows(f"{_BLOCK}.norm2", "hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.qkv", "hidden+hidden+hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.attn.proj", "hidden hidden"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc1", "ffn hidden"),
+    *_build_linear_rows(f"{_BLOCK}.mlp.linear_fc2", "hidden ffn"),
+    *_build_merger_rows(".merger", "hidden"),
+)
+"""That of Qwen3.5; that of Qwen3-VL hands the text model the results of some layers, too."""
+DEEPSTACK_EYES: Final = (*QWEN3_EYES, *_build_merger_rows(".deepstack_merger_list.{deep}", "merged"))
 PIXTRAL_EYES: Final = (
     Row(".patch_conv.weight", "hidden channels patch patch"),
     Row(".ln_pre.weight", "hidden"),
@@ -83,6 +107,24 @@ def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
     hidden, ffn = config.size("hidden_size", 3584), config.size("intermediate_size", 3420)
     return _build_qwen_vision_facts(
         config, hidden=hidden, ffn=ffn, output=config.size("out_hidden_size", 3584), gated=True
+    )
+
+
+def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
+    """What the rows need to know of that of Qwen3.5 or Qwen3-VL."""
+    deep = config.values.get("deepstack_visual_indexes", (8, 16, 24))
+    if not isinstance(deep, list | tuple):
+        raise SourceError(f"config.json has deepstack_visual_indexes = {deep!r} where a list of layers is expected")
+    facts = _build_qwen_vision_facts(
+        config.called({"num_hidden_layers": "depth"}).over({"depth": 27, "patch_size": 16}),
+        hidden=config.size("hidden_size", 1152),
+        ffn=config.size("intermediate_size", 4304),
+        output=config.size("out_hidden_size", 3584),
+        gated=False,
+    )
+    return facts.also(
+        dims={"positions": LogicalDim(config.size("num_position_embeddings", 2304))},
+        indices={"deep": RowIndex(range(len(deep)))},
     )
 
 

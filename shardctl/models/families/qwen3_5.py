@@ -1,0 +1,118 @@
+"""Describes Qwen3.5: Qwen3-Next's layers, dense or with experts, by themselves or behind a model that sees.
+
+Names and shapes follow the Hub (`models/qwen3_5/modeling_qwen3_5.py` and its namesake with experts). The projections of
+linear attention are apart, where Qwen3-Next has two: each of q, k and v is one section of `in_proj_qkv` and `conv1d`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    GATED,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import add_condition, build_expert_rows, build_fused_experts
+from shardctl.models.families.qwen3_next import GATED_ATTENTION, MTP_LAYER, add_delta_facts, build_mtp_rows
+from shardctl.models.families.qwen_moe import ROUTER, SHARED, add_qwen_experts
+from shardctl.models.families.vision_towers import QWEN3_EYES, build_qwen3_vision_facts
+from shardctl.models.family import Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_LINEAR: Final = (
+    Row(f"{LAYER}.linear_attn.dt_bias", "value_heads"),
+    Row(f"{LAYER}.linear_attn.A_log", "value_heads"),
+    Row(f"{LAYER}.linear_attn.conv1d.weight", "keys+keys+values 1 window"),
+    Row(f"{LAYER}.linear_attn.norm.weight", "value_head"),
+    Row(f"{LAYER}.linear_attn.out_proj.weight", "hidden values"),
+    Row(f"{LAYER}.linear_attn.in_proj_qkv.weight", "keys+keys+values hidden"),
+    Row(f"{LAYER}.linear_attn.in_proj_z.weight", "values hidden"),
+    Row(f"{LAYER}.linear_attn.in_proj_b.weight", "value_heads hidden"),
+    Row(f"{LAYER}.linear_attn.in_proj_a.weight", "value_heads hidden"),
+)
+_MLP: Final = tuple(row for row in GATED if not row.when)
+_MOE: Final = (*ROUTER, *build_expert_rows(), *SHARED)
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms32")
+
+
+def _build_rows(mlp: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
+    return (
+        *EMBEDDING,
+        *add_condition(_LINEAR, "!attention"),
+        *add_condition(GATED_ATTENTION, "attention"),
+        *mlp,
+        *NORMS,
+        *LAST_NORM,
+        *HEADS,
+        *build_mtp_rows((*GATED_ATTENTION, *mlp, *NORMS), conditions),
+    )
+
+
+def _build_facts(config: ModelConfig, kv_heads: int = 4) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, head_dim=256, kv_heads=kv_heads, qkv_bias=bias, o_bias=bias)
+    return add_delta_facts(facts, config)
+
+
+def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+    shared, ffn = config.size("shared_expert_intermediate_size", 512), config.size("moe_intermediate_size")
+    facts = _build_facts(config.over({"intermediate_size": ffn}), kv_heads=2)
+    return add_qwen_experts(facts, config, shared=shared).also(flags={"moe": True})
+
+
+QWEN3_5_TEXT: Final = Family(
+    name="qwen3_5_text",
+    rows=_build_rows(_MLP, ""),
+    facts=_build_facts,
+    classes={
+        "Qwen3_5ForCausalLM": ModelClass("model", "lm"),
+        "Qwen3_5TextModel": ModelClass(),
+        "Qwen3_5TextForSequenceClassification": ModelClass("model", "score"),
+    },
+    prefixes=("model", "model.language_model"),
+    traits=_TRAITS,
+    assumed={**assume_sizes(248320, 4096, 12288, 32, 16), "num_key_value_heads": 4},
+)
+QWEN3_5_MOE_TEXT: Final = Family(
+    name="qwen3_5_moe_text",
+    rows=_build_rows(_MOE, "moe shared"),
+    facts=_build_moe_facts,
+    classes={"Qwen3_5MoeForCausalLM": ModelClass("model", "lm"), "Qwen3_5MoeTextModel": ModelClass()},
+    prefixes=("model", "model.language_model"),
+    fused=(*build_fused_experts(), *build_fused_experts(layer=MTP_LAYER)),
+    traits=replace(_TRAITS, experts_per_token=8, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+    },
+)
+_VISION: Final = (ModelTower("vision_config", "visual", QWEN3_EYES, build_qwen3_vision_facts),)
+QWEN3_5: Final = build_tower_family(
+    "qwen3_5",
+    build_tower_classes(
+        "Qwen3_5",
+        Qwen3_5ForSequenceClassification=ModelClass("model", "score"),
+        Qwen3_5ForTokenClassification=ModelClass("model", "score score_bias"),
+    ),
+    QWEN3_5_TEXT,
+    _VISION,
+)
+QWEN3_5_MOE: Final = build_tower_family("qwen3_5_moe", build_tower_classes("Qwen3_5Moe"), QWEN3_5_MOE_TEXT, _VISION)

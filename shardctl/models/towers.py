@@ -1,0 +1,92 @@
+"""Builds the family of a model that sees or hears from that of its text model and the tables of its towers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardctl.models.family import Family, ModelClass
+from shardctl.models.nesting import join_facts, nest_facts, nest_fused_arrays, nest_rows, nest_tower_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts, Row
+    from shardctl.models.layer_traits import LayerTraits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTower:
+    """A model that sees or hears for a text model: whole on every tp rank of the first stage."""
+
+    key: str
+    """The key of its config; the words of its rows begin as that does, `vision_` for a `vision_config`."""
+    module: str
+    """The module that it is, inside the base model."""
+    rows: tuple[Row, ...]
+    facts: Callable[[ModelConfig], FamilyFacts]
+    """What its own config says."""
+
+    @property
+    def word(self) -> str:
+        """What its words begin with."""
+        return self.key.removesuffix("config")
+
+
+def build_tower_classes(stem: str, **more: ModelClass) -> Mapping[str, ModelClass]:
+    """The classes that transformers has for such a model."""
+    return {f"{stem}ForConditionalGeneration": ModelClass("model", "lm"), f"{stem}Model": ModelClass(), **more}
+
+
+def build_tower_family(
+    name: str,
+    classes: Mapping[str, ModelClass],
+    text: Family,
+    towers: Sequence[ModelTower],
+    *,
+    joining: tuple[Row, ...] = (),
+    facts: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None = None,
+    legacy: Mapping[str, str] | None = None,
+    assumed: Mapping[str, object] | None = None,
+) -> Family:
+    """The family of a model with the text model `text` in `language_model`, which is cut as it is by itself.
+
+    `joining` is the rows between the towers and the text model, and `facts` adds what those need to know.
+    """
+    seen = (row for tower in towers for row in nest_tower_rows(tower.rows, tower.module, word=tower.word))
+    return replace(
+        text,
+        name=name,
+        rows=(*seen, *joining, *nest_rows(text.rows, "language_model")),
+        facts=partial(_build_facts, text=text, towers=towers, more=facts),
+        classes=classes,
+        prefixes=("model",),
+        legacy=legacy or {},
+        fused=nest_fused_arrays(text.fused, "language_model"),
+        traits=None,
+        weightless=nest_rows(text.weightless, "language_model"),
+        text=partial(_read_text, text=text),
+        aliases={},
+        assumed={"text_config": {}, **{tower.key: {} for tower in towers}, **(assumed or {})},
+    )
+
+
+def _build_facts(
+    config: ModelConfig,
+    text: Family,
+    towers: Sequence[ModelTower],
+    more: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None,
+) -> FamilyFacts:
+    """The outer config says whether the head is tied, else the inner one or what its class assumes."""
+    facts = text.facts(text.complete_config(config.part("text_config")))
+    for tower in towers:
+        facts = join_facts(facts, nest_facts(tower.facts(config.part(tower.key)), tower.word, whole=True))
+    tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
+    facts = facts.also(flags={"tied": tied})
+    return more(config, facts) if more is not None else facts
+
+
+def _read_text(config: ModelConfig, text: Family) -> tuple[LayerTraits | None, ModelConfig]:
+    return text.traits, text.complete_config(config.part("text_config"))
