@@ -171,7 +171,9 @@ def _read_checkpoint(
     if config is not None or rules is not None or source_options.rules_from is not None:
         try:
             borrow = source_options.rules_from is not None
-            model = models.choose_model(config, stored, rules, kv_heads=source_options.kv_heads, borrow=borrow)
+            model = models.choose_model(
+                config, stored, rules, kv_heads=source_options.kv_heads or "error", borrow=borrow
+            )
             if model is not None:
                 filtered = record is not None and record.filtered
                 manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
@@ -295,7 +297,7 @@ def _build_described_checkpoint(
 ) -> OpenedCheckpoint:
     """A checkpoint without bytes."""
     rules = models.load_rules(source_options.rules) if source_options.rules else None
-    model, manifest = build_model_from_config(source, config, rules, kv_heads=source_options.kv_heads)
+    model, manifest = build_model_from_config(source, config, rules, kv_heads=source_options.kv_heads or "error")
     _refuse_warnings(manifest, source_options)
     stored = replace(manifest, tensors={})
     return OpenedCheckpoint(source, stored, manifest, model, None, config, None, hypothetical=True)

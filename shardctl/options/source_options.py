@@ -50,10 +50,13 @@ class SourceOptions:
         ),
     ] = None
     kv_heads: Annotated[
-        Literal["error", "replicate"],
-        CommandOption(HelpPanel.SOURCE, "What to do if there are more tp ranks than key/value heads."),
-    ] = "error"
-    """`replicate` keeps each key/value head on several ranks."""
+        Literal["error", "replicate"] | None,
+        CommandOption(
+            HelpPanel.SOURCE,
+            "What to do if there are more tp ranks than key/value heads. Default: replicate for serving, else error.",
+        ),
+    ] = None
+    """`replicate` keeps each key/value head on several ranks; None leaves it to the verb and the layout."""
     prefer_index: Annotated[
         bool,
         CommandOption(

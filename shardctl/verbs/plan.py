@@ -146,9 +146,11 @@ def plan(
         raise UsageError(
             "--stages is about one mesh, and --search compares many", hint="name the mesh, or leave --stages out"
         )
-    with open_checkpoint(
-        path, replace(prepare_source_options(source_options, reshard_options), described=True)
-    ) as checkpoint:
+    asked = source_options.kv_heads if source_options is not None else None
+    source_options = _choose_kv_heads(
+        prepare_source_options(source_options, reshard_options), reshard_options, plan_options
+    )
+    with open_checkpoint(path, replace(source_options, described=True)) as checkpoint:
         about = _build_unstored_model(checkpoint, reshard_options, plan_options)
         explored = (
             explore_meshes(
@@ -170,7 +172,38 @@ def plan(
             )
             if out is not None:
                 plan_file.write_plan_file(out, work, source_options)
-        return replace(planned, explored=explored)
+        shared = _note_shared_heads(checkpoint, planned) if asked is None else []
+        return replace(planned, explored=explored, warnings=(*planned.warnings, *shared))
+
+
+def _choose_kv_heads(
+    source_options: SourceOptions, reshard_options: ReshardOptions, plan_options: PlanOptions
+) -> SourceOptions:
+    """Engines that serve keep a key/value head on several ranks, unless something else is asked.
+
+    vLLM does in `QKVParallelLinear`, SGLang in its namesake; transformers' tp and Megatron-LM refuse such a mesh.
+    """
+    serving = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "serve"
+    return replace(source_options, kv_heads=source_options.kv_heads or ("replicate" if serving else None))
+
+
+def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> list[str]:
+    """Say which heads several tp ranks hold because there are fewer heads than ranks."""
+    tp = planned.mesh.degree("tp")
+    sections = {
+        section
+        for tensor in (checkpoint.model.own() if checkpoint.model is not None else ())
+        for cuts in tensor.spec.cuts
+        for cut in cuts
+        for section in cut.sections
+        if cut.axis == "tp" and section.shared and section.size // section.unit % tp
+    }
+    counts = {section.noun: section.size // section.unit for section in sections}
+    written = "; reshard --to ranks needs --kv-heads replicate" if planned.layout == "ranks" else ""
+    return [
+        f"{count} {noun} are fewer than {tp} tp ranks: each is on {tp // count} of them, as engines have it{written}"
+        for noun, count in sorted(counts.items())
+    ]
 
 
 def _build_unstored_model(

@@ -89,7 +89,7 @@ def test_a_choice_that_is_none_is_said_in_our_words(say):
 
 
 def test_a_cut_that_does_not_work_says_which_would(say, source):
-    code, out, err = say("plan", source, "--tp", 4)
+    code, out, err = say("plan", source, "--tp", 4, "--for", "train")
     assert (code, out) == (2, "")
     assert err == (
         "error: cannot split model.layers.0.self_attn.k_proj.weight [16, 32] over tp=4: 2 key/value heads\n"

@@ -78,10 +78,15 @@ def test_the_schema_refuses_what_it_does_not_describe(say):
 @pytest.mark.parametrize(
     ("degree", "options", "reason", "hint"),
     [
-        (8, (), "28 attention heads", "use --tp 1, 2 or 4"),
-        (7, (), "4 key/value heads", "use --tp 1, 2 or 4"),
-        (28, (), "4 key/value heads", "use --tp 1, 2 or 4, or --kv-heads replicate to keep each head on several ranks"),
-        (7, ("--kv-heads", "replicate"), "4 key/value heads", "use --tp 1, 2, 4 or 28"),
+        (8, (), "28 attention heads", "use --tp 1, 2, 4 or 28"),
+        (7, ("--kv-heads", "error"), "4 key/value heads", "use --tp 1, 2 or 4"),
+        (
+            28,
+            ("--kv-heads", "error"),
+            "4 key/value heads",
+            "use --tp 1, 2 or 4, or --kv-heads replicate to keep each head on several ranks",
+        ),
+        (7, (), "4 key/value heads", "use --tp 1, 2, 4 or 28"),
     ],
 )
 def test_the_degrees_that_are_offered_work_for_every_tensor(say, tmp_path, degree, options, reason, hint):
@@ -91,6 +96,25 @@ def test_the_degrees_that_are_offered_work_for_every_tensor(say, tmp_path, degre
     found = say("plan", tmp_path / "config.json", "--tp", str(degree), *options)
     assert found.code == 2
     assert f"over tp={degree}: {reason}\nhint:  {hint}\n" in found.err
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--for", "train"), 2), (("--kv-heads", "error"), 2)])
+def test_serving_replicates_key_value_heads_as_engines_do_and_says_so(say, tmp_path, options, code):
+    (tmp_path / "config.json").write_text((PUBLIC / "qwen3-30b-a3b.json").read_text())
+    found = say("plan", tmp_path / "config.json", "--tp", "8", *options)
+    assert found.code == code
+    said = "4 key/value heads are fewer than 8 tp ranks: each is on 2 of them, as engines have it\n"
+    assert (said in found.err) == (code == 0)
+    if code == 0:
+        ranks = json.loads(say("plan", tmp_path / "config.json", "--tp", "8", "--json").out)["ranks"]
+        by_hand = json.loads(say("plan", tmp_path / "config.json", "--tp", 8, "--kv-heads=replicate", "--json").out)
+        assert ranks == by_hand["ranks"]
+        assert "as engines have it" not in "".join(by_hand["warnings"])
+
+
+def test_a_search_for_serving_ranks_meshes_with_replicated_heads(say):
+    found = say("plan", PUBLIC / "qwen3-30b-a3b.json", "--search", "--gpus", "8", "--gpu", "h100-80g", "--json")
+    assert any(one["mesh"]["axes"]["tp"] == 8 for one in checked(found.out)["search"]["ranked"])
 
 
 def test_it_is_refused_when_it_does_not_fit(say):
