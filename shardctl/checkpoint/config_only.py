@@ -112,7 +112,7 @@ def _note_assumed(config: Mapping[str, object]) -> list[str]:
 
 def _note_stacks(model: Model) -> list[str]:
     """A warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
-    if not model.unquantised:
+    if not model.encodings:
         return []
     size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
     return [f"the experts, {size:,} elements in stacks, are counted as if they were not quantised"] if size else []

@@ -62,6 +62,8 @@ class OpenedCheckpoint:
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
     allow_unverified: bool = False
     """Whether bytes are taken that cannot be compared with the hash that their place promises."""
+    encoded: tuple[Tensor, ...] = ()
+    """The arrays that the weights are worked out of, if they were quantised and are taken for numbers."""
 
     def prove(self) -> None:
         """Compare files that were read whole with the hashes that their place promises; raises as `Source.prove`."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardctl.checkpoint.config_only import CONFIG
+from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISATION_FILES, dequantise_checkpoint
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import (
     add_optimizer_states,
@@ -65,7 +66,7 @@ _SPECIAL_OPTIONS: Final = tuple(
 )
 """Those that only the layout itself understands."""
 _USUAL_VALUES: Final = {each.name: each.default for each in fields(ReshardOptions)}
-_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped")
+_INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "retyped", DEQUANTISED)
 
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
@@ -142,7 +143,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         else ()
     )
     require_bookkeeping(len(tensors), sum(len(tensor.chunks) for tensor in tensors), reshard_options.host_memory)
-    _check_castable(checkpoint, reshard_options)
+    checkpoint = _dequantise_if_cast(checkpoint, reshard_options)
     have = add_optimizer_states(
         filter_tensors(checkpoint.manifest, reshard_options), reshard_options.optimizer_states, layout
     )
@@ -164,7 +165,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     have = replace(have, warnings=(*have.warnings, *want.warnings))
     plan = join_manifests(have, want)
     if not reshard_options.allow_expansion:
-        check_expansion(plan)
+        check_expansion(plan, checkpoint.encoded)
     return PlannedConversion(
         checkpoint=checkpoint,
         reshard_options=reshard_options,
@@ -176,14 +177,17 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         budget=divide_host_memory(
             plan,
             reshard_options.host_memory,
-            reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None),
+            _choose_threads(checkpoint, reshard_options),
             beside=checkpoint.source.held_bytes,
         ),
         carried=tuple(
-            side for side in _list_carried_files(checkpoint, have, dtypes, layout) if side.name not in want.files
+            side
+            for side in _list_carried_files(checkpoint, reshard_options, have, dtypes, layout)
+            if side.name not in want.files
         ),
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
+        | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
         | _record_layout_changes(have, want, dtypes),
     )
 
@@ -255,17 +259,27 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
             )
 
 
-def _check_castable(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> None:
-    """Refuse a cast of a quantised model: its scales and zeros are floats too, and belong to the codes they scale."""
+def _dequantise_if_cast(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
+    """The checkpoint; where a cast is asked for and weights are quantised, with their values in their place."""
     if (
-        reshard_options.dtype != "keep"
-        and checkpoint.config is not None
-        and find_quantisation_config(checkpoint.config) is not None
+        reshard_options.dtype == "keep"
+        or checkpoint.config is None
+        or find_quantisation_config(checkpoint.config) is None
     ):
-        raise UsageError(
-            f"--dtype {reshard_options.dtype} would change the scales of quantised weights, but not the weights",
-            hint="leave --dtype out; what is quantised travels as it is",
-        )
+        return checkpoint
+    return dequantise_checkpoint(
+        checkpoint, _get_cast_type(reshard_options), _choose_threads(checkpoint, reshard_options)
+    )
+
+
+def _choose_threads(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> int:
+    return reshard_options.threads or choose_thread_count(far=checkpoint.source.folder is None)
+
+
+def _get_cast_type(reshard_options: ReshardOptions) -> DType:
+    if reshard_options.dtype not in FLOATS:
+        raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
+    return FLOATS[reshard_options.dtype]
 
 
 def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:
@@ -322,9 +336,7 @@ def choose_dtypes(have: Manifest, reshard_options: ReshardOptions) -> dict[str, 
     """By name the type that each tensor will have."""
     if reshard_options.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
-    if reshard_options.dtype not in FLOATS:
-        raise UsageError(f"unknown --dtype {reshard_options.dtype!r}", hint=f"use keep, {', '.join(FLOATS)}")
-    want, keep = FLOATS[reshard_options.dtype], _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
+    want, keep = _get_cast_type(reshard_options), _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
     states = get_states(have)
 
     def chosen(tensor: Tensor) -> DType:
@@ -342,15 +354,22 @@ def _compile_pattern(option: str, text: str) -> re.Pattern[str]:
 
 
 def _list_carried_files(
-    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType], layout: Layout
+    checkpoint: OpenedCheckpoint,
+    reshard_options: ReshardOptions,
+    have: Manifest,
+    dtypes: Mapping[str, DType],
+    layout: Layout,
 ) -> list[OpaqueObject]:
     """The side files that travel along; after a cast, `config.json` says the new dtype."""
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
     carried = []
     for side in have.objects:
-        if side.policy == "drop":
+        if side.policy == "drop" or (checkpoint.encoded and side.name in QUANTISATION_FILES):
             continue
-        if side.name == CONFIG and cast:
+        if side.name == CONFIG and checkpoint.encoded:
+            content = _set_config_dtype(json.dumps(checkpoint.config).encode(), _get_cast_type(reshard_options).torch)
+            carried.append(replace(side, policy="synthesise", size=len(content), content=content))
+        elif side.name == CONFIG and cast:
             content = _set_config_dtype(read_text(checkpoint.source, CONFIG, CONFIG_TEXT), cast.pop())
             carried.append(replace(side, policy="synthesise", size=len(content), content=content))
         elif side.name != SETTINGS or checkpoint.manifest.training is None:  # else it is made new

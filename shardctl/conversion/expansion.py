@@ -8,22 +8,31 @@ from shardctl.amounts import format_file_size
 from shardctl.errors import HostileError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardctl.copyplan import CopyPlan
+    from shardctl.manifest import Tensor
 
 _FACTOR: Final = 4
 """Bytes of tensors for one byte of the source. The most that a model in use ties is one embedding in four places (T5:
 shared, encoder, decoder, head), which is less than that even if it had nothing else."""
+_MOST_DECODED: Final = 32
+"""Bytes of values for one byte of codes: eight of one bit each, as F32."""
 _FREE: Final = 256 << 20
 """Bytes beyond that which are never refused: no disk is filled by so few, and tests and examples repeat more."""
 
 
-def check_expansion(plan: CopyPlan) -> None:
+def check_expansion(plan: CopyPlan, encoded: Sequence[Tensor] = ()) -> None:
     """Raise HostileError if the tensors of the result, name by name, are much larger than the files of the source.
+
+    Of quantised weights whose values are written, `encoded` are the arrays: a byte of them holds up to eight elements
+    that take four bytes each.
 
     Casts and the copies of one box on several ranks do not count: they grow with what was asked for, not with what the
     source says.
     """
     stored = sum(file.size for file in plan.have.files.values())
+    stored += (_MOST_DECODED // _FACTOR - 1) * sum(tensor.nbytes for tensor in encoded)
     limit = _FACTOR * stored + _FREE
     if plan.write_bytes <= limit:
         return

@@ -1,7 +1,7 @@
 """Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
 from shardctl.models.config import ModelConfig
-from shardctl.models.counting import count_parameters
+from shardctl.models.counting import count_parameters, drop_quantisation_config
 from shardctl.models.describe import KvHeads, choose_model, describe_model, find_family, list_assumed_values
 from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
@@ -23,6 +23,7 @@ __all__ = [
     "choose_model",
     "count_parameters",
     "describe_model",
+    "drop_quantisation_config",
     "find_family",
     "find_quantisation_config",
     "list_assumed_values",

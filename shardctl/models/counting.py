@@ -42,13 +42,12 @@ def list_meant_parameters(
         module, _, kind = name.rpartition(".")
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
-    plain = (
-        model.unquantised or describe_model(_drop_quantisation_config(config)).tensors
-    )  # MXFP4 has its arrays in the family's table
-    return [t for t in plain.values() if not t.row.buffer and stored(t.name)]
+    plain = model.plain or describe_model(drop_quantisation_config(config))
+    return [t for t in plain.tensors.values() if not t.row.buffer and stored(t.name)]
 
 
-def _drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
+def drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """A config of the same model as it would be without quantisation."""
     keys = ("quantization_config", "compression_config")
     text = config.get("text_config")
     inner = {"text_config": {k: v for k, v in text.items() if k not in keys}} if isinstance(text, dict) else {}

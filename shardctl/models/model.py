@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardctl.dtype import DType
     from shardctl.models.family import Row
     from shardctl.models.fusion import TensorFusion
+    from shardctl.models.quantisation.encoding import WeightEncoding
     from shardctl.placement import PartitionSpec
 
 
@@ -64,8 +65,10 @@ class Model:
     """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
-    unquantised: Mapping[str, ModelTensor] = field(default_factory=dict)
-    """The tensors as they would be without quantisation; empty if that makes no difference."""
+    plain: Model | None = None
+    """The model as it would be without quantisation; None if that makes no difference."""
+    encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)
+    """How each quantised weight is stored, by its name."""
 
     def own(self) -> Iterator[ModelTensor]:
         """The tensors of the class's state dict: all but the optional ones."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
 from shardctl.digest import compute_checkpoint_digest, compute_tensor_digest
@@ -116,6 +117,7 @@ class _VerifyRun:
                 other = None
                 if self.against is not None:
                     other = stack.enter_context(open_checkpoint(self.against, self.source_options))
+                    other = dequantise_as(checkpoint, other, self.effort.threads)
                 rest, digest = self._rest(checkpoint, other)
                 return [first, *rest], digest
         except _NotAsRecordedError:

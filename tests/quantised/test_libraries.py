@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-import transformers
 from codes import LLAMA, plain_state, write
+from compressing import WEIGHTS
 from reading import assert_same, of, read
 from safetensors.torch import load_file
 
@@ -21,88 +21,6 @@ from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
-
-WEIGHTS = {
-    "W4A16": {"num_bits": 4, "strategy": "group", "group_size": 32},
-    "W4A16-asymmetric": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
-    "W4A16-channel": {"num_bits": 4, "strategy": "channel"},
-    "W4A16-channel-asymmetric": {"num_bits": 4, "strategy": "channel", "symmetric": False},
-    "W8A16": {"num_bits": 8, "strategy": "group", "group_size": 32},
-    "W3A16": {"num_bits": 3, "strategy": "group", "group_size": 32},
-    "W8A8-int": {"num_bits": 8, "strategy": "channel"},
-    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-    "FP8-channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
-    "FP8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
-    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
-}
-ACTIVATIONS = {
-    "W8A8-int": {"num_bits": 8, "strategy": "token", "dynamic": True},
-    "FP8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-    "FP8-channel": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-    "FP8-block": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
-    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
-}
-
-
-def fill(model):
-    """Scales that fit the weights, instead of those a calibration would find."""
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-    for module in model.modules():
-        args = getattr(getattr(module, "quantization_scheme", None), "weights", None)
-        if args is None:
-            continue
-        weight = module.weight.detach().float()
-        rows, columns = weight.shape
-        if args.block_structure:
-            high, wide = args.block_structure
-        else:
-            high = rows if args.strategy == "tensor" else 1
-            wide = args.group_size or columns
-        cut = weight.reshape(rows // high, high, columns // wide, wide)
-        low, top, more = cut.amin((1, 3)), cut.amax((1, 3)), {}
-        if hasattr(module, "weight_global_scale"):
-            module.weight_global_scale.data = generate_gparam(weight.min(), weight.max()).reshape(1)
-            more["global_scale"] = module.weight_global_scale
-        scale, zero = calculate_qparams(low, top, args, **more)
-        module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
-        if hasattr(module, "weight_zero_point"):
-            zeros = module.weight_zero_point
-            zeros.data = zero.reshape(zeros.shape).to(zeros.dtype)
-        for name, parameter in module.named_parameters(recurse=False):
-            if name.startswith("input_"):
-                parameter.data.fill_(1)
-
-
-@pytest.fixture(scope="module")
-def compressed(tmp_path_factory):
-    """Gives the directory that compressed-tensors and transformers wrote, and the scheme."""
-    pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-
-    made = {}
-
-    def give(name):
-        if name not in made:
-            torch.manual_seed(0)
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).bfloat16()
-            model.load_state_dict(plain_state(LLAMA))
-            group = {"targets": ["Linear"], "weights": WEIGHTS[name], "input_activations": ACTIVATIONS.get(name)}
-            config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
-            apply_quantization_config(model, config)
-            fill(model)
-            compressor = ModelCompressor.from_pretrained_model(model)
-            compressor.compress_model(model)
-            path = tmp_path_factory.mktemp(name) / "source"
-            model.save_pretrained(path)
-            compressor.update_config(path)
-            scheme = model.model.layers[0].mlp.up_proj.quantization_scheme
-            made[name] = path, scheme
-        return made[name]
-
-    return give
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

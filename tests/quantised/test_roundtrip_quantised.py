@@ -7,7 +7,7 @@ import torch
 from codes import CODECS, LLAMA, encoded, plain_state, write
 from reading import assert_same, of, read
 
-from shardctl.errors import UnsupportedError, UsageError
+from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
@@ -61,12 +61,6 @@ def test_a_rank_reads_from_its_own_files_the_part_of_the_weight_that_is_its_own(
             assert torch.equal(codec.decode(of(module, mine)), codec.decode(of(module, whole))[box.slices()]), module
             compared += 1
         assert compared == 14
-
-
-def test_a_cast_would_change_the_scales_alone_and_is_refused(quantised, tmp_path):
-    with pytest.raises(UsageError, match="--dtype bf16 would change the scales of quantised weights") as caught:
-        reshard(quantised("gptq-4"), tmp_path / "out", ReshardOptions(dtype="bf16"))
-    assert caught.value.hint == "leave --dtype out; what is quantised travels as it is"
 
 
 def test_a_method_that_is_not_known_is_converted_on_one_device_and_named_for_a_mesh(tmp_path):

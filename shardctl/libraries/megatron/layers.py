@@ -172,7 +172,7 @@ def count_experts(model: Model) -> int:
 
 def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
-    if model.unquantised:
+    if model.encodings:
         raise UnsupportedError(
             f"{TITLE} has forms of its own for quantised weights, which are not known here",
             hint="convert the model's weights in bfloat16",

@@ -152,7 +152,7 @@ def _has_experts(model: Model) -> bool:
 
 def _check_model(model: Model) -> None:
     """Raise UnsupportedError for a model that is not laid out as here."""
-    if model.unquantised:
+    if model.encodings:
         raise UnsupportedError(
             f"{TITLE} has forms of its own for quantised weights, which are not known here",
             hint="convert the model's weights in bfloat16, and quantise them with NVIDIA's tools",

@@ -72,7 +72,7 @@ def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[S
 
 def check_model(model: Model) -> None:
     """Raise UnsupportedError for a model whose arrays are not known."""
-    if model.unquantised:
+    if model.encodings:
         raise UnsupportedError(
             "vLLM gives quantised weights an order of their own, by the kernel that it chooses",
             hint="serve the original files, which vLLM quantises or reads quantised by itself",

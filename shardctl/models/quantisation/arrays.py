@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
+from shardctl.models.quantisation.encoding import WeightArray
 from shardctl.models.quantisation.following import compute_blocks, follow_cuts, refuse_cuts
 from shardctl.models.quantisation.storage import AlongDim, OpenDim
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from shardctl.dtype import DType
     from shardctl.manifest import Tensor
     from shardctl.models.family import Row
     from shardctl.models.model import ModelTensor
     from shardctl.models.quantisation.storage import Form, QuantisedArray, WeightStorage
-    from shardctl.placement import AxisCut
-
-
-@dataclass(frozen=True, slots=True)
-class WeightArray:
-    """One array of a kind of weight."""
-
-    suffix: str
-    """What stands after the module's name."""
-    shape: tuple[int, ...]
-    dtype: DType
-    cuts: tuple[tuple[AxisCut, ...], ...]
-    row: Row
-    optional: bool
-    """Whether a checkpoint may lack it."""
-    free: tuple[int, ...]
-    """Dims whose extent the config does not determine."""
 
 
 def list_stored_arrays(
@@ -65,6 +48,8 @@ def list_stored_arrays(
             cuts = ((),) * len(shape)
         part = WeightArray(
             suffix=name,
+            usual=array.names[0],
+            form=form,
             shape=shape,
             dtype=BY_NAME[array.dtypes[0]] if array.dtypes and not array.plain else weight.dtype,
             cuts=cuts,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
+from shardctl.models.dequantisation.integers import PackedByInput
 from shardctl.models.quantisation.gptq import parse_bits_and_groups
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
 
 
+_KERNEL_BITS: Final = 4
+"""Bits of a code for which the order in an integer is known."""
+
+
 def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     form = (config.text("version", "") or config.text("format", "gemm")).lower()
     if form != "gemm":
@@ -34,14 +39,12 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     bits, group = parse_bits_and_groups(config, "w_bit" if "w_bit" in config.values else "bits")
 
     by_group = AlongDim(IN, group) if group > 0 else 1
-    storage = WeightStorage(
-        (
-            QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),)),
-            QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),)),
-            QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True),
-            QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True),
-        )
-    )
+    codes = QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),))
+    zeros = QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
+    scales = QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
+    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
+    decoder = PackedByInput(codes, scales, zeros, bits, group, interleaved=True) if bits == _KERNEL_BITS else None
+    storage = WeightStorage((codes, zeros, scales, bias), decoder=decoder)
 
     return QuantisationScheme(
         lambda _names: storage, match_name_parts(find_module_list(config, "modules_to_not_convert") or ())

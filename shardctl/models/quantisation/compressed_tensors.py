@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
+from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
+from shardctl.models.dequantisation.integers import ScaledIntegers
 from shardctl.models.quantisation.fp8 import parse_block_size
 from shardctl.models.quantisation.module_list import find_module_list, match_exact_names
 from shardctl.models.quantisation.storage import (
@@ -34,7 +36,7 @@ from shardctl.models.quantisation.storage import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shardctl.models.quantisation.storage import Names
+    from shardctl.models.quantisation.storage import Names, WeightDecoder
 
 _LINEAR: Final = ("Linear", "LinearBase")
 """Names of classes that mean every linear layer."""
@@ -116,11 +118,13 @@ class _GroupWeights:
         if self.form == "pack-quantized":
             codes = QuantisedArray("weight_packed", ("I32",), ((AlongDim(OUT), build_packed_dim(IN, self.bits)),))
             shape = QuantisedArray("weight_shape", ("I64", "I32"), ((2,),))
-            return WeightStorage((codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS), uncut)
+            arrays = (codes, scale, *self.zeros(), *self.order(), shape, *_ACTIVATIONS)
+            return WeightStorage(arrays, uncut, decoder=self._build_decoder(codes, scale))
         if self.form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
             codes = QuantisedArray("weight_packed", ("U8",), ((AlongDim(OUT), AlongDim(IN, 2)),))
             whole = QuantisedArray("weight_global_scale", FLOAT, PER_TENSOR, optional=self.form.startswith("mx"))
-            return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS))
+            pairs = None if self.zeros() else PackedFloats(codes, scale, whole, divided=True, rounded="BF16")
+            return WeightStorage((codes, scale, whole, *self.zeros(), *_ACTIVATIONS), decoder=pairs)
         kinds = {
             "int-quantized": ("I8",),
             "float-quantized": FP8,
@@ -130,7 +134,17 @@ class _GroupWeights:
         if kinds is None:
             raise UnsupportedError(f"the compressed-tensors format {self.form!r} is not known")
         codes = QuantisedArray("weight", kinds, ((AlongDim(OUT), AlongDim(IN)),))
-        return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut)
+        decoder = self._build_decoder(codes, scale)
+        return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut, decoder=decoder)
+
+    def _build_decoder(self, codes: QuantisedArray, scale: QuantisedArray) -> WeightDecoder | None:
+        """What decodes weights whose codes are whole numbers, packed or not, or floats of a byte each."""
+        zero, groups = next(iter(self.zeros()), None), next(iter(self.order()), None)
+        if codes.dtypes == ("I32",):
+            return ScaledIntegers(codes, scale, zero, groups, self.bits)
+        if "I8" in codes.dtypes and self.config.text("type", "int") == "int":
+            return ScaledIntegers(codes, scale, zero, groups)
+        return ScaledFloats(codes, scale, by_scale=True) if zero is None and groups is None else None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.dequantisation.floats import ScaledFloats
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FP8,
@@ -44,7 +45,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         scale = QuantisedArray(
             "weight_scale_inv weight_scale", SCALE, ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
         )
-    storage = WeightStorage((_CODES, scale, _INPUT))
+    storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
     return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 
@@ -65,7 +66,8 @@ def _is_size(value: object) -> bool:
 def _parse_fbgemm_scheme(config: ModelConfig) -> QuantisationScheme:
     listed = find_module_list(config, "modules_to_not_convert")
     bound = QuantisedArray("input_scale_ub", SCALE, PER_TENSOR, optional=True)
-    storage = WeightStorage((_CODES, QuantisedArray("weight_scale", SCALE, PER_ROW), bound))
+    scale = QuantisedArray("weight_scale", SCALE, PER_ROW)
+    storage = WeightStorage((_CODES, scale, bound), decoder=ScaledFloats(_CODES, scale))
     return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
 
 

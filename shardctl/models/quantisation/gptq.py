@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
+from shardctl.models.dequantisation.integers import PackedByInput
 from shardctl.models.quantisation.module_list import match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -51,16 +52,16 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     bits, group = parse_bits_and_groups(config)
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
+    codes = QuantisedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),))
+    zeros = QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
+    scales = QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
+    # Without act-order it says nothing new, and some writers leave it out.
+    groups = QuantisedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed)
+    bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     storage = WeightStorage(
-        (
-            QuantisedArray("qweight", ("I32",), ((build_packed_dim(IN, bits), AlongDim(OUT)),)),
-            QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),)),
-            QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True),
-            # Without act-order it says nothing new, and some writers leave it out.
-            QuantisedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed),
-            QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True),
-        ),
+        (codes, zeros, scales, groups, bias),
         uncut={IN: MIXED} if mixed else {},
+        decoder=PackedByInput(codes, scales, zeros, bits, group, groups, less_one=form.lower() == _FORMATS[0]),
     )
 
     inner = _list_inner_modules(config)

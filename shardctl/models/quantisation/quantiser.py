@@ -15,6 +15,7 @@ from shardctl.models.quantisation.arrays import list_stored_arrays
 from shardctl.models.quantisation.awq import AWQ
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
+from shardctl.models.quantisation.encoding import WeightEncoding
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.models.model import Model
-    from shardctl.models.quantisation.arrays import WeightArray
+    from shardctl.models.quantisation.encoding import WeightArray
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
 METHODS: Final[tuple[QuantisationMethod, ...]] = (
@@ -125,23 +126,30 @@ class _ModelQuantiser:
         if stored is not None:
             self.read(stored, weights)
         tensors: dict[str, ModelTensor] = {}
-        replaced: set[str] = set()
+        encodings: dict[str, WeightEncoding] = {}
         for tensor in self.plain.tensors.values():
             weight = weights.get(tensor.name)
             if weight is None:
                 tensors[tensor.name] = tensor
                 continue
             if self.quantised(weight):
-                replaced.add(tensor.name)
+                encodings[tensor.name] = WeightEncoding(weight.module, weight.storage.decoder, self.parts(weight))
                 tensors.update((array.name, array) for array in self.arrays(weight))
             else:
                 tensors[tensor.name] = tensor
             tensors.update((scale.name, scale) for scale in self.cache_scales(weight))
-        fusions = {n: f for n, f in self.plain.fusions.items() if replaced.isdisjoint(f.tensors)}
+        fusions = {n: f for n, f in self.plain.fusions.items() if encodings.keys().isdisjoint(f.tensors)}
         warnings = self.plain.warnings
         if self.contrary:
             warnings += (f"config.json says that {format_first_few(self.contrary)} is not quantised, but it is",)
-        return replace(self.plain, tensors=tensors, fusions=fusions, warnings=warnings, unquantised=self.plain.tensors)
+        return replace(
+            self.plain,
+            tensors=tensors,
+            fusions=fusions,
+            warnings=warnings,
+            plain=self.plain,
+            encodings=encodings,
+        )
 
     def weight(self, tensor: ModelTensor) -> _QuantisableWeight | None:
         """The weight that `tensor` is; None if it cannot be quantised."""

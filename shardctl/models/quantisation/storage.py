@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from shardctl.models.config import ModelConfig
 
@@ -102,6 +105,26 @@ def build_packed_dim(dim: int, bits: int) -> AlongDim:
     return AlongDim(dim, WORD // bits) if WORD % bits == 0 else AlongDim(dim, WORD, bits)
 
 
+class DecodedTile(NamedTuple):
+    """The elements of a tile of a weight."""
+
+    values: NDArray[np.float32]
+    """In the order of the decoder: rows of outputs, or of inputs."""
+    rounded: str = "F32"
+    """The type in which the method's owner has the result; a cast to another type comes after it."""
+
+
+class WeightDecoder(Protocol):
+    """How the values of a weight follow from its arrays; there is one for each way, in `models/dequantisation`."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """`(OUT, IN)`, or `(IN, OUT)` where neighbouring outputs lie together in the files."""
+
+    def decode(self, tile: Any) -> DecodedTile:  # noqa: ANN401 - a WeightTile, whose module imports this one
+        """The elements of a `dequantisation.tile.WeightTile`; raises SourceError for numbers that no writer has."""
+
+
 @dataclass(frozen=True)
 class WeightStorage:
     """How one weight is stored."""
@@ -111,6 +134,8 @@ class WeightStorage:
     """Dims of the weight that no axis may cut, each with what it is then, in words that follow "1"."""
     whole: str = ""
     """Set if no axis at all may cut the weight, fsdp included: what it is, in words that follow "1"."""
+    decoder: WeightDecoder | None = None
+    """How the weight's values follow from the arrays; None where nobody here knows."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,113 @@
+"""Makes of an opened checkpoint with quantised weights one whose weights are floating-point numbers.
+
+What follows, from the plan of a conversion to the comparison of its result, takes it for any other checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl import models
+from shardctl.box import Box
+from shardctl.checkpoint.dequantised_source import DequantisedSource
+from shardctl.dtype import FLOATS
+from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
+from shardctl.manifest import Chunk, Region, Tensor
+from shardctl.models.dequantisation.tile import LocatedArray
+from shardctl.models.dequantisation.weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.dtype import DType
+    from shardctl.models.model import ModelTensor
+    from shardctl.models.quantisation.encoding import WeightEncoding
+
+DEQUANTISED: Final = "dequantised"
+"""The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
+QUANTISATION_FILES: Final = frozenset({"hf_quant_config.json", "quant_config.json", "quantize_config.json"})
+"""Files beside a config that say how weights are quantised: ModelOpt's, AutoAWQ's, AutoGPTQ's."""
+_PLACE: Final = "{} (dequantised)"
+"""What the place of a weight's values is called in messages."""
+_MATRIX: Final = 2
+_KEEP: Final = "leave --dtype out: then what is quantised stays as it is"
+
+
+def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
+    """`checkpoint` with every quantised weight as its values in `dtype`, which are worked out when they are read.
+
+    What only the quantisation needs (scales of activations and of the cache) is left behind, which a warning says.
+    Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out,
+    SourceError for a weight of which some arrays are missing.
+    """
+    model, config = checkpoint.model, checkpoint.config
+    if model is None or config is None or model.plain is None:
+        raise UsageError("only of a known model can quantised weights be taken back to numbers", hint=_KEEP)
+    unknown = [name for name, encoding in model.encodings.items() if encoding.decoder is None]
+    if unknown or not model.encodings:
+        raise UnsupportedError(
+            f"how the values of {format_first_few(unknown) or 'these quantised weights'} are worked out is not known",
+            hint=_KEEP,
+        )
+    stored, plain = checkpoint.manifest.tensors, model.plain
+    values: dict[str, Tensor] = {}
+    weights: dict[str, QuantisedWeight] = {}
+    used: set[str] = set()
+    for name, encoding in model.encodings.items():
+        there = [array for array in encoding.arrays if encoding.name(array) in stored]
+        arrays = {array.usual: LocatedArray.of(stored[encoding.name(array)], array.form) for array in there}
+        used.update(encoding.name(array) for array in encoding.arrays)
+        if not arrays and plain.tensors[name].optional:
+            continue
+        weight = _build_weight(plain.tensors[name], encoding, arrays, dtype)
+        weights[_PLACE.format(name)] = weight
+        values[name] = _build_tensor(weight, encoding, stored)
+    tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
+    encoded = [tensor for name, tensor in stored.items() if name in used]
+    left = [name for name in stored if name not in tensors and name not in used]
+    warnings = checkpoint.manifest.warnings
+    if left:
+        warnings += (f"only the quantisation needs {format_first_few(left)}, which is left behind",)
+    return replace(
+        checkpoint,
+        source=DequantisedSource(checkpoint.source, weights, threads),
+        manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
+        model=plain,
+        config=models.drop_quantisation_config(config),
+        encoded=tuple(encoded),
+    )
+
+
+def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
+    """`source` with the values of its quantised weights, if those are what `result` has in their place."""
+    if result.config is None or source.config is None or source.model is None or not source.model.encodings:
+        return source
+    if models.find_quantisation_config(result.config) is not None:
+        return source
+    found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in source.model.encodings)
+    dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
+    return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
+
+
+def _build_weight(
+    tensor: ModelTensor, encoding: WeightEncoding, arrays: Mapping[str, LocatedArray], dtype: DType
+) -> QuantisedWeight:
+    missing = [encoding.name(a) for a in encoding.arrays if not a.optional and a.usual not in arrays]
+    if missing:
+        raise SourceError(
+            f"the values of {tensor.name} cannot be worked out without {format_first_few(missing)}",
+            hint="a shard may be missing",
+        )
+    assert encoding.decoder is not None and len(tensor.shape) == _MATRIX  # noqa: S101, PT018 - asked before
+    return QuantisedWeight(tensor.name, (tensor.shape[0], tensor.shape[1]), arrays, encoding.decoder, dtype)
+
+
+def _build_tensor(weight: QuantisedWeight, encoding: WeightEncoding, stored: Mapping[str, Tensor]) -> Tensor:
+    """The weight as a tensor whose values lie in the file of its own, under the name that the source gave its codes."""
+    codes = encoding.arrays[0]
+    spelled = stored[encoding.name(codes)].spelling
+    name = f"{spelled[0].removesuffix(codes.suffix)}weight" if spelled else weight.name
+    chunk = Chunk(Box.whole(weight.shape), weight.dtype, Region(_PLACE.format(weight.name), 0, weight.strides), name)
+    return Tensor(weight.name, weight.dtype, weight.shape, (chunk,), spelling=(name,) if spelled else ())

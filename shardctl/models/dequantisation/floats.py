@@ -1,0 +1,88 @@
+"""Decodes weights of 8-bit and 4-bit floats: the number that a code stands for, times the scale of its block.
+
+Who computes how: transformers multiplies fp8 in F32 (integrations/finegrained_fp8.py, `Fp8Dequantize`), as DeepSeek's
+own script does; compressed-tensors in the type of the scales (quantization/lifecycle/forward_helpers.py); ModelOpt's
+NVFP4 in F32 (torch/quantization/qtensor/nvfp4_tensor.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from shardctl.models.dequantisation.tile import BY_OUTPUT, IN_BETWEEN
+from shardctl.models.quantisation.storage import IN, DecodedTile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from shardctl.models.dequantisation.tile import WeightTile
+    from shardctl.models.quantisation.storage import QuantisedArray
+
+_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the sixteen codes of E2M1 stand for (OCP Microscaling Formats 1.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFloats:
+    """Codes of a byte each, and their scales."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    by_scale: bool = False
+    """Whether the owner computes in the type of the scales, rather than in F32."""
+    order: tuple[int, int] = BY_OUTPUT
+
+    def decode(self, tile: WeightTile) -> DecodedTile:
+        """The elements of a tile."""
+        codes = tile.read(self.codes)
+        values = np.take(_build_number_table(codes.dtype), codes.view(np.uint8), mode="clip")
+        stored = tile.read_numbers(self.scale)
+        tile.read_factors(self.scale, self.order, stored).scale(values)
+        kind = tile.arrays[self.scale.names[0]].tensor.dtype.name
+        return DecodedTile(values, kind if self.by_scale and kind in IN_BETWEEN else "F32")
+
+
+@cache
+def _build_number_table(kind: np.dtype[np.generic]) -> NDArray[np.float32]:
+    """What each of the 256 patterns of an 8-bit type stands for."""
+    return np.arange(256, dtype=np.uint8).view(kind).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloats:
+    """Two codes of E2M1 in a byte, the first in its low half, with a scale a block, and perhaps one for them all."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    whole: QuantisedArray | None = None
+    """The scale of the blocks' scales."""
+    divided: bool = False
+    """Whether the blocks' scales are divided by it, rather than multiplied with it."""
+    rounded: str = "F32"
+    """The type of the owner's result."""
+    order: tuple[int, int] = BY_OUTPUT
+
+    def decode(self, tile: WeightTile) -> DecodedTile:
+        """The elements of a tile."""
+        codes = tile.read(self.codes).view(np.uint8)
+        pairs = np.take(_build_pair_table(), codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
+        skipped = tile.spans[IN][0] % 2
+        values = pairs.reshape(codes.shape[0], -1)[:, skipped : skipped + tile.extent(IN)]
+        scales = tile.read_numbers(self.scale)
+        if self.whole is not None and tile.has(self.whole):
+            whole = tile.read_numbers(self.whole).reshape(())
+            scales = scales / whole if self.divided else scales * whole
+        values = np.ascontiguousarray(values)
+        tile.read_factors(self.scale, self.order, scales).scale(values)
+        return DecodedTile(values, self.rounded)
+
+
+@cache
+def _build_pair_table() -> NDArray[np.float32]:
+    """The two numbers in each of the 256 bytes."""
+    numbers = np.array(_FP4, np.float32)
+    return np.stack((np.tile(numbers, 16), np.repeat(numbers, 16)), axis=1)

@@ -1,0 +1,180 @@
+"""Decodes weights of integers: a code less its zero point, times the scale of its group.
+
+Who computes how: compressed-tensors (quantization/lifecycle/forward_helpers.py), GPTQ's and AWQ's layers
+(auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, awq/utils/packing_utils.py) all in the type of the scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from shardctl.errors import SourceError
+from shardctl.models.dequantisation.tile import BY_INPUT, BY_OUTPUT, IN_BETWEEN, BlockFactors
+from shardctl.models.quantisation.storage import IN, OUT, WORD, AlongDim, DecodedTile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from shardctl.models.dequantisation.tile import Span, WeightTile
+    from shardctl.models.quantisation.storage import QuantisedArray
+
+_INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an integer of AWQ's the codes of eight neighbouring outputs are."""
+
+
+def unpack_codes(words: NDArray[Any], bits: int, axis: int, places: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
+    """The codes in integers of 32 bits along `axis`, the first in the lowest bits; they may run on into the next one.
+
+    >>> unpack_codes(np.array([[0x76543210]], np.int32), 4, 1)
+    array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
+    >>> unpack_codes(np.array([[0o7654321076, 0, 0]], np.int32), 3, 1)[0, :4]
+    array([6, 7, 0, 1], dtype=uint8)
+    """
+    whole = np.moveaxis(words.view(np.uint32), axis, -1)
+    mask = np.uint32((1 << bits) - 1)
+    period = WORD // bits if WORD % bits == 0 else WORD
+    step = period * bits // WORD
+    missing = -whole.shape[-1] % step
+    if missing:
+        whole = np.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, missing)])
+    codes = np.empty((*whole.shape[:-1], whole.shape[-1] // step * period), np.uint8)
+    for n in range(period):
+        place = (places[n] if places is not None else n) * bits
+        word, low = divmod(place, WORD)
+        code = whole[..., word::step] >> np.uint32(low)
+        if low + bits > WORD:
+            code = code | (whole[..., word + 1 :: step] << np.uint32(WORD - low))
+        codes[..., n::period] = code & mask
+    return np.moveaxis(codes, -1, axis)
+
+
+def _get_scale_type(tile: WeightTile, scale: QuantisedArray) -> str:
+    kind = tile.arrays[scale.names[0]].tensor.dtype.name
+    return kind if kind in IN_BETWEEN else "F32"
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledIntegers:
+    """compressed-tensors' integers: in a byte each, or packed along the inputs."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray | None = None
+    groups: QuantisedArray | None = None
+    """The group of each input, where act-order mixed them."""
+    bits: int = 0
+    """Of a packed code; 0 where each has a byte of its own."""
+    order: tuple[int, int] = BY_OUTPUT
+
+    def decode(self, tile: WeightTile) -> DecodedTile:
+        """The elements of a tile."""
+        codes = tile.read(self.codes)
+        if self.bits:
+            codes = _crop(unpack_codes(codes, self.bits, 1), 1, tile.spans[IN], self.bits)
+        values = codes.astype(np.float32)
+        if self.bits:
+            values -= 1 << (self.bits - 1)
+        columns: NDArray[Any] | None = None
+        also: dict[int, Span] = {}
+        if self.groups is not None and tile.has(self.groups):
+            columns = tile.read(self.groups)
+            also = {1: (int(columns.min()), int(columns.max()) + 1)}
+            _check_groups(also[1], tile, self.scale, 1)
+            columns = columns - also[1][0]
+        if self.zero is not None and tile.has(self.zero):
+            _combine(np.subtract, values, self._read_zeros(tile, also), columns)
+        scales = tile.read_factors(self.scale, BY_OUTPUT, tile.read_numbers(self.scale, also))
+        if columns is None:
+            scales.scale(values)
+        else:
+            _combine(np.multiply, values, scales, columns)
+        return DecodedTile(values, _get_scale_type(tile, self.scale))
+
+    def _read_zeros(self, tile: WeightTile, also: Mapping[int, Span]) -> BlockFactors:
+        assert self.zero is not None  # noqa: S101 - asked before
+        stored = tile.read(self.zero, also)
+        packed = any(isinstance(e, AlongDim) and e.dim == OUT and e.block > 1 for e in self._zero_form(tile))
+        if not (self.bits and packed):
+            return tile.read_factors(self.zero, BY_OUTPUT, stored.astype(np.float32))
+        zeros = _crop(unpack_codes(stored, self.bits, 0), 0, tile.spans[OUT], self.bits)
+        return tile.read_factors(self.scale, BY_OUTPUT, zeros.astype(np.float32) - (1 << (self.bits - 1)))
+
+    def _zero_form(self, tile: WeightTile) -> tuple[object, ...]:
+        assert self.zero is not None  # noqa: S101 - asked before
+        return tile.arrays[self.zero.names[0]].form
+
+
+@dataclass(frozen=True, slots=True)
+class PackedByInput:
+    """GPTQ's integers, packed along the inputs, and AWQ's, packed along the outputs; both `[in, out]`."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray
+    bits: int
+    group: int
+    """Inputs that share a scale; -1 for all."""
+    groups: QuantisedArray | None = None
+    """The group of each input, if a checkpoint has it."""
+    less_one: bool = False
+    """Whether zero points are stored less one (GPTQ's first format)."""
+    interleaved: bool = False
+    """Whether the outputs in an integer are in AWQ's order."""
+    order: tuple[int, int] = BY_INPUT
+
+    def decode(self, tile: WeightTile) -> DecodedTile:
+        """The elements of a tile."""
+        places = _INTERLEAVED if self.interleaved else None
+        axis, dim = (1, OUT) if self.interleaved else (0, IN)
+        codes = _crop(unpack_codes(tile.read(self.codes), self.bits, axis, places), axis, tile.spans[dim], self.bits)
+        rows = self._find_groups(tile)
+        also = {0: (int(rows.min()), int(rows.max()) + 1)}
+        _check_groups(also[0], tile, self.scale, 0)
+        rows = rows - also[0][0]
+        zeros = _crop(unpack_codes(tile.read(self.zero, also), self.bits, 1, places), 1, tile.spans[OUT], self.bits)
+        if self.less_one:
+            zeros = (zeros + np.uint8(1)) & np.uint8((1 << self.bits) - 1)
+        scales = tile.read_numbers(self.scale, also)
+        values = codes.astype(np.float32)
+        starts = np.flatnonzero(np.r_[True, np.diff(rows) != 0])
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+            values[start:stop] -= zeros[rows[start]]
+            values[start:stop] *= scales[rows[start]]
+        return DecodedTile(values, _get_scale_type(tile, self.scale))
+
+    def _find_groups(self, tile: WeightTile) -> NDArray[np.int64]:
+        """The group of each input of the tile."""
+        if self.groups is not None and tile.has(self.groups):
+            return tile.read(self.groups).astype(np.int64)
+        inputs = np.arange(*tile.spans[IN])
+        return inputs // self.group if self.group > 0 else np.zeros_like(inputs)
+
+
+def _crop(codes: NDArray[np.uint8], axis: int, span: Span, bits: int) -> NDArray[np.uint8]:
+    """The codes of a span among those of the whole integers that hold them."""
+    skipped = span[0] % (WORD // bits if WORD % bits == 0 else WORD)
+    chosen = slice(skipped, skipped + span[1] - span[0])
+    return codes[chosen] if axis == 0 else codes[:, chosen]
+
+
+def _combine(change: np.ufunc, values: NDArray[np.float32], by: BlockFactors, columns: NDArray[Any] | None) -> None:
+    """Subtract or multiply, in place, the number of each element's block, or of the group of its input."""
+    if columns is None:
+        change(values, by.spread(values.shape), out=values)
+        return
+    rows = replace(by, blocks=(by.blocks[0], 0)).spread(values.shape)
+    change(values, rows[:, columns], out=values)
+
+
+def _check_groups(span: Span, tile: WeightTile, scale: QuantisedArray, axis: int) -> None:
+    stored = tile.arrays[scale.names[0]].tensor
+    if span[0] < 0 or span[1] > stored.shape[axis]:
+        raise SourceError(
+            f"an input belongs to group {span[1] - 1 if span[0] >= 0 else span[0]}, but {stored.name} has the scales "
+            f"of {stored.shape[axis]} groups"
+        )

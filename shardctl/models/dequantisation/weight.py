@@ -1,0 +1,104 @@
+"""Presents a quantised weight as if it were stored as floating-point numbers, row after row.
+
+A run of bytes of that imagined array is worked out when it is read: its rows are decoded in tiles that fit the cores'
+caches, from those parts of the weight's arrays that they need, and cast to the wanted type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from shardctl.cast import cast_elements
+from shardctl.dtype import BY_NAME
+from shardctl.models.dequantisation.tile import WeightTile
+from shardctl.models.quantisation.storage import OUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from shardctl.bands import BandBuffer, ByteReader
+    from shardctl.dtype import DType
+    from shardctl.models.dequantisation.tile import LocatedArray, Span
+    from shardctl.models.quantisation.storage import WeightDecoder
+
+TILE: Final = 1 << 18
+"""Elements of a tile, more or less: its F32 values take 1 MiB."""
+DECODING_BYTES: Final = 8 << 20
+"""Memory that one thread needs to decode tiles (measured: 3 to 6 MiB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A matrix whose values follow from the arrays that are stored of it."""
+
+    name: str
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    arrays: Mapping[str, LocatedArray]
+    """By the usual name of each."""
+    decoder: WeightDecoder
+    dtype: DType
+    """The type that its values are wanted in."""
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows and columns of the imagined array: outputs and inputs, or the other way round."""
+        first, second = self.decoder.order
+        return self.shape[first], self.shape[second]
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Bytes from one output to the next, and from one input to the next."""
+        item, width = self.dtype.unit_bytes, self.rows[1]
+        return (width * item, item) if self.decoder.order[0] == OUT else (item, width * item)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the imagined array."""
+        return self.dtype.nbytes(self.shape)
+
+    def read_values(self, reader: ByteReader, buffer: BandBuffer, offset: int, into: memoryview) -> int:
+        """Fill `into` with the bytes from `offset`; returns how many finite values became infinite."""
+        item, width = self.dtype.unit_bytes, self.rows[1]
+        out = np.frombuffer(into, np.uint8)
+        overflowed = written = 0
+        for rows, columns in _split_run(offset // item, (offset + len(out)) // item, width):
+            count = (rows[1] - rows[0]) * (columns[1] - columns[0]) * item
+            overflowed += self._decode(reader, buffer, (rows, columns), out[written : written + count])
+            written += count
+        return overflowed
+
+    def _decode(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span], out: NDArray[np.uint8]) -> int:
+        ordered = spans if self.decoder.order[0] == OUT else spans[::-1]
+        values, rounded = self.decoder.decode(WeightTile(self.arrays, ordered, reader, buffer))
+        bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        if rounded not in ("F32", self.dtype.name):
+            middle = BY_NAME[rounded]
+            between = np.empty(values.size * middle.unit_bytes, np.uint8)
+            first = cast_elements(bits, BY_NAME["F32"], middle, between).overflowed
+            return first + cast_elements(between, middle, self.dtype, out).overflowed
+        return cast_elements(bits, BY_NAME["F32"], self.dtype, out).overflowed
+
+
+def _split_run(start: int, stop: int, width: int) -> Iterator[tuple[Span, Span]]:
+    """Rows and columns of tiles that make up the elements from `start` to `stop` of rows of `width`, in order.
+
+    >>> list(_split_run(3, 14, 4))
+    [((0, 1), (3, 4)), ((1, 3), (0, 4)), ((3, 4), (0, 2))]
+    """
+    while start < stop:
+        row, column = divmod(start, width)
+        whole = (stop - row * width) // width
+        if column or not whole or width > TILE:
+            end = min(width, column + stop - start, column + TILE)
+            yield (row, row + 1), (column, end)
+            start = row * width + end
+        else:
+            rows = min(whole, max(TILE // width, 1))
+            yield (row, row + rows), (0, width)
+            start += rows * width

@@ -1,0 +1,47 @@
+"""Describes the arrays that are stored in place of one quantised weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardctl.dtype import DType
+    from shardctl.models.family import Row
+    from shardctl.models.quantisation.storage import Form, WeightDecoder
+    from shardctl.placement import AxisCut
+
+
+@dataclass(frozen=True, slots=True)
+class WeightArray:
+    """One array of a kind of weight."""
+
+    suffix: str
+    """What stands after the module's name."""
+    usual: str
+    """What usually stands there."""
+    form: Form
+    """How its dims follow those of the weight."""
+    shape: tuple[int, ...]
+    dtype: DType
+    cuts: tuple[tuple[AxisCut, ...], ...]
+    row: Row
+    optional: bool
+    """Whether a checkpoint may lack it."""
+    free: tuple[int, ...]
+    """Dims whose extent the config does not determine."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightEncoding:
+    """How one weight is stored, and how its values follow from that."""
+
+    module: str
+    """The name of its module."""
+    decoder: WeightDecoder | None
+    """None where nobody here knows."""
+    arrays: tuple[WeightArray, ...]
+
+    def name(self, array: WeightArray) -> str:
+        """The name of one of the arrays."""
+        return f"{self.module}.{array.suffix}"

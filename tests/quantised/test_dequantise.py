@@ -1,0 +1,156 @@
+"""Quantised weights become numbers, bit for bit those of the library that owns the method, in any layout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from codes import CODECS, LLAMA, encoded, plain_state, write
+from compressing import WEIGHTS
+from reading import assert_same, of, read
+
+from shardctl.errors import SourceError, UnsupportedError
+from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+OWN = {"gptq": torch.float16, "awq": torch.float16}
+"""The type in which the layers of a method compute their weights, which is that of their scales; else F32."""
+
+
+def config_of(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def list_modules(state):
+    """The modules that are quantised."""
+    plain = plain_state(LLAMA)
+    found = [n.removesuffix(".weight") for n, t in plain.items() if n not in state or state[n].dtype != t.dtype]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CODECS)
+def test_every_method_gives_the_numbers_of_its_layers(quantised, tmp_path, name, dtype):
+    source = quantised(name)
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype=dtype))
+    stored, found = read(source), read(tmp_path / "out")
+    assert found.keys() == plain_state(LLAMA).keys()
+    own = OWN.get(CODECS[name].settings["quant_method"], torch.float32)
+    for module in list_modules(stored):
+        expected = CODECS[name].decode(of(module, stored)).to(own).to(DTYPES[dtype])
+        assert torch.equal(found[f"{module}.weight"], expected), module
+    assert "quantization_config" not in config_of(tmp_path / "out")
+    assert config_of(tmp_path / "out")["dtype"] == str(DTYPES[dtype]).removeprefix("torch.")
+    assert verify(tmp_path / "out", level="full", against=source).ok
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_numbers_are_those_of_compressed_tensors(compressed, tmp_path, name):
+    from compressed_tensors.compressors import BaseCompressor
+
+    source, scheme = compressed(name)
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    stored, found = read(source), read(tmp_path / "out")
+    owner = BaseCompressor.get_value_from_registry(scheme.format)
+    for module in list_modules(stored):
+        expected = owner.decompress(dict(of(module, stored)), scheme)["weight"]
+        assert torch.equal(found[f"{module}.weight"], expected.bfloat16()), module
+    assert verify(tmp_path / "out", level="full", against=source).ok
+
+
+def test_fp8_blocks_are_those_of_transformers(quantised, tmp_path):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    source = quantised("fp8-blocks")
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    stored, found = read(source), read(tmp_path / "out")
+    for module in list_modules(stored):
+        arrays = of(module, stored)
+        expected = Fp8Dequantize(None)._dequantize_one(arrays["weight"], arrays["weight_scale_inv"], torch.bfloat16)
+        assert torch.equal(found[f"{module}.weight"], expected), module
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-3", "awq", "modelopt-nvfp4"])
+def test_every_layout_holds_the_same_numbers(quantised, tmp_path, name):
+    source = quantised(name)
+    reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
+    for number, wish in enumerate(
+        (
+            ReshardOptions(mesh=Mesh.of(tp=8), dtype="bf16"),
+            ReshardOptions(mesh=Mesh.of(tp=2, pp=2, fsdp=3), dtype="bf16"),
+            ReshardOptions(to="dcp", mesh=Mesh.of(fsdp=3), dtype="bf16"),
+            ReshardOptions(to="hf", dtype="bf16", host_memory=80 << 20, threads=1),
+        )
+    ):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        reshard(source, there, wish)
+        assert verify(there, level="full", against=source).ok
+        reshard(there, back, ReshardOptions(to="hf"))
+        assert_same(read(back), read(tmp_path / "plain"))
+
+
+def test_ranks_of_a_quantised_model_are_taken_back_too(quantised, tmp_path):
+    source = quantised("gptq-4")
+    reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2, fsdp=2)))
+    reshard(tmp_path / "ranks", tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    assert_same(read(tmp_path / "out"), read(tmp_path / "plain"))
+
+
+def test_a_wrong_number_in_the_result_is_found(quantised, tmp_path):
+    source = quantised("fp8-blocks")
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    (tmp_path / "out" / "shardctl.json").unlink()
+    assert verify(tmp_path / "out", against=source).ok
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-(96 * 128 * 2) - 9] ^= 1
+    file.write_bytes(data)
+    assert not verify(tmp_path / "out", against=source).ok
+
+
+def test_act_order_mixes_the_groups_of_inputs(tmp_path):
+    codec, state = CODECS["gptq-4"], plain_state(LLAMA)
+    config = {**LLAMA, "quantization_config": {**codec.settings, "desc_act": True}}
+    arrays = encoded(codec, state)
+    order = {
+        name: torch.randperm(len(t), generator=torch.Generator().manual_seed(1))
+        for name, t in arrays.items()
+        if name.endswith("g_idx")
+    }
+    mixed = {name: t[order[name]] if name in order else t for name, t in arrays.items()}
+    source = write(tmp_path / "source", config, mixed)
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="fp32"))
+    found = read(tmp_path / "out")
+    for module in list_modules(mixed):
+        expected = codec.decode(of(module, mixed)).half().float()
+        assert torch.equal(found[f"{module}.weight"], expected), module
+
+
+def test_an_input_of_a_group_that_does_not_exist_is_an_error(tmp_path):
+    codec, state = CODECS["gptq-4"], plain_state(LLAMA)
+    config = {**LLAMA, "quantization_config": {**codec.settings, "desc_act": True}}
+    arrays = encoded(codec, state)
+    name = next(name for name in arrays if name.endswith("g_idx"))
+    arrays[name] = arrays[name].clone().fill_(99)
+    source = write(tmp_path / "source", config, arrays)
+    with pytest.raises(SourceError, match="group 99"):
+        reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+
+
+def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
+    config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    arrays = {}
+    for name, tensor in plain_state(LLAMA).items():
+        linear = tensor.ndim == 2 and ".layers." in name
+        arrays |= (
+            {name: tensor.to(torch.int8), name[:-6] + "SCB": torch.ones(len(tensor))} if linear else {name: tensor}
+        )
+    source = write(tmp_path / "source", config, arrays)
+    with pytest.raises(UnsupportedError, match="not known"):
+        reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
