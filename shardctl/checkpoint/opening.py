@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardctl.manifest import Manifest, Tensor
-    from shardctl.models import Model
+    from shardctl.mesh import Mesh
+    from shardctl.models import Model, UntabledModel
     from shardctl.storage import Source
 
 _SHOWN: Final = 12
@@ -58,6 +59,8 @@ class OpenedCheckpoint:
     config: Mapping[str, Any] | None
     record: CheckpointRecord | None
     """What `shardctl.json` says, if shardctl wrote this."""
+    untabled: Callable[[], UntabledModel] | None = None
+    """Where no table knows the model, what its names and shapes tell of it; None where they are no model's."""
     hypothetical: bool = False
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
     allow_unverified: bool = False
@@ -86,6 +89,7 @@ class OpenedCheckpoint:
         if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
             raise self.model_error  # the model is known, and names the tensors that do not fit
         example = f'[rules], "{self._widest()}" = ["tp", "fsdp"] and so on, "**" = [] for what stays whole'
+        example += "; fsdp, pp, dp and cp need none" if self.untabled is not None else ""
         if self.model_error is not None:
             raise UnsupportedError(
                 f"{self.model_error.message}, and {purpose} needs to know how to cut {self._kinds()}",
@@ -95,6 +99,30 @@ class OpenedCheckpoint:
             f"{self.source.name} has no {CONFIG}, and {purpose} needs to know how to cut {self._kinds()}",
             hint=f"name a config with --config PATH, or write a rule file for --rules FILE: {example}",
         )
+
+    def require_placement(self, mesh: Mesh) -> Model:
+        """The model, to place its tensors on a mesh; where no table knows it, one that suffices for axes without.
+
+        Raises as `require_model` for axes that need a table.
+        """
+        if self.model is None and self.untabled is not None and self.untabled().places_on(mesh):
+            return self.untabled().model
+        return self.require_model(f"a mesh of {mesh}")
+
+    def find_placement(self, mesh: Mesh) -> Model | None:
+        """The same, or None where nobody knows how a mesh divides the tensors."""
+        try:
+            return self.require_placement(mesh)
+        except (SourceError, UnsupportedError):
+            return None
+
+    def note_placement(self, mesh: Mesh) -> tuple[str, ...]:
+        """What was taken from names and shapes to place tensors on a mesh, as warnings; none where a table knows."""
+        if self.model is not None or self.untabled is None:
+            return ()
+        known = self.config is not None and models.find_family(self.config) is not None
+        why = (self.model_error.message,) if self.model_error is not None and known else ()
+        return *why, *self.untabled().notes(mesh)
 
     def _kinds(self) -> str:
         """The tensors, layers taken together."""
@@ -169,7 +197,7 @@ def _read_checkpoint(
         stored = replace(stored, warnings=(*stored.warnings, *own.warnings))
     config = _set_vocabulary(config, stored, source_options)
     stored, rules = _apply_rule_names(stored, source_options, record)
-    manifest, model, problem = stored, None, None
+    manifest, model, problem, misfit = stored, None, None, False
     if config is not None or rules is not None or source_options.rules_from is not None:
         try:
             borrow = source_options.rules_from is not None
@@ -177,15 +205,17 @@ def _read_checkpoint(
                 config, stored, rules, kv_heads=source_options.kv_heads or "error", borrow=borrow
             )
             if model is not None:
-                filtered = record is not None and record.filtered
+                filtered, misfit = record is not None and record.filtered, True
                 manifest = schemas.bind_checkpoint(model, stored, partial(read_bytes, source), partial=filtered)
         except UnsupportedError as error:  # on one device no model is needed
             model, problem = None, error
     if model is None:
         models.refuse_flat_parameters(manifest)
         _refuse_unbound(manifest, problem, source_options)
+        manifest = models.order_ties(manifest)
     if record:
         manifest = _apply_record(manifest, record, model)
+    unknown = model is None and not misfit and manifest.dialect is None
     _refuse_warnings(manifest, source_options)
     return OpenedCheckpoint(
         source,
@@ -195,6 +225,7 @@ def _read_checkpoint(
         problem,
         config,
         record,
+        untabled=cache(partial(models.build_untabled_model, config, manifest)) if unknown else None,
         allow_unverified=source_options.allow_unverified,
     )
 

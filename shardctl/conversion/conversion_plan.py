@@ -162,7 +162,8 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
     if layout.ranks == "always" or (layout.ranks == "optional" and mesh.world > 1):
         placed = place_checkpoint(checkpoint, have, mesh, reshard_options.stages, arrays.names)
     want = layout.pack(_build_pack_request(checkpoint, reshard_options, layout, have, placed, arrays, dtypes))
-    have = replace(have, warnings=(*have.warnings, *want.warnings))
+    notes = checkpoint.note_placement(mesh) if placed is not None else ()
+    have = replace(have, warnings=(*have.warnings, *notes, *want.warnings))
     plan = join_manifests(have, want)
     if not reshard_options.allow_expansion:
         check_expansion(plan, checkpoint.encoded)
@@ -220,11 +221,9 @@ def _build_pack_request(
     """What is asked of a layout."""
     mesh = reshard_options.mesh or Mesh.of()
     require_model = partial(checkpoint.require_model, f"--to {layout.name}")
-    stages = (
-        parse_stages(reshard_options.stages, require_model().layers, mesh.degree("pp"))
-        if reshard_options.stages is not None
-        else None
-    )
+    stages = None
+    if reshard_options.stages is not None:
+        stages = parse_stages(reshard_options.stages, checkpoint.require_placement(mesh).layers, mesh.degree("pp"))
     return PackRequest(
         have=have,
         form=arrays,
@@ -300,7 +299,7 @@ def place_checkpoint(
     checkpoint: OpenedCheckpoint, have: Manifest, mesh: Mesh, stages: str | None, names: Mapping[str, tuple[str, ...]]
 ) -> PlacedCheckpoint:
     """Cut a checkpoint's tensors for a mesh by its model's rules; `names` are those under which ranks hold them."""
-    model = checkpoint.require_model(f"a mesh of {mesh}")
+    model = checkpoint.require_placement(mesh)
     return PlacedCheckpoint(
         tuple(have.tensors.values()), build_specs(model, have), mesh, choose_stages(model, have, mesh, stages), names
     )

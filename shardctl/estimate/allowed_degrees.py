@@ -85,6 +85,8 @@ class AllowedDegrees:
 
     def allows(self, axis: str, degree: int) -> bool:
         """Whether the axis can have the degree."""
+        if axis in self.inventory.unknown:
+            return degree == 1
         if axis == "pp":
             return degree <= max(self.inventory.layers, 1)
         if axis == "cp":
@@ -105,6 +107,8 @@ class AllowedDegrees:
         return None
 
     def _reason(self, axis: str, degree: int) -> str:
+        if axis in self.inventory.unknown:
+            return f"nobody knows how {axis} cuts this model"
         if axis == "pp":
             return f"pp={degree} needs at least {degree} layers, and the model has {self.inventory.layers}"
         if axis == "cp":

@@ -56,6 +56,8 @@ class TensorInventory:
     kinds: tuple[TensorKind, ...]
     layers: int
     """Pipeline layers."""
+    unknown: tuple[str, ...] = ()
+    """The mesh axes of which nobody knows how they would cut this model; they have degree 1."""
 
     @property
     def elements(self) -> int:

@@ -213,7 +213,7 @@ def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]
         return {}  # what other libraries repeat and pad is not what `plan` counts
     if not rank_files.list_ranks(checkpoint.stored):
         return {None: sum(tensor.nbytes for tensor in tensors.values())}
-    model = checkpoint.model
+    model = checkpoint.find_placement(mesh) if mesh is not None else None
     if mesh is None or model is None or checkpoint.record is None or not tensors.keys() <= model.tensors.keys():
         return {}
     specs = {name: model.tensors[name].spec for name in tensors}

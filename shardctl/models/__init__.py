@@ -10,16 +10,20 @@ from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.quantisation import find_quantisation_config
 from shardctl.models.rule_file import RuleFile, load_rules
 from shardctl.models.rule_table import RuleRow, build_rule_table
+from shardctl.models.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
 
 __all__ = [
     "FAMILIES",
+    "NEEDING_TABLE",
     "KvHeads",
     "Model",
     "ModelConfig",
     "ModelTensor",
     "RuleFile",
     "RuleRow",
+    "UntabledModel",
     "build_rule_table",
+    "build_untabled_model",
     "choose_model",
     "count_parameters",
     "describe_model",
@@ -29,5 +33,6 @@ __all__ = [
     "list_assumed_values",
     "list_name_patterns",
     "load_rules",
+    "order_ties",
     "refuse_flat_parameters",
 ]

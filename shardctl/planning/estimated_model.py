@@ -13,7 +13,7 @@ from shardctl.errors import UnsupportedError
 from shardctl.estimate.inventory import TensorInventory, build_inventory
 from shardctl.estimate.narrower_types import QuantisedLayout, find_quantised_layout, narrow_inventory
 from shardctl.manifest import Tensor
-from shardctl.models import ModelConfig, count_parameters
+from shardctl.models import NEEDING_TABLE, ModelConfig, count_parameters
 from shardctl.models.anatomy import build_anatomy
 from shardctl.models.counting import is_quantised, list_meant_parameters
 from shardctl.placement import PartitionSpec
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
+    from shardctl.dtype import DType
     from shardctl.manifest import Manifest
     from shardctl.models.anatomy import ModelAnatomy
     from shardctl.options import ReshardOptions
@@ -66,10 +67,7 @@ def build_estimated_model(
         return _build_dequantised_model(checkpoint, have, reshard_options)
     dtypes, model = choose_dtypes(have, reshard_options), checkpoint.model
     if model is None:
-        specs: Mapping[str, PartitionSpec] = {
-            n: PartitionSpec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()
-        }
-        inventory = build_inventory(have.tensors.values(), specs, 0, dtypes=dtypes)
+        inventory = _build_untabled_inventory(checkpoint, have, dtypes)
         elements = inventory.elements
     else:
         specs = {name: model.tensors[name].spec for name in have.tensors}
@@ -80,6 +78,19 @@ def build_estimated_model(
     return EstimatedModel(
         inventory, elements, made_of, why, _choose_activation_dtype(checkpoint, reshard_options, inventory)
     )
+
+
+def _build_untabled_inventory(
+    checkpoint: OpenedCheckpoint, have: Manifest, dtypes: Mapping[str, DType]
+) -> TensorInventory:
+    """The tensors of a checkpoint that no table knows: cut by axes that need none, or on one device where none can."""
+    if checkpoint.untabled is None:
+        whole = {n: PartitionSpec(((),) * len(t.shape), (("first", 0),)) for n, t in have.tensors.items()}
+        return build_inventory(have.tensors.values(), whole, 0, dtypes=dtypes)
+    model = checkpoint.untabled().model
+    specs = {name: model.tensors[name].spec for name in have.tensors}
+    found = build_inventory(have.tensors.values(), specs, model.layers, dtypes=dtypes)
+    return replace(found, unknown=NEEDING_TABLE)
 
 
 def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:

@@ -115,7 +115,7 @@ class TestAnUnknownArchitecture:
         (tmp_path / "bare").mkdir()
         (tmp_path / "bare/model.safetensors").write_bytes((made_up / "model.safetensors").read_bytes())
         with pytest.raises(SourceError, match=r"bare has no config\.json.*blocks\.\*\.mixer\.weight") as refused:
-            reshard(tmp_path / "bare", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
+            reshard(tmp_path / "bare", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
         assert "--rules FILE" in (refused.value.hint or "")
         assert "--config PATH" in (refused.value.hint or "")
 

@@ -1,0 +1,132 @@
+"""Describes a model that no table knows, as far as none is needed: how fsdp cuts its tensors, and which stage has each.
+
+fsdp cuts dim 0 of every tensor, whatever it means, and names number the layers (`layer_names.py`). What tp and ep would
+need, which dims are heads or experts, nothing here guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import format_first_few
+from shardctl.mesh import EXPERT_AXES
+from shardctl.models.config import ModelConfig
+from shardctl.models.family import Row
+from shardctl.models.layer_names import LayerPlaces, count_layers
+from shardctl.models.model import Model, ModelTensor
+from shardctl.models.name_pattern import list_name_patterns
+from shardctl.models.table import FSDP
+from shardctl.placement import PartitionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.manifest import Manifest, Tensor
+    from shardctl.mesh import Mesh
+    from shardctl.placement import Where
+
+NEEDING_TABLE: Final = ("tp", *EXPERT_AXES)
+"""The mesh axes that only a table, or rules, say how to cut with; of the others a name and a shape say enough."""
+_VOCABULARY: Final = "vocab_size"
+_TIED: Final = "tie_word_embeddings"
+_HEADED: Final = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How classes with a head end; a config of theirs that is silent ties it, as `PreTrainedConfig` long assumed."""
+_SHARED: Final = "shared"
+"""What encoder-decoders call the embedding of both."""
+_MATRIX: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class UntabledModel:
+    """A model known by names and shapes alone."""
+
+    model: Model
+    """Its tensors, cut by fsdp alone; canonical names are the stored ones."""
+    places: LayerPlaces
+    title: str
+    """What it is called in messages."""
+
+    def places_on(self, mesh: Mesh) -> bool:
+        """Whether no axis of the mesh needs a table."""
+        return all(mesh.degree(axis) == 1 for axis in NEEDING_TABLE)
+
+    def notes(self, mesh: Mesh) -> tuple[str, ...]:
+        """How its tensors were placed on a mesh, in a line, and what its names leave open."""
+        line = (
+            f"no table for {self.title}: tensors are {'cut along dim 0' if mesh.degree('fsdp') > 1 else 'placed whole'}"
+        )
+        if mesh.degree("pp") == 1:
+            return (line,)
+        names = self.model.tensors
+        repeated = [name for name, tensor in names.items() if len(tensor.spec.where) > 1]
+        undecided = list_name_patterns(name for name in names if self.places.is_undecided(name))
+        return (
+            f"{line}; layers counted by names: {self.places}",
+            *([f"on every stage that computes with it: {format_first_few(repeated)}"] if repeated else ()),
+            *([f"taken to precede layers, as names leave open: {format_first_few(undecided)}"] if undecided else ()),
+        )
+
+
+def build_untabled_model(config: Mapping[str, object] | None, stored: Manifest) -> UntabledModel:
+    """The model of a checkpoint that no table knows; `config` may say that an embedding is the head, too."""
+    read = ModelConfig(config or {})
+    places = _count_stored_layers(stored)
+    head = _find_tied_head(read, stored, places)
+    tensors = {}
+    for name, tensor in stored.tensors.items():
+        where = [places.find_stage(each) for each in (name, *tensor.ties)]
+        if _SHARED in name.split("."):
+            where += [("layer", tower.first) for tower in places.towers if "decoder" in tower.patterns[0].split(".")]
+        if name == head:
+            where.append(("last", 0))
+        tensors[name] = _place_tensor(tensor, tuple(dict.fromkeys(where)))
+    architecture = read.architecture()
+    title = architecture or read.text("model_type", "") or "a model without config.json"
+    return UntabledModel(Model("", architecture, places.layers, tensors), places, title)
+
+
+def order_ties(stored: Manifest) -> Manifest:
+    """`stored`, each tied tensor called by the name that comes first in the order of computation.
+
+    The stages that hold it share out its names in that order.
+    """
+    if not any(tensor.ties for tensor in stored.tensors.values()):
+        return stored
+    places = _count_stored_layers(stored)
+    order = ("first", "layer", "last")
+
+    def rank(name: str) -> tuple[int, int]:
+        kind, layer = places.find_stage(name)
+        return order.index(kind), layer
+
+    renamed = {}
+    for tensor in stored.tensors.values():
+        name, *ties = sorted((tensor.name, *tensor.ties), key=rank)
+        renamed[name] = replace(tensor, name=name, ties=tuple(ties)) if ties else tensor
+    return replace(stored, tensors=renamed)
+
+
+def _place_tensor(tensor: Tensor, where: tuple[tuple[Where, int], ...]) -> ModelTensor:
+    """A tensor whose dim 0 fsdp cuts."""
+    cuts = ((FSDP,), *((),) * (len(tensor.shape) - 1)) if tensor.shape else ()
+    row = Row(list_name_patterns([tensor.name])[0], "")
+    return ModelTensor(tensor.name, tensor.shape, tensor.dtype, PartitionSpec(cuts, where), row, tensor.ties)
+
+
+def _count_stored_layers(stored: Manifest) -> LayerPlaces:
+    return count_layers({name: t.shape for t in stored.tensors.values() for name in (t.name, *t.ties)})
+
+
+def _find_tied_head(config: ModelConfig, stored: Manifest, places: LayerPlaces) -> str:
+    """The embedding that is the head, too, because the config ties it and no head is stored; empty if none is."""
+    inner = [value for value in config.values.values() if isinstance(value, dict)]
+    said = [values[_TIED] for values in (config.values, *inner) if values.get(_TIED) is not None]
+    if not (any(said) if said else config.architecture().endswith(_HEADED)):
+        return ""
+    rows = {values[_VOCABULARY] for values in (config.values, *inner) if values.get(_VOCABULARY) is not None}
+    tables = [t for t in stored.tensors.values() if len(t.shape) == _MATRIX and t.shape[0] in rows and not t.ties]
+    if any(places.find_stage(table.name) == ("last", 0) for table in tables):
+        return ""
+    known = [table.name for table in tables if table.name not in places.inside]
+    return known[0] if len(known) == 1 else ""
