@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl import models
+from shardctl.checkpoint.config_files import CONFIG
 from shardctl.errors import UnsupportedError
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.files.file_names import INDEX_SUFFIX, WEIGHT_SUFFIXES
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from shardctl.models import KvHeads, Model, RuleFile
     from shardctl.storage import Source
 
-CONFIG: Final = "config.json"
 FORMAT: Final = "config"
 """What a manifest without weights has as its format."""
 _WEIGHTS: Final = (*WEIGHT_SUFFIXES, *FOREIGN)

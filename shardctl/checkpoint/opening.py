@@ -14,7 +14,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardctl import models
-from shardctl.checkpoint.config_only import CONFIG, build_model_from_config, find_config_file, is_model_config
+from shardctl.checkpoint.config_files import CONFIG, read_config
+from shardctl.checkpoint.config_only import build_model_from_config, find_config_file, is_model_config
 from shardctl.errors import SourceError, UnsupportedError, UsageError, format_first_few
 from shardctl.garbage_collection import pause_garbage_collection
 from shardctl.libraries import registry as formats
@@ -26,7 +27,7 @@ from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
 from shardctl.storage.addresses import open_source
-from shardctl.storage.bounded_text import CONFIG_TEXT, RECORD_TEXT, parse_json, read_file, read_text
+from shardctl.storage.bounded_text import RECORD_TEXT, read_text
 from shardctl.storage.entry_limit import limit_entries
 from shardctl.training import SETTINGS, add_states, separate_states
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from shardctl.checkpoint.config_files import ConfigReading
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
     from shardctl.models import Model, UntabledModel
@@ -190,7 +192,8 @@ def _read_checkpoint(
         stored = separate_states(
             stored, read_text(source, SETTINGS, RECORD_TEXT) if SETTINGS in source.files() else None
         )
-    config = _read_config(source, source_options.config)
+    found = read_config(source, source_options.config)
+    config, stored = found.values, replace(stored, warnings=(*stored.warnings, *found.warnings))
     own = stored.own_config
     if own is not None and (config is None or (own.replaces and source_options.config is None)):
         config = own.values
@@ -286,7 +289,7 @@ def _refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:
         raise SourceError(manifest.warnings[0], hint="--strict makes every warning an error")
 
 
-def _find_only_config(source: Source, source_options: SourceOptions) -> Mapping[str, Any] | None:
+def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigReading | None:
     """The config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
@@ -295,12 +298,12 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> Mapping[
     if path is None:
         return None
     try:
-        config = _parse_config(read_text(source, path, CONFIG_TEXT), path)
+        found = read_config(source, given=path)
     except SourceError:
         if path == CONFIG or not _has_known_format(source):
             raise
         return None
-    if not is_model_config(config):
+    if not is_model_config(found.values or {}):
         if find_given_file(source) is None or _has_known_format(source):
             return None
         raise SourceError(
@@ -317,7 +320,7 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> Mapping[
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
     if source_options.rules_from is not None:
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
-    return _read_config(source, source_options.config) if source_options.config is not None else config
+    return read_config(source, source_options.config) if source_options.config is not None else found
 
 
 def _has_known_format(source: Source) -> bool:
@@ -325,15 +328,15 @@ def _has_known_format(source: Source) -> bool:
     return any(known.detect(source) for known in FORMATS)
 
 
-def _build_described_checkpoint(
-    source: Source, config: Mapping[str, Any], source_options: SourceOptions
-) -> OpenedCheckpoint:
+def _build_described_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
     """A checkpoint without bytes."""
     rules = models.load_rules(source_options.rules) if source_options.rules else None
-    model, manifest = build_model_from_config(source, config, rules, kv_heads=source_options.kv_heads or "error")
+    kv_heads = source_options.kv_heads or "error"
+    model, manifest = build_model_from_config(source, only.values or {}, rules, kv_heads=kv_heads)
+    manifest = replace(manifest, warnings=(*manifest.warnings, *only.warnings))
     _refuse_warnings(manifest, source_options)
     stored = replace(manifest, tensors={})
-    return OpenedCheckpoint(source, stored, manifest, model, None, config, None, hypothetical=True)
+    return OpenedCheckpoint(source, stored, manifest, model, None, only.values, None, hypothetical=True)
 
 
 def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:
@@ -368,24 +371,3 @@ def _map_single_tensors(record: CheckpointRecord) -> dict[str, str]:
         for stored in tensor.stored:
             held.setdefault(stored.name, set()).add(name)
     return {array: next(iter(tensors)) for array, tensors in held.items() if len(tensors) == 1}
-
-
-def _read_config(source: Source, override: Path | None) -> Mapping[str, Any] | None:
-    if override is not None:
-        path = override
-        try:
-            path = override / CONFIG if override.is_dir() else override
-            return _parse_config(read_file(path, CONFIG_TEXT), str(path))
-        except OSError as error:
-            raise SourceError(f"{path} cannot be read: {error.strerror}") from error
-    if CONFIG in source.files():
-        return _parse_config(read_text(source, CONFIG, CONFIG_TEXT), CONFIG)
-    beside = source.beside(CONFIG)  # the source may be one file of a directory
-    return _parse_config(beside, CONFIG) if beside is not None else None
-
-
-def _parse_config(data: bytes, path: str) -> Mapping[str, Any]:
-    config = parse_json(data, path, CONFIG_TEXT)
-    if not isinstance(config, dict):
-        raise SourceError(f"{path} is not a JSON object")
-    return config

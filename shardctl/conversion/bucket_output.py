@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from shardctl.checkpoint.config_only import CONFIG
+from shardctl.checkpoint.config_files import CONFIG
 from shardctl.conversion.pending_record import (
     add_sums_file,
     build_sums_file,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardctl.checkpoint.config_only import CONFIG
+from shardctl.checkpoint.config_files import CONFIG
 from shardctl.checkpoint.dequantising import DEQUANTISED, QUANTISATION_FILES, dequantise_checkpoint
 from shardctl.conversion.expansion import check_expansion
 from shardctl.conversion.optimizer_states import (

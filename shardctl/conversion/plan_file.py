@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
-from shardctl.checkpoint.config_only import CONFIG
+from shardctl.checkpoint.config_files import CONFIG, SIDECAR, list_override_files
 from shardctl.conversion.conversion_plan import plan_conversion
 from shardctl.errors import ChangedError, DestinationError, MemoryBudgetError, SourceError, UsageError
 from shardctl.libraries.reader import find_given_file
@@ -173,20 +173,21 @@ def _record_source_files(checkpoint: OpenedCheckpoint, source_options: SourceOpt
         *(side.name for side in checkpoint.stored.objects if side.policy == "carry" and side.name in files),
     ]
     seen = {name: SourceFileState(files[name].size, hashes.get(name, "")) for name in sorted(names)}
-    for name in (CONFIG, RECORD):
+    for name in (CONFIG, SIDECAR, RECORD):
         if name in files:
             seen[name] = SourceFileState(
                 files[name].size, hashlib.sha256(read_text(source, name, RECORD_TEXT)).hexdigest()
             )
-    beside = source.beside(CONFIG) if source_options.config is None else None
-    if beside is not None:
-        place = str(source.folder.absolute() / CONFIG) if source.folder is not None else CONFIG
-        seen[place] = SourceFileState(len(beside), hashlib.sha256(beside).hexdigest())
-    for given in (source_options.config, source_options.rules):
-        if given is not None and given.exists():
-            file = (given / CONFIG if given.is_dir() else given).absolute()
-            content = file.read_bytes()
-            seen[str(file)] = SourceFileState(len(content), hashlib.sha256(content).hexdigest())
+    for name in (CONFIG, SIDECAR) if source_options.config is None else (SIDECAR,):
+        beside = source.beside(name)
+        if beside is not None:
+            place = str(source.folder.absolute() / name) if source.folder is not None else name
+            seen[place] = SourceFileState(len(beside), hashlib.sha256(beside).hexdigest())
+    configs = list_override_files(source_options.config) if source_options.config is not None else ()
+    for given in (*configs, *((source_options.rules,) if source_options.rules is not None else ())):
+        if given.exists():
+            content = given.read_bytes()
+            seen[str(given.absolute())] = SourceFileState(len(content), hashlib.sha256(content).hexdigest())
     return seen
 
 

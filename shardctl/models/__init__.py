@@ -7,7 +7,7 @@ from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.quantisation import find_quantisation_config
+from shardctl.models.quantisation import complete_config, find_quantisation_config
 from shardctl.models.rule_file import RuleFile, load_rules
 from shardctl.models.rule_table import RuleRow, build_rule_table
 from shardctl.models.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
@@ -25,6 +25,7 @@ __all__ = [
     "build_rule_table",
     "build_untabled_model",
     "choose_model",
+    "complete_config",
     "count_parameters",
     "describe_model",
     "drop_quantisation_config",

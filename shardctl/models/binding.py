@@ -65,6 +65,17 @@ def find_canonical_name(model: Model, name: str) -> str | None:
     return None
 
 
+def list_older_names(model: Model, name: str) -> tuple[str, ...]:
+    """What `name`, without the base model's prefix, was called by older versions of the class."""
+    dotted = f".{name}."
+    found = []
+    for old, new in model.legacy.items():
+        run = f".{new}."
+        if dotted.startswith(run) if old.startswith("^") else run in dotted:
+            found.append(dotted.replace(run, f".{old.removeprefix('^')}.", 1)[1:-1])
+    return tuple(found)
+
+
 def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
     fusion = model.fusions.get(meant)

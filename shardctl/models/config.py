@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME, BY_TORCH
@@ -32,18 +32,20 @@ class ModelConfig:
 
     values: Mapping[str, object]
     """The decoded `config.json`."""
+    file: str = "config.json"
+    """What messages call it."""
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive whole number; raises SourceError if it is absent without a `default`, or is none."""
         value = self.values.get(key)
         if value is None:
             if default is None:
-                raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
+                raise SourceError(f"{self.file} has no {key!r}", hint="without it the model's shapes are unknown")
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LARGEST:
-            raise SourceError(f"config.json has {key} = {value!r} where a positive whole number is expected")
+            raise SourceError(f"{self.file} has {key} = {value!r} where a positive whole number is expected")
         if value > _MOST_LAYERS and key.rpartition("_")[2] in _LAYERS:
-            raise SourceError(f"config.json describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
+            raise SourceError(f"{self.file} describes more than {_MOST_LAYERS} tensors: it has {key} = {value}")
         return value
 
     def called(self, names: Mapping[str, str]) -> ModelConfig:
@@ -52,9 +54,8 @@ class ModelConfig:
         >>> ModelConfig({"num_attention_heads": 8}).called({"num_attention_heads": "n_head"}).size("n_head")
         8
         """
-        return ModelConfig(
-            {**{key: self.values[other] for other, key in names.items() if other in self.values}, **self.values}
-        )
+        known = {key: self.values[other] for other, key in names.items() if other in self.values}
+        return replace(self, values={**known, **self.values})
 
     def over(self, defaults: Mapping[str, object]) -> ModelConfig:
         """This config with `defaults` for keys that are absent, and for configs within it that are null.
@@ -62,14 +63,15 @@ class ModelConfig:
         Any other null stays one: config classes refuse it, or give it a meaning of its own.
         """
         inner = {key for key, value in defaults.items() if isinstance(value, dict) and self.values.get(key) is None}
-        return ModelConfig({**defaults, **{key: value for key, value in self.values.items() if key not in inner}})
+        said = {key: value for key, value in self.values.items() if key not in inner}
+        return replace(self, values={**defaults, **said})
 
     def part(self, key: str) -> ModelConfig:
         """The config that lies in this one under `key`; raises SourceError if there is none."""
         value = self.values.get(key)
         if not isinstance(value, dict):
-            raise SourceError(f"config.json has no {key!r}", hint="without it the model's shapes are unknown")
-        return ModelConfig(value)
+            raise SourceError(f"{self.file} has no {key!r}", hint="without it the model's shapes are unknown")
+        return replace(self, values=value)
 
     def count(self, key: str, default: int) -> int:
         """A whole number that may be zero; raises SourceError if it is none."""
@@ -80,7 +82,7 @@ class ModelConfig:
         """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
         whole, parts = self.size(key), self.size(by)
         if whole % parts:
-            raise SourceError(f"config.json has {key} = {whole}, which {by} = {parts} does not divide")
+            raise SourceError(f"{self.file} has {key} = {whole}, which {by} = {parts} does not divide")
         return whole // parts
 
     def shared_by(self, heads: int, key: str, default: int) -> int:
@@ -90,7 +92,7 @@ class ModelConfig:
         """
         groups = self.size(key, default)
         if heads % groups:
-            raise SourceError(f"config.json has {key} = {groups}, which does not divide its {heads} attention heads")
+            raise SourceError(f"{self.file} has {key} = {groups}, which does not divide its {heads} attention heads")
         return groups
 
     def switch(self, key: str, *, default: bool) -> bool:
@@ -99,7 +101,7 @@ class ModelConfig:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise SourceError(f"config.json has {key} = {value!r} where true or false is expected")
+            raise SourceError(f"{self.file} has {key} = {value!r} where true or false is expected")
         return value
 
     def text(self, key: str, default: str) -> str:
@@ -108,7 +110,7 @@ class ModelConfig:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise SourceError(f"config.json has {key} = {value!r} where a string is expected")
+            raise SourceError(f"{self.file} has {key} = {value!r} where a string is expected")
         return value
 
     def labels(self) -> int:
@@ -128,7 +130,7 @@ class ModelConfig:
         if name in ("", "auto"):
             return ModelConfig(text).declared() if isinstance(text, dict) else None
         if name not in BY_TORCH:
-            raise SourceError(f"config.json has dtype {name!r}, which is not an element type")
+            raise SourceError(f"{self.file} has dtype {name!r}, which is not an element type")
         return BY_TORCH[name]
 
     def dtype(self) -> DType:

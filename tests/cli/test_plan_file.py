@@ -20,6 +20,7 @@ from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
 from shardctl.verbs.reshard import reshard
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 CONVERSIONS = {
     "ranks": ReshardOptions(mesh=Mesh.of(tp=2)),
     "stages": ReshardOptions(mesh=Mesh.parse("tp=2,pp=2"), stages="1,1"),
@@ -80,6 +81,16 @@ def test_how_the_source_is_read_is_in_the_plan(say, source, tmp_path):
     said = say("reshard", "--plan", plan, tmp_path / "again")
     assert said.code == 4
     assert "elsewhere.json has" in said.err
+
+
+def test_a_sidecar_that_says_how_weights_are_quantised_is_remembered(say, tmp_path):
+    source = shutil.copytree(FIXTURES / "modelopt" / "nvfp4-fp8", tmp_path / "source")
+    sidecar = source / "hf_quant_config.json"
+    for number, place in enumerate((source, source / "model.safetensors")):
+        plan = decide(place, tmp_path / f"{number}.json")
+        sidecar.write_text(sidecar.read_text() + " ")
+        said = say("reshard", "--plan", plan, tmp_path / "out")
+        assert (said.code, "hf_quant_config.json has" in said.err) == (4, True), said.err
 
 
 def test_a_plan_says_all_that_shapes_the_result(plan):

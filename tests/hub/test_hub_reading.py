@@ -1,5 +1,7 @@
 """A model on the Hub is read as the same files here would be: one commit, few requests, right bytes."""
 
+import json
+
 import pytest
 from hub_models import content, model, write
 
@@ -27,6 +29,14 @@ def test_a_model_is_described_as_the_same_files_are(files, tmp_path):
         here.tensors, here.dtypes, here.carried, here.dropped,
     )  # fmt: skip
     assert digest(NAME).digest == digest(tmp_path / "here").digest
+
+
+def test_how_weights_are_quantised_is_read_from_a_sidecar(hub):
+    sidecar = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    files = {name: data for name, data in model().items() if name == "config.json"}
+    hub.add("someone/llama-fp8", {**files, "hf_quant_config.json": json.dumps(sidecar).encode()})
+    for address in ("someone/llama-fp8", "hf://someone/llama-fp8/config.json"):
+        assert "F8_E4M3" in {share.dtype for share in inspect(address).dtypes}
 
 
 @pytest.mark.parametrize(

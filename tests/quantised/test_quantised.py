@@ -94,7 +94,7 @@ class TestArraysOfAWeight:
             (AWQ, {"qweight": ("I32", (256, 16)), "qzeros": ("I32", (8, 16)), "scales": ("BF16", (8, 128))}),
             (
                 {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-                {"weight": ("U8", (128, 128)), "weight_scale": ("U8", (128, 16)), "weight_scale_2": ("F32", ())},
+                {"weight": ("U8", (128, 128)), "weight_scale": ("F8_E4M3", (128, 16)), "weight_scale_2": ("F32", ())},
             ),
         ],
         ids=str,
@@ -423,7 +423,6 @@ class TestMistakes:
                 {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"},
                 "no 4-bit type 'af4'",
             ),
-            ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt's W4A8_AWQ is not known"),
             ({**FP8, "expert_dtype": "fp4"}, "packed as fp4"),
             (
                 {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}, "format": "marlin-24"},

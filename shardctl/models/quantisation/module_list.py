@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardctl.models.config import ModelConfig
     from shardctl.models.quantisation.storage import Names
 
 _PLAIN: Final = re.compile(r"[\w.\-]+")
+_WILDCARD: Final = frozenset("*?[")
 _MARK: Final = "re:"
 """What stands before a regular expression in the lists of compressed-tensors."""
 
@@ -69,15 +71,33 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
 
 
 def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
-    """Whether one of `entries`, in which `*` stands for any text, is a name of a module or of one around it.
+    """Whether one of `entries` is a name of a module or of one around it; `*`, `?` and `[...]` are as in file names.
+
+    As in ModelOpt (torch/export/quant_utils.py, `_prefix_wildcard_summarize_exclude_modules`).
 
     >>> left = match_wildcards(["lm_head", "model.layers.0*", "*.mlp.gate"])
     >>> [left((f"model.layers.{n}",)) for n in ("0.mlp.up_proj", "1.mlp.gate", "1.mlp.gate_proj")]
     [True, True, False]
     """
-    texts = (".*".join(re.escape(text) for text in entry.split("*")) for entry in entries)
-    expressions = [re.compile(rf"{text}(?:\..*)?") for text in texts]
-    return lambda names: any(expression.fullmatch(name) for name in names for expression in expressions)
+    plain = {entry for entry in entries if _WILDCARD.isdisjoint(entry)}
+    others = [re.compile(fnmatch.translate(entry)) for entry in entries if not _WILDCARD.isdisjoint(entry)]
+
+    def matches(names: Names) -> bool:
+        around = [each for name in names for each in list_enclosing_modules(name)]
+        return any(each in plain or any(expression.match(each) for expression in others) for each in around)
+
+    return matches
+
+
+def list_enclosing_modules(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it, from the inside.
+
+    >>> list(list_enclosing_modules("layers.0.mlp"))
+    ['layers.0.mlp', 'layers.0', 'layers']
+    """
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _compile_expression(expression: str, entry: str) -> re.Pattern[str]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
-from shardctl.errors import SourceError, UnsupportedError, format_first_few
-from shardctl.models.binding import find_canonical_name
-from shardctl.models.config import ModelConfig
+from shardctl.errors import UnsupportedError, format_first_few
+from shardctl.models.binding import find_canonical_name, list_older_names
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
@@ -19,6 +18,7 @@ from shardctl.models.quantisation.encoding import WeightEncoding
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
+from shardctl.models.quantisation.settings import find_quantisation_config, name_method
 from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
 from shardctl.placement import PartitionSpec
 
@@ -51,22 +51,6 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 """Scales of the key/value cache, one a layer, which writers put beside the projections or in them."""
 
 
-def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None:
-    """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
-
-    Raises SourceError if it is there and is no table.
-    """
-    text = config.get("text_config")
-    for values in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            settings = values.get(key)
-            if isinstance(settings, dict):
-                return ModelConfig(settings)
-            if settings is not None:
-                raise SourceError(f"config.json has {key} = {settings!r} where a table is expected")
-    return None
-
-
 def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
     """`model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
 
@@ -79,8 +63,8 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     settings = find_quantisation_config(config)
     if settings is None:
         return model
-    name = settings.text("quant_method", "compressed-tensors" if "config_groups" in settings.values else "")
-    method = next((m for m in METHODS if name.lower() in m.names), None)
+    name = name_method(settings)
+    method = next((m for m in METHODS if name in m.names), None)
     if method is None:
         raise UnsupportedError(
             f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
@@ -197,9 +181,11 @@ class _ModelQuantiser:
         return self.scheme.spares(self.names(module))
 
     def names(self, module: str) -> Names:
-        """The module's name with the base model's prefix, and without."""
+        """The module's name with the base model's prefix and without, today's and older ones."""
         prefix = f"{self.plain.prefix}."
-        return (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
+        names = (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
+        older = list_older_names(self.plain, names[-1])
+        return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))
 
     def arrays(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
         """What is stored instead of the weight."""

@@ -1,0 +1,91 @@
+"""Reads the config of a model: its `config.json`, and what a sidecar says of how its weights are quantised.
+
+NVIDIA's ModelOpt up to 0.33 says that in `hf_quant_config.json` alone. vLLM reads the sidecar where `config.json` has
+no `quantization_config` (transformers_utils/config.py), or has one that leaves out which layer has which precision
+(model_executor/model_loader/weight_utils.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.models import complete_config
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_file, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardctl.storage import Source
+
+CONFIG: Final = "config.json"
+SIDECAR: Final = "hf_quant_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReading:
+    """What the config of a model says."""
+
+    values: Mapping[str, Any] | None
+    """The decoded config, with the sidecar's content where it says nothing itself; None if there is no config."""
+    warnings: tuple[str, ...] = ()
+
+
+def read_config(source: Source, override: Path | None = None, *, given: str = CONFIG) -> ConfigReading:
+    """The config in the file `given` of a source, or in the file or directory `override`, with its sidecar.
+
+    A sidecar is looked for beside `override` first, then in the source, whose weights it is about.
+    Raises SourceError for a file that cannot be read or is no JSON object.
+    """
+    sidecar: Mapping[str, Any] | None = None
+    if override is not None:
+        path, *beside = list_override_files(override)
+        config = _read_object(path)
+        sidecar = _read_object(beside[0]) if beside else None
+    else:
+        data = _read_beside(source, given)
+        if data is None:
+            return ConfigReading(None)
+        config = _parse_object(data, given)
+    name = _name_sidecar(given)
+    data = _read_beside(source, name) if sidecar is None and name else None
+    if data is not None:
+        sidecar = _parse_object(data, name)
+    return ConfigReading(*complete_config(config, sidecar)) if sidecar is not None else ConfigReading(config)
+
+
+def list_override_files(given: Path) -> tuple[Path, ...]:
+    """The files that `--config` means: a config, or that of a directory, and the sidecar beside it if there is one."""
+    path = given / CONFIG if given.is_dir() else given
+    name = _name_sidecar(path.name)
+    return (path, path.with_name(name)) if name and path.with_name(name).is_file() else (path,)
+
+
+def _name_sidecar(config: str) -> str:
+    """The sidecar of a config, as their writers and collectors name the two; empty for a config of another name.
+
+    >>> _name_sidecar("config.json"), _name_sidecar("org--model_config.json"), _name_sidecar("llama.json")
+    ('hf_quant_config.json', 'org--model_hf_quant_config.json', '')
+    """
+    return f"{config.removesuffix(CONFIG)}{SIDECAR}" if config.endswith(CONFIG) else ""
+
+
+def _read_beside(source: Source, name: str) -> bytes | None:
+    """A file of the source, or one beside it where the source is itself one file; None if there is none."""
+    return read_text(source, name, CONFIG_TEXT) if name in source.files() else source.beside(name)
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        return _parse_object(read_file(path, CONFIG_TEXT), str(path))
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parse_object(data: bytes, where: str) -> Mapping[str, Any]:
+    config = parse_json(data, where, CONFIG_TEXT)
+    if not isinstance(config, dict):
+        raise SourceError(f"{where} is not a JSON object")
+    return config

@@ -1,0 +1,71 @@
+"""Finds what a config says of how weights are quantised, and by which method."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SIDECAR: Final = "hf_quant_config.json"
+_KEYS: Final = ("quantization_config", "compression_config")
+
+
+def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None:
+    """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
+
+    Raises SourceError if it is there and is no table.
+    """
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        for key in _KEYS:
+            settings = values.get(key)
+            if isinstance(settings, dict):
+                return _open_settings(settings)
+            if settings is not None:
+                raise SourceError(f"config.json has {key} = {settings!r} where a table is expected")
+    return None
+
+
+def _open_settings(settings: Mapping[str, Any]) -> ModelConfig:
+    """The settings themselves, which ModelOpt's sidecar has one table deeper than a config."""
+    inner = settings.get("quantization")
+    if not isinstance(inner, dict):
+        return ModelConfig(settings)
+    return ModelConfig({"quant_method": "modelopt", **inner}, _SIDECAR)
+
+
+def name_method(settings: ModelConfig) -> str:
+    """The method in lower case; where none is named, the one that writes such settings; empty if none does.
+
+    ModelOpt 0.31 named none in `config.json`, and compressed-tensors names none in `compression_config`.
+    """
+    marks = {"quant_algo": "modelopt", "config_groups": "compressed-tensors"}
+    usual = next((name for key, name in marks.items() if key in settings.values), "")
+    return settings.text("quant_method", usual).lower()
+
+
+def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """`config` with what only its `hf_quant_config.json` says, and warnings of what is odd about the two.
+
+    Where `config.json` says how weights are quantised, engines follow it; of the same quantisation the sidecar says
+    more in some versions: sizes of groups, and which module has which precision.
+    Raises SourceError for a sidecar that is none.
+    """
+    inner = sidecar.get("quantization")
+    if not isinstance(inner, dict):
+        raise SourceError(
+            f"{_SIDECAR} has no table 'quantization'", hint=f"remove {_SIDECAR} if nothing wrote it for this model"
+        )
+    own = find_quantisation_config(config)
+    if own is None:
+        return {**config, _KEYS[0]: {"quant_method": "modelopt", **sidecar}}, ()
+    said, there = own.values.get("quant_algo"), inner.get("quant_algo")
+    if said is not None and said == there:
+        missing = {key: value for key, value in inner.items() if key not in own.values}
+        return {**config, _KEYS[0]: {**own.values, **missing}}, ()
+    words = f"config.json says {said or name_method(own)}, and {_SIDECAR} {there}"
+    return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
