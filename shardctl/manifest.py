@@ -85,7 +85,7 @@ class Tensor:
     ties: tuple[str, ...] = ()
     """The other names of a tied weight."""
     spelling: tuple[str, ...] = ()
-    """The names the *original* checkpoint used, in order, where they differ from the canonical ones."""
+    """The names the *original* checkpoint used, in order, where they or the array's dims differ from the canonical."""
 
     @property
     def size(self) -> int:

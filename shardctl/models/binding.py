@@ -79,12 +79,13 @@ def list_older_names(model: Model, name: str) -> tuple[str, ...]:
 def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
     fusion = model.fusions.get(meant)
-    if fusion is None:
+    if fusion is None or (meant in model.tensors and tensor.shape != fusion.shape):
         yield meant, tensor
         return
     if tensor.shape != fusion.shape:
         raise _build_shape_error(tensor, fusion.shape)
-    yield from fusion.taken_apart(tensor)
+    for part, held in fusion.taken_apart(tensor):
+        yield part, replace(held, spelling=(part,)) if part == tensor.name else held
 
 
 def _choose_noun(names: Sequence[str]) -> str:
@@ -148,13 +149,14 @@ def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> 
         if part.dtype != first.dtype:
             raise SourceError(f"{part.name} is {part.dtype} but {first.name}, its tie, is {first.dtype}")
     spelling = tuple(part.name for part in parts)
+    transposed = any(part.spelling == names for part in parts)
     return Tensor(
         name=expected.name,
         dtype=first.dtype,
         shape=first.shape,
         chunks=tuple(chunk for part in parts for chunk in part.chunks),
         ties=expected.ties,
-        spelling=() if spelling == names else spelling,
+        spelling=() if spelling == names and not transposed else spelling,
     )
 
 

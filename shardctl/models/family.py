@@ -131,6 +131,8 @@ class FusedArray:
     parts: tuple[str, ...]
     """Names of rows. An index that only they have counts along dim 0 of the array, where the parts are stacked; what
     several names give is joined along the first dim of the parts."""
+    transposed: bool = False
+    """Whether it is the one part with its last two dims swapped, perhaps of the same name: then the shape tells."""
 
     @property
     def stacked(self) -> str:

@@ -52,6 +52,11 @@ class TensorFusion:
         """Of the array, in elements."""
         return self.places.shape
 
+    @property
+    def renames(self) -> bool:
+        """Whether it is one tensor as it is, and only its name differs."""
+        return len(self.tensors) == 1 and self.places.views[0].axes == tuple(range(len(self.shape)))
+
     def taken_apart(self, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each canonical name, with what `stored`, which is this array, holds of that tensor.
 
@@ -96,3 +101,14 @@ def join_tensors(shapes: tuple[tuple[int, ...], ...]) -> FusionPlaces:
         views.append(ArrayView((start, *(0,) * (len(shape) - 1)) if shape else (), axes))
         start += shape[0] if shape else 0
     return FusionPlaces.of(views, shapes)
+
+
+@cache
+def transpose_tensor(shape: tuple[int, ...]) -> FusionPlaces:
+    """A tensor of `shape` with its last two dims swapped.
+
+    >>> transpose_tensor((8, 4, 6)).shape
+    (8, 6, 4)
+    """
+    *rest, before, last = range(len(shape))
+    return FusionPlaces.of([ArrayView((0,) * len(shape), (*rest, last, before))], (shape,))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.family import INDEX, FamilyFacts, FusedArray, LogicalDim, Row
+from shardctl.models.family import INDEX, FamilyFacts, LogicalDim, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from shardctl.models.family import FusedArray
 
 _FIRST: Final = {"first": "first", "": "first", "last": "first"}
 """Where the rows of a tower are: all before the text model."""
@@ -48,7 +50,8 @@ def nest_tower_rows(rows: Sequence[Row], under: str, *, word: str = "vision_", w
 def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArray, ...]:
     """The arrays of a model whose base is the module `under`."""
     return tuple(
-        FusedArray(_nest_name(one.name, under), tuple(_nest_name(part, under) for part in one.parts)) for one in fused
+        replace(one, name=_nest_name(one.name, under), parts=tuple(_nest_name(part, under) for part in one.parts))
+        for one in fused
     )
 
 

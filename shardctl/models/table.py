@@ -10,7 +10,7 @@ from shardctl.dtype import BY_NAME
 from shardctl.errors import SourceError
 from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
 from shardctl.models.family import INDEX, LogicalDim
-from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors
+from shardctl.models.fusion import TensorFusion, join_tensors, stack_tensors, transpose_tensor
 from shardctl.models.model import Model, ModelTensor
 from shardctl.placement import AxisCut, CutSection, GroupMember, PartitionSpec
 
@@ -245,7 +245,10 @@ class _ModelBuilder:
             if groups[0][0] not in self.tensors:
                 continue  # a layer without experts
             shapes = tuple(self.tensors[name].shape for name in groups[0])
-            places = stack_tensors(shapes, len(groups)) if index else join_tensors(shapes)
+            if fused.transposed:
+                places = transpose_tensor(shapes[0])
+            else:
+                places = stack_tensors(shapes, len(groups)) if index else join_tensors(shapes)
             names = tuple(name for group in groups for name in group)
             yield TensorFusion(self.full(fused.name).format(**values), names, places)
 

@@ -45,7 +45,8 @@ def test_what_transformers_saves_binds_to_the_whole_model(name, tmp_path):
     assert list(bound.tensors) == [t.name for t in model.own()]
     for tensor in bound.tensors.values():
         names = tuple(c.name for c in tensor.chunks)
-        assert tensor.spelling == (() if names == (tensor.name, *tensor.ties) else names)
+        transposed = tensor.name in model.fusions  # which keeps its name, as transformers saves Qwen3-VL's experts
+        assert tensor.spelling == (() if names == (tensor.name, *tensor.ties) and not transposed else names)
     assert sorted(c.name for t in bound.tensors.values() for c in t.chunks) == sorted(checkpoint.tensors)
     assert bound.warnings == ()
 

@@ -44,6 +44,7 @@ PARTLY_PLANNED = {
     "granitemoeshared": "the same",
     "jamba": "its plan is for the experts that most Jambas have, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
+    "qwen3_vl": "its plan is for the head only",
 }
 OWN_CHOICE = {
     "model.embed_tokens.weight": "most plans leave it whole; a tied one must be cut like the head, and Megatron, "
@@ -74,12 +75,16 @@ def tp_dims(tensor):
 def planned_of_experts(model, plan):
     """What a plan for arrays of experts means for the tensors that they are or hold; styles count dims from the end."""
     styles = {"packed_colwise": 2, "colwise": 2, "packed_rowwise": 1, "rowwise": 1}
-    arrays = {t.name: (t.name,) for t in model.own()} | {f.name: f.tensors for f in model.fusions.values()}
+    held = {t.name: ((t.name, tuple(range(len(t.shape)))),) for t in model.own()}
+    for fusion in model.fusions.values():
+        axes = [view.axes for view in fusion.places.views]
+        held[fusion.name] = tuple(zip(fusion.tensors, axes, strict=True))
     return {
-        tensor: {len(model.tensors[tensor].shape) - styles[plan[pattern]]}
-        for name, tensors in arrays.items()
+        tensor: {axes.index(ndim - styles[plan[pattern]])}
+        for name, tensors in held.items()
         if (pattern := ".".join("*" if p.isdecimal() else p for p in name.split("."))) in plan
-        for tensor in tensors
+        for ndim in [len(model.fusions[name].shape if name in model.fusions else model.tensors[name].shape)]
+        for tensor, axes in tensors
     }
 
 

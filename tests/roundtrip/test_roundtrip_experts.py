@@ -249,3 +249,23 @@ def test_a_cut_through_an_mxfp4_block_is_refused_with_the_degrees_that_work(tmp_
     with pytest.raises(CutError, match="over etp=4: 2 MXFP4 blocks of 32 columns") as caught:
         reshard(source, tmp_path / "out", ReshardOptions(mesh=Mesh.of(tp=4)))
     assert caught.value.hint == "use --etp 1 or 2"
+
+
+def test_stacks_of_experts_may_lie_either_way_and_come_back_as_they_were(tiny, tmp_path):
+    """transformers 5 saves Qwen3-VL's transposed against the Hub's, and reads both (`Transpose(check_dims=True)`)."""
+    ours, hub = tiny("qwen3_vl_moe"), tmp_path / "hub"
+    swapped = {n: t.transpose(1, 2).contiguous() if ".experts." in n else t for n, t in stored(ours.path).items()}
+    assert swapped["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 32, 48)
+    hub.mkdir()
+    (hub / "config.json").write_bytes((ours.path / "config.json").read_bytes())
+    save_file(swapped, hub / "model.safetensors", {"format": "pt"})
+    assert digest(hub).digest == digest(ours.path).digest
+    for source, held in ((hub, swapped), (ours.path, stored(ours.path))):
+        there, back = tmp_path / f"{source.name}-ranks", tmp_path / f"{source.name}-back"
+        reshard(source, there, ReshardOptions(mesh=Mesh.of(tp=2, ep=2)))
+        assert_loaded(loaded(there, ours.kind), ours)
+        reshard(there, back, ReshardOptions(to="hf"))
+        assert_same(stored(back), held)
+        reshard(source, tmp_path / f"{source.name}-dcp", ReshardOptions(to="dcp"))
+        reshard(tmp_path / f"{source.name}-dcp", tmp_path / f"{source.name}-again", ReshardOptions(to="hf"))
+        assert digest(tmp_path / f"{source.name}-again").digest == digest(hub).digest

@@ -66,7 +66,7 @@ def choose_form(
         if experts == "split" or len(found) < len(fusion.tensors) or wanted is None:
             if stored is not None or experts == "split":
                 names |= {tensor.name: (tensor.name, *tensor.ties) for tensor in found}
-        elif fusion.shape == found[0].shape:
+        elif fusion.renames:
             names[found[0].name] = (wanted,)
         else:
             _check_types(wanted, found, dtypes)
@@ -89,7 +89,13 @@ def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, F
 
 
 def _find_stored_name(fusion: TensorFusion, tensors: list[Tensor]) -> str | None:
-    """The name of the one array in which the original checkpoint had them, or None if it had several."""
+    """The name of the one array in which the original checkpoint had them, or None if it had several.
+
+    An array that differs from its one tensor by being transposed has the same name: a tensor that was stored so has its
+    own name as a spelling.
+    """
+    if fusion.tensors == (fusion.name,):
+        return fusion.name if tensors[0].spelling == fusion.tensors else None
     spellings = {tensor.spelling for tensor in tensors}
     if len(spellings) > 1 or len(spelling := spellings.pop()) != 1:
         return None

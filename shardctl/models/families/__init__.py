@@ -32,6 +32,7 @@ from shardctl.models.families.phi import PHI, PHI3
 from shardctl.models.families.qwen import QWEN2, QWEN3
 from shardctl.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from shardctl.models.families.qwen3_next import QWEN3_NEXT
+from shardctl.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from shardctl.models.families.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
 from shardctl.models.families.stablelm import STABLELM
@@ -113,6 +114,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_5_TEXT,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     ROBERTA,
     SIGLIP,
     STABLELM,

@@ -1,0 +1,67 @@
+"""Describes Qwen3-VL: Qwen3 or Qwen3-MoE behind a vision model that hands over the results of some of its layers, too.
+
+Names and shapes follow the Hub (`models/qwen3_vl/modeling_qwen3_vl.py` and its namesake with experts), whose stacks of
+experts are `[expert, in, out]`; those of transformers' state dict are `[expert, out, in]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEAD_NORMS,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import DENSE
+from shardctl.models.families.qwen import QWEN3
+from shardctl.models.families.qwen_moe import QWEN3_MOE, ROUTER, add_qwen_experts
+from shardctl.models.families.vision_towers import DEEPSTACK_EYES, build_qwen3_vision_facts
+from shardctl.models.family import FusedArray, Row
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.towers import ModelTower, build_tower_classes, build_tower_family
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_GATE_UP, _DOWN = f"{LAYER}.mlp.experts.gate_up_proj", f"{LAYER}.mlp.experts.down_proj"
+_EXPERTS: Final = (
+    Row(_GATE_UP, "expert hidden effn+effn", when="moe"),
+    Row(_DOWN, "expert effn hidden", when="moe"),
+)
+
+
+def _build_moe_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("attention_bias", default=False)
+    facts = build_decoder_facts(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return add_qwen_experts(facts, config, shared=None)
+
+
+_TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms")
+_TEXT: Final = replace(QWEN3, name="qwen3_vl_text", traits=_TRAITS)
+_MOE_TEXT: Final = replace(
+    QWEN3_MOE,
+    name="qwen3_vl_moe_text",
+    rows=(*EMBEDDING, *QKVO, *HEAD_NORMS, *DENSE, *_EXPERTS, *ROUTER, *NORMS, *LAST_NORM, *HEADS),
+    facts=_build_moe_facts,
+    fused=tuple(FusedArray(name, (name,), transposed=True) for name in (_GATE_UP, _DOWN)),
+    traits=replace(_TRAITS, experts_per_token=4, narrow_experts=True),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={
+        **assume_sizes(151936, 2048, 5632, 24, 16),
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+    },
+)
+_VISION: Final = (ModelTower("vision_config", "visual", DEEPSTACK_EYES, build_qwen3_vision_facts),)
+QWEN3_VL: Final = build_tower_family("qwen3_vl", build_tower_classes("Qwen3VL"), _TEXT, _VISION)
+QWEN3_VL_MOE: Final = build_tower_family("qwen3_vl_moe", build_tower_classes("Qwen3VLMoe"), _MOE_TEXT, _VISION)
