@@ -18,7 +18,7 @@ from shardctl.models.dequantisation.tile import LocatedArray
 from shardctl.models.dequantisation.weight import QuantisedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.dtype import DType
@@ -45,8 +45,9 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     model, config = checkpoint.model, checkpoint.config
     if model is None or config is None or model.plain is None:
         raise UsageError("only of a known model can quantised weights be taken back to numbers", hint=_KEEP)
-    unknown = [name for name, encoding in model.encodings.items() if encoding.decoder is None]
-    if unknown or not model.encodings:
+    encodings = model.encodings or models.list_block_encodings(model)
+    unknown = [name for name, encoding in encodings.items() if encoding.decoder is None]
+    if unknown or not encodings:
         raise UnsupportedError(
             f"how the values of {format_first_few(unknown) or 'these quantised weights'} are worked out is not known",
             hint=_KEEP,
@@ -54,18 +55,14 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
     stored, plain = checkpoint.manifest.tensors, model.plain
     values: dict[str, Tensor] = {}
     weights: dict[str, QuantisedWeight] = {}
-    used: set[str] = set()
-    for name, encoding in model.encodings.items():
-        there = [array for array in encoding.arrays if encoding.name(array) in stored]
-        arrays = {array.usual: LocatedArray.of(stored[encoding.name(array)], array.form) for array in there}
-        used.update(encoding.name(array) for array in encoding.arrays)
-        if not arrays and plain.tensors[name].optional:
+    used = {encoding.name(array) for encoding in encodings.values() for array in encoding.arrays}
+    for name, encoding in encodings.items():
+        if plain.tensors[name].optional and not any(encoding.name(array) in stored for array in encoding.arrays):
             continue
-        weight = _build_weight(plain.tensors[name], encoding, arrays, dtype)
-        weights[_PLACE.format(name)] = weight
-        values[name] = _build_tensor(weight, encoding, stored)
+        parts = _build_weights(plain.tensors[name], encoding, stored, dtype)
+        weights |= {_PLACE.format(weight.name): weight for weight in parts}
+        values[name] = _build_tensor(plain.tensors[name], encoding, parts, stored)
     tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
-    encoded = [tensor for name, tensor in stored.items() if name in used]
     left = [name for name in stored if name not in tensors and name not in used]
     warnings = checkpoint.manifest.warnings
     if left:
@@ -76,38 +73,64 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
         model=plain,
         config=models.drop_quantisation_config(config),
-        encoded=tuple(encoded),
+        encoded=tuple(tensor for name, tensor in stored.items() if name in used),
     )
 
 
 def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
     """`source` with the values of its quantised weights, if those are what `result` has in their place."""
-    if result.config is None or source.config is None or source.model is None or not source.model.encodings:
+    if result.config is None or source.config is None or source.model is None or source.model.plain is None:
         return source
     if models.find_quantisation_config(result.config) is not None:
         return source
-    found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in source.model.encodings)
+    encodings = source.model.encodings or models.list_block_encodings(source.model)
+    found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
 
 
-def _build_weight(
-    tensor: ModelTensor, encoding: WeightEncoding, arrays: Mapping[str, LocatedArray], dtype: DType
-) -> QuantisedWeight:
-    missing = [encoding.name(a) for a in encoding.arrays if not a.optional and a.usual not in arrays]
+def _build_weights(
+    tensor: ModelTensor, encoding: WeightEncoding, stored: Mapping[str, Tensor], dtype: DType
+) -> list[QuantisedWeight]:
+    """The matrix, or those of a stack of experts in order."""
+    missing = [encoding.name(a) for a in encoding.arrays if not a.optional and encoding.name(a) not in stored]
     if missing:
         raise SourceError(
             f"the values of {tensor.name} cannot be worked out without {format_first_few(missing)}",
             hint="a shard may be missing",
         )
-    assert encoding.decoder is not None and len(tensor.shape) == _MATRIX  # noqa: S101, PT018 - asked before
-    return QuantisedWeight(tensor.name, (tensor.shape[0], tensor.shape[1]), arrays, encoding.decoder, dtype)
+    assert encoding.decoder is not None  # noqa: S101 - asked before
+    there = [(array, stored[encoding.name(array)]) for array in encoding.arrays if encoding.name(array) in stored]
+    shape = (tensor.shape[-2], tensor.shape[-1])
+    if len(tensor.shape) == _MATRIX:
+        arrays = {array.usual: LocatedArray.of(held, array.form) for array, held in there}
+        return [QuantisedWeight(tensor.name, shape, arrays, encoding.decoder, dtype)]
+    stacks = zip(*(LocatedArray.of_stack(held, array.form) for array, held in there), strict=True)
+    names = [array.usual for array, _ in there]
+    return [
+        QuantisedWeight(
+            f"{tensor.name}, expert {expert}",
+            shape[::-1] if encoding.transposed else shape,
+            dict(zip(names, arrays, strict=True)),
+            encoding.decoder,
+            dtype,
+        )
+        for expert, arrays in enumerate(stacks)
+    ]
 
 
-def _build_tensor(weight: QuantisedWeight, encoding: WeightEncoding, stored: Mapping[str, Tensor]) -> Tensor:
-    """The weight as a tensor whose values lie in the file of its own, under the name that the source gave its codes."""
-    codes = encoding.arrays[0]
+def _build_tensor(
+    tensor: ModelTensor, encoding: WeightEncoding, parts: Sequence[QuantisedWeight], stored: Mapping[str, Tensor]
+) -> Tensor:
+    """The weight as a tensor whose values lie in files of their own, under the name that the source gave its codes."""
+    codes, ending = encoding.arrays[0], tensor.name.removeprefix(f"{encoding.module}.")
     spelled = stored[encoding.name(codes)].spelling
-    name = f"{spelled[0].removesuffix(codes.suffix)}weight" if spelled else weight.name
-    chunk = Chunk(Box.whole(weight.shape), weight.dtype, Region(_PLACE.format(weight.name), 0, weight.strides), name)
-    return Tensor(weight.name, weight.dtype, weight.shape, (chunk,), spelling=(name,) if spelled else ())
+    name = f"{spelled[0].removesuffix(codes.suffix)}{ending}" if spelled else tensor.name
+    lead = len(tensor.shape) - _MATRIX
+    chunks = []
+    for number, weight in enumerate(parts):
+        box = Box((*(number,) * lead, 0, 0), (*(1,) * lead, *tensor.shape[-2:]))
+        strides = weight.strides[::-1] if encoding.transposed else weight.strides
+        where = Region(_PLACE.format(weight.name), 0, (*(weight.nbytes,) * lead, *strides))
+        chunks.append(Chunk(box, weight.dtype, where, name))
+    return Tensor(tensor.name, parts[0].dtype, tensor.shape, tuple(chunks), spelling=(name,) if spelled else ())

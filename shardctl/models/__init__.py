@@ -1,13 +1,18 @@
 """Describes model families as data: the tensors of a checkpoint, and how each one is cut."""
 
 from shardctl.models.config import ModelConfig
-from shardctl.models.counting import count_parameters, drop_quantisation_config
+from shardctl.models.counting import count_parameters
 from shardctl.models.describe import KvHeads, choose_model, describe_model, find_family, list_assumed_values
 from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import list_name_patterns
-from shardctl.models.quantisation import complete_config, find_quantisation_config
+from shardctl.models.quantisation import (
+    complete_config,
+    drop_quantisation_config,
+    find_quantisation_config,
+    list_block_encodings,
+)
 from shardctl.models.rule_file import RuleFile, load_rules
 from shardctl.models.rule_table import RuleRow, build_rule_table
 from shardctl.models.untabled import NEEDING_TABLE, UntabledModel, build_untabled_model, order_ties
@@ -32,6 +37,7 @@ __all__ = [
     "find_family",
     "find_quantisation_config",
     "list_assumed_values",
+    "list_block_encodings",
     "list_name_patterns",
     "load_rules",
     "order_ties",

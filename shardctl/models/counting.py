@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardctl.models.describe import describe_model
-from shardctl.models.quantisation import find_quantisation_config
+from shardctl.models.quantisation import drop_quantisation_config, find_quantisation_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,11 +44,3 @@ def list_meant_parameters(
 
     plain = model.plain or describe_model(drop_quantisation_config(config))
     return [t for t in plain.tensors.values() if not t.row.buffer and stored(t.name)]
-
-
-def drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """A config of the same model as it would be without quantisation."""
-    keys = ("quantization_config", "compression_config")
-    text = config.get("text_config")
-    inner = {"text_config": {k: v for k, v in text.items() if k not in keys}} if isinstance(text, dict) else {}
-    return {key: value for key, value in config.items() if key not in keys} | inner

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import FAMILIES
-from shardctl.models.quantisation import quantise_model
+from shardctl.models.quantisation import drop_quantisation_config, quantise_model
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
 
@@ -67,8 +68,13 @@ def describe_model(
             "on one device none are needed",
         )
     family, architecture = found
-    model = build_model(family, architecture, ModelConfig(config), share_kv=kv_heads == "replicate")
-    return quantise_model(model, config, stored)
+    share = kv_heads == "replicate"
+    model = build_model(family, architecture, ModelConfig(config), share_kv=share)
+    quantised = quantise_model(model, config, stored)
+    plain = drop_quantisation_config(config)
+    if quantised is model and plain != config:  # the family's own table has the arrays of quantised weights
+        return replace(model, plain=build_model(family, architecture, ModelConfig(plain), share_kv=share))
+    return quantised
 
 
 def choose_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from reading import assert_same, of, read
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.mesh import Mesh
+from shardctl.models import describe_model
 from shardctl.options import ReshardOptions
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
 
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OWN = {"gptq": torch.float16, "awq": torch.float16}
 """The type in which the layers of a method compute their weights, which is that of their scales; else F32."""
@@ -154,3 +157,35 @@ def test_a_method_that_nobody_here_can_work_out_is_refused(tmp_path):
     source = write(tmp_path / "source", config, arrays)
     with pytest.raises(UnsupportedError, match="not known"):
         reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+
+
+def test_stacks_of_experts_in_mxfp4_are_those_of_transformers(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = json.loads((CONFIGS / "gpt_oss.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    seed = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randint(100 if name.endswith("scales") else 0, 150, shape, generator=seed, dtype=torch.uint8)
+        if name.endswith(("_blocks", "_scales"))
+        else torch.randn(shape, generator=seed).bfloat16()
+        for name, shape in describe_model(config).state().items()
+    }
+    source = write(tmp_path / "source", config, state)
+    for number, wish in enumerate(
+        (
+            ReshardOptions(to="hf", dtype="bf16"),
+            ReshardOptions(mesh=Mesh.of(tp=2), dtype="bf16"),
+            ReshardOptions(mesh=Mesh.of(tp=2, ep=2), dtype="bf16"),
+        )
+    ):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        reshard(source, there, wish)
+        assert verify(there, level="full", against=source).ok
+        reshard(there, back, ReshardOptions(to="hf"))
+        found = read(back)
+        stacks = [name.removesuffix("_blocks") for name in state if name.endswith("_blocks")]
+        assert stacks
+        for name in stacks:
+            expected = convert_moe_packed_tensors(state[f"{name}_blocks"], state[f"{name}_scales"])
+            assert torch.equal(found[name], expected), name

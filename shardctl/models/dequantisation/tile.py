@@ -5,24 +5,25 @@ A tile is two spans of the weight, which is `[out, in]`: of its outputs, and of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
 
 from shardctl.bands import ChunkIndex
-from shardctl.box import Box
+from shardctl.box import Box, BoxIndex
 from shardctl.copyplan import cover_tensor
+from shardctl.manifest import ConstantFill, narrow_chunk
 from shardctl.models.quantisation.storage import IN, OUT, AlongDim
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import DTypeLike, NDArray
 
     from shardctl.bands import BandBuffer, ByteReader
-    from shardctl.manifest import Tensor
+    from shardctl.manifest import Chunk, Tensor
     from shardctl.models.quantisation.storage import Form, QuantisedArray
 
 Span = tuple[int, int]
@@ -63,6 +64,24 @@ class LocatedArray:
     def of(tensor: Tensor, form: Form) -> LocatedArray:
         """The array; raises CoverageError if elements of it are missing."""
         return LocatedArray(tensor, form, ChunkIndex(cover_tensor(tensor)))
+
+    @staticmethod
+    def of_stack(tensor: Tensor, form: Form) -> Iterator[LocatedArray]:
+        """The array of each expert of a stack, in order; raises CoverageError if elements of it are missing."""
+        chunks = cover_tensor(tensor)
+        index = BoxIndex([chunk.box for chunk in chunks])
+        for expert in range(tensor.shape[0]):
+            whole = Box((expert, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:]))
+            found = [_drop_first_dim(narrow_chunk(chunks[n], box)) for n, box in index.overlapping(whole)]
+            yield LocatedArray(replace(tensor, shape=tensor.shape[1:], chunks=tuple(found)), form, ChunkIndex(found))
+
+
+def _drop_first_dim(chunk: Chunk) -> Chunk:
+    """A chunk of one index of the first dim, without that dim."""
+    box = Box(chunk.box.origin[1:], chunk.box.shape[1:])
+    if isinstance(chunk.where, ConstantFill):
+        return replace(chunk, box=box)
+    return replace(chunk, box=box, where=replace(chunk.where, strides=chunk.where.strides[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +135,11 @@ class WeightTile:
     def extent(self, dim: int) -> int:
         """Outputs or inputs of the tile."""
         return self.spans[dim][1] - self.spans[dim][0]
+
+    def block(self, array: QuantisedArray, dim: int) -> int:
+        """Elements of the weight along `dim` that an array holds together."""
+        form = self.arrays[array.names[0]].form
+        return next((each.block for each in form if isinstance(each, AlongDim) and each.dim == dim), 1)
 
     def read(self, array: QuantisedArray, also: Mapping[int, Span] | None = None) -> NDArray[Any]:
         """The part of an array that belongs to the tile, in the array's own dims, whole blocks of it.

@@ -1,6 +1,14 @@
 """Describes quantised weights: the arrays in which each method stores them, and how those are cut."""
 
+from shardctl.models.quantisation.mxfp4 import list_block_encodings
 from shardctl.models.quantisation.quantiser import METHODS, quantise_model
-from shardctl.models.quantisation.settings import complete_config, find_quantisation_config
+from shardctl.models.quantisation.settings import complete_config, drop_quantisation_config, find_quantisation_config
 
-__all__ = ["METHODS", "complete_config", "find_quantisation_config", "quantise_model"]
+__all__ = [
+    "METHODS",
+    "complete_config",
+    "drop_quantisation_config",
+    "find_quantisation_config",
+    "list_block_encodings",
+    "quantise_model",
+]

@@ -41,6 +41,8 @@ class WeightEncoding:
     decoder: WeightDecoder | None
     """None where nobody here knows."""
     arrays: tuple[WeightArray, ...]
+    transposed: bool = False
+    """Whether the values are `[in, out]` where they are not quantised, as in stacks of gpt-oss's experts."""
 
     def name(self, array: WeightArray) -> str:
         """The name of one of the arrays."""

@@ -18,6 +18,7 @@ from shardctl.models.quantisation.encoding import WeightEncoding
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
+from shardctl.models.quantisation.mxfp4 import MXFP4
 from shardctl.models.quantisation.settings import find_quantisation_config, name_method
 from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
 from shardctl.placement import PartitionSpec
@@ -38,7 +39,7 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
     FINE_GRAINED,
     GPTQ,
     MODELOPT,
-    QuantisationMethod(("mxfp4",), lambda _config: None),  # gpt-oss has its blocks and scales in its own table
+    MXFP4,
 )
 """Every method; to add one, write its file and name it here."""
 _WEIGHT: Final = ".weight"

@@ -69,3 +69,10 @@ def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tu
         return {**config, _KEYS[0]: {**own.values, **missing}}, ()
     words = f"config.json says {said or name_method(own)}, and {_SIDECAR} {there}"
     return config, ((f"{words}: config.json is followed, as vLLM does",) if there is not None else ())
+
+
+def drop_quantisation_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Leave out of a config that the model is quantised."""
+    text = config.get("text_config")
+    inner = {"text_config": {k: v for k, v in text.items() if k not in _KEYS}} if isinstance(text, dict) else {}
+    return {key: value for key, value in config.items() if key not in _KEYS} | inner
