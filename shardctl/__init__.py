@@ -11,7 +11,7 @@ __all__ = ["__version__", "lens", "load"]
 
 
 def __getattr__(name: str) -> object:
-    """`load` and `lens`, when they are first asked for: what they need is slow to import, and most uses need none."""
+    """Import `load` and `lens` when they are first asked for: what they need is slow to import."""
     if name in {"lens", "load"}:
         from shardctl.loading import state_dict as load
 

@@ -26,7 +26,9 @@ _FLOATS: Final[dict[str, DTypeLike]] = {"F32": np.float32, "F16": np.float16, "B
 
 
 def decode_affine(stored: NDArray[Any], dtype: DType, affine: str) -> NDArray[Any]:
-    """The elements that are meant by stored ones, both as bits of `dtype`; a sum is rounded to nearest, ties to even.
+    """Return the elements that are meant by stored ones, both as bits of `dtype`.
+
+    A sum is rounded to nearest, ties to even.
 
     Raises UnsupportedError for a change that is not known, or of a type that is not changed.
     """
@@ -34,7 +36,7 @@ def decode_affine(stored: NDArray[Any], dtype: DType, affine: str) -> NDArray[An
 
 
 def encode_affine(meaning: NDArray[Any], dtype: DType, affine: str, name: str) -> NDArray[Any]:
-    """The elements to store for those that are meant, both as bits of `dtype`.
+    """Encode the elements to store for those that are meant, both as bits of `dtype`.
 
     Raises UnsupportedError as `decode_affine`, and, naming the array, if the difference cannot be told exactly:
     whoever reads it would get other elements than were meant.

@@ -13,7 +13,7 @@ _LARGE: Final = 100
 
 
 def format_file_size(nbytes: float) -> str:
-    """Bytes on disk or on the wire.
+    """Format bytes on disk or on the wire.
 
     >>> format_file_size(90_868_376), format_file_size(512), format_file_size(141_100_000_000)
     ('90.9 MB', '512 bytes', '141.1 GB')
@@ -25,7 +25,7 @@ def format_file_size(nbytes: float) -> str:
 
 
 def format_memory_size(nbytes: int) -> str:
-    """Bytes of memory, in GiB from a tenth of one on.
+    """Format bytes of memory, in GiB from a tenth of one on.
 
     >>> (format_memory_size(118_111_600), format_memory_size(5 << 20), format_memory_size(700),
     ...  format_memory_size(141 << 30))
@@ -39,7 +39,7 @@ def format_memory_size(nbytes: int) -> str:
 
 
 def format_count(number: int) -> str:
-    """Parameters, in words of three digits.
+    """Format parameters, in words of three digits.
 
     >>> format_count(22_713_216), format_count(70_553_706_496), format_count(999)
     ('22.71 M', '70.55 B', '999')
@@ -51,7 +51,7 @@ def format_count(number: int) -> str:
 
 
 def format_plural(number: int, noun: str) -> str:
-    """A number and its noun.
+    """Format a number and its noun.
 
     >>> format_plural(1, "file"), format_plural(1200, "file")
     ('1 file', '1,200 files')
@@ -60,7 +60,7 @@ def format_plural(number: int, noun: str) -> str:
 
 
 def format_rate(nbytes: int, seconds: float) -> str:
-    """Bytes a second; empty if there is nothing to say.
+    """Format bytes a second; empty if there is nothing to say.
 
     >>> format_rate(10**9, 2.0), format_rate(0, 1.0)
     ('500.0 MB/s', '')
@@ -69,7 +69,7 @@ def format_rate(nbytes: int, seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time span.
+    """Format a time span.
 
     >>> format_duration(0.034), format_duration(75), format_duration(7384)
     ('0.03 s', '1:15', '2:03:04')
@@ -83,7 +83,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(part: int, whole: int) -> str:
-    """A share, never 100 before all is done.
+    """Format a share, never 100 before all is done.
 
     >>> format_percent(999, 1000), format_percent(1000, 1000), format_percent(0, 0)
     ('99 %', '100 %', '100 %')

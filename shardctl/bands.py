@@ -47,7 +47,7 @@ class ByteWriter(Protocol):
 def split_bands(
     shape: Sequence[int], dtype: DType, block: int, *, fastest: int | None = None, origin: Sequence[int] | None = None
 ) -> Iterator[Box]:
-    """The bands of a tensor of `shape`, or of such a box at `origin`: disjoint, complete, of at most `block` bytes.
+    """Split a tensor of `shape`, or such a box at `origin`, into disjoint bands of at most `block` bytes.
 
     They are in order. A band is a row-major stretch: whole rows where they fit, else a stretch of one row. Where the
     storage is permuted, `fastest` names the dim that is contiguous there, and bands become two-dimensional tiles over
@@ -100,7 +100,7 @@ def _round_to_units(extent: int, dtype: DType) -> int:
 
 
 def find_fastest_dim(chunks: Sequence[Chunk]) -> int | None:
-    """The dim along which permuted storage is contiguous, or None if all chunks are stored row-major."""
+    """Find the dim along which permuted storage is contiguous, or None if all chunks are stored row-major."""
     for chunk in chunks:
         if isinstance(chunk.where, ConstantFill):
             continue
@@ -114,13 +114,13 @@ def find_fastest_dim(chunks: Sequence[Chunk]) -> int | None:
 
 
 def get_unit_type(dtype: DType) -> np.dtype[np.void] | np.dtype[np.unsignedinteger]:
-    """The NumPy type of one unit, as bits: an unsigned integer, or raw bytes for odd widths."""
+    """Return the NumPy type of one unit, as bits: an unsigned integer, or raw bytes for odd widths."""
     size = dtype.unit_bytes
     return np.dtype(f"<u{size}") if size in {1, 2, 4, 8} else np.dtype(f"V{size}")
 
 
 def view_band(buffer: NDArray[np.uint8], dtype: DType, box: Box) -> NDArray[np.generic]:
-    """The start of `buffer` as the row-major array of the units of `box`."""
+    """Return the start of `buffer` as the row-major array of the units of `box`."""
     shape = dtype.unit_shape(box.shape)
     return buffer[: prod(shape) * dtype.unit_bytes].view(get_unit_type(dtype)).reshape(shape)
 
@@ -187,13 +187,15 @@ class ChunkIndex:
         self._index = BoxIndex([chunk.box for chunk in self.chunks])
 
     def within(self, box: Box) -> Iterator[Chunk]:
-        """The part of each chunk that lies in `box`."""
+        """Yield the part of each chunk that lies in `box`."""
         for position, common in self._index.overlapping(box):
             yield narrow_chunk(self.chunks[position], common)
 
 
 def build_unit_slices(box: Box, dtype: DType, origin: Sequence[int] | None = None) -> tuple[Any, ...]:
-    """An index that selects `box` of an array of units, which begins at `origin`; two 4-bit elements are one unit.
+    """Build an index that selects `box` of an array of units, which begins at `origin`.
+
+    Two 4-bit elements are one unit.
 
     Its Ellipsis keeps 0-d results arrays.
     """
@@ -241,7 +243,7 @@ class _GapLimits:
     """or else no gap has more bytes than this."""
 
     def allow(self, span: int, own: int, gap: int) -> bool:
-        """Whether a piece of `span` bytes, `own` of which are wanted, is one call."""
+        """Return whether a piece of `span` bytes, `own` of which are wanted, is one call."""
         return span <= self.span and (span <= self.slack * own or gap <= self.gap)
 
 
@@ -262,7 +264,7 @@ def _build_piece(view: NDArray[np.generic], offset: int, strides: tuple[int, ...
 
 
 def _find_widest_gap(piece: _StridedPiece) -> int:
-    """Bytes of the longest stretch between two elements of a piece."""
+    """Find bytes of the longest stretch between two elements of a piece."""
     span, widest = piece.view.dtype.itemsize, 0
     for extent, stride in zip(reversed(piece.view.shape), reversed(piece.strides), strict=True):
         widest = max(widest, stride - span)

@@ -43,7 +43,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box of all elements of a tensor of `shape`."""
+        """Return the box of all elements of a tensor of `shape`."""
         return _build_whole_box(tuple(shape))
 
     @property
@@ -57,7 +57,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if no element is common.
+        """Return the common part, or None if no element is common.
 
         >>> Box((0,), (4,)).intersect(Box((2,), (5,)))
         Box(origin=(2,), shape=(2,))
@@ -72,7 +72,7 @@ class Box:
         return Box(tuple(origin), tuple(shape))
 
     def subtract(self, other: Box) -> list[Box]:
-        """What remains of this box without `other`: at most two disjoint boxes a dim.
+        """Return what remains of this box without `other`: at most two disjoint boxes a dim.
 
         >>> Box((0, 0), (2, 3)).subtract(Box((0, 1), (2, 1)))
         [Box(origin=(0, 0), shape=(2, 1)), Box(origin=(0, 2), shape=(2, 1))]
@@ -94,14 +94,14 @@ class Box:
         return rest
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` lies in this box; an empty box lies in every box that spans it."""
+        """Return whether every element of `other` lies in this box; an empty box lies in every box that spans it."""
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.origin, self.shape, other.origin, other.shape, strict=True)
         )
 
     def slices(self, within: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """NumPy slices of this box, relative to the origin `within` (default: the tensor's own)."""
+        """Return NumPy slices of this box, relative to the origin `within` (default: the tensor's own)."""
         base = within if within is not None else (0,) * len(self.origin)
         return tuple(slice(o - b, o - b + s) for o, s, b in zip(self.origin, self.shape, base, strict=True))
 
@@ -111,12 +111,12 @@ class Box:
 
 @lru_cache(maxsize=4096)
 def _build_whole_box(shape: tuple[int, ...]) -> Box:
-    """The layers of a model repeat a few shapes, so most boxes are one object: half the time and memory of a scan."""
+    """Build the box once: layers repeat a few shapes, so most boxes are one object, for half the time of a scan."""
     return Box((0,) * len(shape), shape)
 
 
 def list_flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes, in order, that hold elements `start` to `stop` of the row-major flattening of `shape`.
+    """List the boxes, in order, that hold elements `start` to `stop` of the row-major flattening of `shape`.
 
     At most ``2 * ndim - 1`` boxes: ZeRO and FSDP1 store such runs, and a band is one.
 
@@ -169,7 +169,7 @@ class BoxIndex:
         self._reach = list(accumulate((self.boxes[i].stop[d] for i in self._order), max)) if d >= 0 else []
 
     def overlapping(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Each ``(position, common part)`` of the boxes that share an element with `box`, in position order."""
+        """Yield each ``(position, common part)`` of the boxes that share an element with `box`, in position order."""
         if self._dim < 0:
             hits: Iterable[int] = range(len(self.boxes))
         else:
@@ -183,7 +183,7 @@ class BoxIndex:
 
 
 def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What remains of `box` when each of `others` is taken away."""
+    """Return what remains of `box` when each of `others` is taken away."""
     rest = [box] if box.size else []
     for other in others:
         rest = [piece for part in rest for piece in part.subtract(other)]
@@ -193,7 +193,7 @@ def subtract_all(box: Box, others: Iterable[Box]) -> list[Box]:
 
 
 def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
-    """Disjoint boxes with the same union, each with the position of the box it came from; earlier boxes win.
+    """Return disjoint boxes with the same union, each with the position of the box it came from; earlier boxes win.
 
     >>> make_disjoint([Box((0,), (4,)), Box((2,), (4,)), Box((0,), (4,))])
     [(0, Box(origin=(0,), shape=(4,))), (1, Box(origin=(4,), shape=(2,)))]
@@ -211,7 +211,7 @@ def make_disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
 
 
 def subtract_indexed(box: Box, index: BoxIndex) -> list[Box]:
-    """What no box of `index` covers of `box`."""
+    """Return what no box of `index` covers of `box`."""
     return subtract_all(box, (common for _, common in index.overlapping(box)))
 
 

@@ -100,7 +100,7 @@ def cast_elements(src: NDArray[np.uint8], have: DType, want: DType, out: NDArray
 
 @cache
 def _build_cast_table(have: str, want: str) -> NDArray[Any]:
-    """What each of the 256 patterns of an 8-bit type becomes; looking it up is ten times as fast as casting."""
+    """Build what each of the 256 patterns of an 8-bit type becomes; looking it up is ten times as fast as casting."""
     return np.arange(2**_TABLE_BITS, dtype=np.uint8).view(_FLOATS[have]).astype(_FLOATS[want])
 
 

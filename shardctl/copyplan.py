@@ -43,7 +43,10 @@ class TensorCopy:
         return sum(chunk.dtype.nbytes(chunk.box.shape) for chunk in self.target.chunks)
 
     def strided_copies(self) -> Iterator[tuple[Chunk, Chunk]]:
-        """Every `(from, to)`: equal boxes with a stride rule on both sides; each wanted box is filled exactly once."""
+        """Yield every `(from, to)`: equal boxes with a stride rule on both sides.
+
+        Each wanted box is filled exactly once.
+        """
         index = BoxIndex([chunk.box for chunk in self.reads])
         for wanted in self.target.chunks:
             for position, common in index.overlapping(wanted.box):
@@ -100,7 +103,9 @@ def _join_tensor(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
 
 
 def _match_boxes(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[int, Box]]]) -> list[tuple[int, Box]]:
-    """The boxes to read, each with the position of its chunk; layers are alike, so the answers are kept in `known`.
+    """Return the boxes to read, each with the position of its chunk.
+
+    Layers are alike, so the answers are kept in `known`.
 
     Layers mostly share their boxes, and both manifests keep them meanwhile: to look up ids takes a tenth of the time.
     """
@@ -119,21 +124,24 @@ def _match_boxes(stored: Tensor, wanted: Tensor, known: dict[object, list[tuple[
 
 
 def cover_tensor(tensor: Tensor) -> tuple[Chunk, ...]:
-    """Parts of a tensor's chunks that hold each of its elements once; raises CoverageError if some are missing."""
+    """Return parts of a tensor's chunks that hold each of its elements once.
+
+    Raises CoverageError if some are missing.
+    """
     parts = _list_stored_parts(tensor)
     prove_covered(tensor, [box for _, box in parts], [Box.whole(tensor.shape)])
     return tuple(narrow_chunk(tensor.chunks[i], box) for i, box in parts)
 
 
 def _list_stored_parts(tensor: Tensor) -> list[tuple[int, Box]]:
-    """Disjoint boxes that cover all that is stored, each with the position of its chunk; earlier chunks win."""
+    """List disjoint boxes that cover all that is stored, each with the position of its chunk; earlier chunks win."""
     if tensor.chunks and tensor.chunks[0].box.shape == tensor.shape:
         return [(0, tensor.chunks[0].box)] if tensor.chunks[0].box.size else []
     return make_disjoint([chunk.box for chunk in tensor.chunks])
 
 
 def _select_needed_parts(wanted: Tensor, parts: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    """The parts of the source that some wanted box overlaps, narrowed to the union of the wanted boxes."""
+    """Select the parts of the source that some wanted box overlaps, narrowed to the union of the wanted boxes."""
     if any(chunk.box.shape == wanted.shape for chunk in wanted.chunks):
         return parts
     union = [box for _, box in make_disjoint([chunk.box for chunk in wanted.chunks])]

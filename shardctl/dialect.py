@@ -15,7 +15,7 @@ Fact = str | int | bool | tuple[int, ...]
 
 
 def format_rank_prefix(rank: int) -> str:
-    """What stands before the names of a rank's arrays, where its files have its number and no more."""
+    """Format what stands before the names of a rank's arrays, where its files have its number and no more."""
     return f"rank{rank}/"
 
 
@@ -41,21 +41,21 @@ class LibraryDialect:
     """What decides between variants; each schema says which facts it has."""
 
     def text(self, name: str, default: str = "") -> str:
-        """A fact that is a word."""
+        """Return a fact that is a word."""
         found = self.facts.get(name, default)
         return found if isinstance(found, str) else default
 
     def number(self, name: str, default: int = 0) -> int:
-        """A fact that is a number."""
+        """Return a fact that is a number."""
         found = self.facts.get(name, default)
         return int(found) if isinstance(found, int) else default
 
     def switch(self, name: str, *, default: bool = False) -> bool:
-        """A fact that is true or false."""
+        """Return a fact that is true or false."""
         found = self.facts.get(name, default)
         return found if isinstance(found, bool) else default
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """A fact that is several numbers; empty if there is none."""
+        """Return a fact that is several numbers; empty if there is none."""
         found = self.facts.get(name, ())
         return found if isinstance(found, tuple) else ()

@@ -76,12 +76,12 @@ class DigestSums:
 
     @classmethod
     def zero(cls, dtype: DType) -> DigestSums:
-        """The sums over no element of `dtype`."""
+        """Return the sums over no element of `dtype`."""
         return cls((0,) * (count_element_parts(dtype) * LANES))
 
     @classmethod
     def parse(cls, text: str) -> DigestSums:
-        """The sums that `str` wrote, as 16 hexadecimal digits a word."""
+        """Return the sums that `str` wrote, as 16 hexadecimal digits a word."""
         if not re.fullmatch("(?:[0-9a-f]{16})+", text):
             raise ValueError(f"digest sums are groups of 16 hexadecimal digits, not {text!r}")
         return cls(tuple(int(text[i : i + 16], 16) for i in range(0, len(text), 16)))
@@ -96,12 +96,15 @@ class DigestSums:
 
 
 def count_element_parts(dtype: DType) -> int:
-    """How many 16-bit parts an element of `dtype` is split into, each with sums of its own; 1 if it is narrower."""
+    """Count how many 16-bit parts an element of `dtype` is split into, each with sums of its own.
+
+    1 if it is narrower.
+    """
     return max(1, dtype.bits // 16)
 
 
 def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int]) -> DigestSums:
-    """The sums over the elements of `box`, a box of a global tensor of `shape`, whose row-major bytes are `data`.
+    """Compute the sums over the elements of `box` of a global tensor of `shape`; `data` are the box's row-major bytes.
 
     Holds the GIL only between blocks, and may run in many threads at once; each keeps 1 MiB of scratch and
     allocates at most 3 MiB while it runs.
@@ -129,7 +132,7 @@ def compute_box_sums(data: Buffer, dtype: DType, box: Box, shape: Sequence[int])
 
 
 def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) -> str:
-    """The digest of a global tensor, 32 hexadecimal digits, from the sums over all its elements."""
+    """Compute the digest of a global tensor, 32 hexadecimal digits, from the sums over all its elements."""
     if len(sums.words) != count_element_parts(dtype) * LANES:
         raise ValueError(f"a digest of {dtype} takes {count_element_parts(dtype) * LANES} sums, not {len(sums.words)}")
     text = f"{dtype} {_format_shape(shape)} {sums}"
@@ -137,7 +140,7 @@ def compute_tensor_digest(sums: DigestSums, dtype: DType, shape: Sequence[int]) 
 
 
 def compute_checkpoint_digest(rows: Iterable[tuple[str, DType, Sequence[int], str]]) -> str:
-    """The digest of a checkpoint from its tensors' (name, dtype, shape, tensor digest), in any order.
+    """Compute the digest of a checkpoint from its tensors' (name, dtype, shape, tensor digest), in any order.
 
     Raises:
         ValueError: two tensors have one name.
@@ -159,14 +162,14 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 
 def _draw_key_words(label: str, count: int) -> NDArray[np.uint64]:
-    """The first `count` 64-bit words of the key stream of `label` (docs/design/digest.md, "Keys")."""
+    """Draw the first `count` 64-bit words of the key stream of `label` (docs/design/digest.md, "Keys")."""
     stream = shake_128(f"shardctl1 {label}".encode()).digest(8 * count)
     words: NDArray[np.uint64] = np.frombuffer(stream, "<u8").astype(np.uint64)
     return words
 
 
 def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """The first tile's worth of `words` whose low `bits` are neither zero nor those of a word before."""
+    """Select the first tile's worth of `words` whose low `bits` are neither zero nor those of a word before."""
     low = words & np.uint64(2**bits - 1)
     _, first = np.unique(low, return_index=True)
     first.sort()
@@ -176,7 +179,7 @@ def _select_distinct_words(words: NDArray[np.uint64], bits: int) -> NDArray[np.u
 
 @cache
 def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The column keys ``[lanes, 65536]``, and the sums ``[lanes, 65537]`` of the keys before each column."""
+    """Draw the column keys ``[lanes, 65536]``, and the sums ``[lanes, 65537]`` of the keys before each column."""
     drawn = (
         _select_distinct_words(_draw_key_words(f"column {lane}", _TILE * 9 // 8), _COLUMN_KEY_BITS)
         for lane in range(LANES)
@@ -189,14 +192,14 @@ def _draw_column_keys() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @cache
 def _draw_row_keys() -> NDArray[np.uint64]:
-    """The row keys ``[lanes, 65536]``."""
+    """Draw the row keys ``[lanes, 65536]``."""
     drawn = (_draw_key_words(f"row {lane}", _TILE * 9 // 8) | np.uint64(1) for lane in range(LANES))
     return np.stack([_select_distinct_words(words, _ROW_KEY_DISTINCT_BITS) for words in drawn])
 
 
 @lru_cache(maxsize=4096)
 def _draw_tile_keys(row_tile: int, column_tile: int) -> NDArray[np.uint64]:
-    """The keys ``[lanes, 1]`` of a tile."""
+    """Draw the keys ``[lanes, 1]`` of a tile."""
     return _draw_key_words(f"tile {row_tile} {column_tile}", LANES)[:, None] | np.uint64(1)
 
 
@@ -213,7 +216,7 @@ class _RowKeys:
         """The first row if no row of the tensor lies between two of the box."""
 
     def keys(self, start: int, stop: int, column_tile: int) -> NDArray[np.uint64]:
-        """Row key times tile key ``[lanes, stop - start]`` of the box's rows `start` to `stop`."""
+        """Return row key times tile key ``[lanes, stop - start]`` of the box's rows `start` to `stop`."""
         table = _draw_row_keys()
         if self._first is not None:
             tile, within = divmod(self._first + start, _TILE)
@@ -245,7 +248,7 @@ _scratch = _ThreadScratch()
 
 
 def _split_units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[Any]:
-    """`data` as little-endian words ``[rows, units, words of a unit]``: its 16-bit parts, or else its bytes."""
+    """Return `data` as little-endian words ``[rows, units, words of a unit]``: its 16-bit parts, or else its bytes."""
     octets = np.frombuffer(data, np.uint8)
     if (size := octets.size) != rows * width * dtype.unit_bytes:
         raise ValueError(f"{size} bytes given for {rows} x {width} units of {dtype}")
@@ -253,7 +256,7 @@ def _split_units(data: Buffer, dtype: DType, rows: int, width: int) -> NDArray[A
 
 
 def _split_strips(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Columns `start` to `stop` in strips of at most `most`, within a tile: many whole stretches, or part of one."""
+    """Split columns `start` to `stop` of a tile into strips of at most `most`: many whole stretches, or part of one."""
     while start < stop:
         end = min(stop, start + most, start - start % _TILE + _TILE)
         if end - start > _STRETCH:
@@ -281,7 +284,7 @@ def _add_strip(total: NDArray[np.uint64], units: NDArray[Any], bits: int, rows: 
 
 
 def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """The inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with each lane's column `keys`.
+    """Compute the inner products ``[lanes, parts, stretches, rows]`` of the elements of `units` with the column `keys`.
 
     Two calls of NumPy do a block of elements.
     """
@@ -309,7 +312,7 @@ def _multiply_keys(units: NDArray[Any], bits: int, keys: NDArray[np.float64], ou
 
 
 def _unpack_codes(units: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """The codes ``[rows, elements, 1]`` of `bits` bits, low bits first, in units ``[rows, units, bytes]``."""
+    """Return the codes ``[rows, elements, 1]`` of `bits` bits, low bits first, in units ``[rows, units, bytes]``."""
     rows, n_units, n_bytes = units.shape
     codes = np.empty((rows, n_units, n_bytes * _BYTE // bits), np.uint8)
     for element in range(codes.shape[2]):

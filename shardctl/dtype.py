@@ -45,7 +45,7 @@ class DType:
         return self.bits * self.unit_elements // 8
 
     def unit_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in units of a tensor of `shape` elements; the last dim must hold whole units.
+        """Return the shape in units of a tensor of `shape` elements; the last dim must hold whole units.
 
         >>> BY_NAME["F4"].unit_shape((3, 8))
         (3, 4)
@@ -61,7 +61,7 @@ class DType:
         return (*shape[:-1], shape[-1] // self.unit_elements)
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a dense tensor of `shape` elements.
+        """Return bytes of a dense tensor of `shape` elements.
 
         >>> BY_NAME["BF16"].nbytes((2, 3))
         12

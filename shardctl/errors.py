@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def format_first_few(things: Iterable[object], most: int = 3) -> str:
-    """The first of some names, and how many more there are: messages stay readable, whatever they are about.
+    """Format the first of some names, and how many more there are: messages stay readable, whatever they are about.
 
     >>> format_first_few(["a", "b", "c", "d"]), format_first_few([1, 2])
     ('a, b, c and 1 more', '1, 2')

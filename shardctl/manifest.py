@@ -104,7 +104,10 @@ class Tensor:
 
 
 def first_byte(tensor: Tensor) -> tuple[str, int]:
-    """Where the first stored chunk begins: file and offset; sorted by it, tensors are read in the order of files."""
+    """Return where the first stored chunk begins: file and offset.
+
+    Sorted by it, tensors are read in the order of files.
+    """
     for chunk in tensor.chunks:
         if not isinstance(chunk.where, ConstantFill):
             return chunk.where.file, chunk.where.offset
@@ -217,14 +220,14 @@ class Manifest:
         return sum(t.nbytes for t in self.tensors.values())
 
     def arrays(self) -> Iterator[tuple[Tensor, Chunk]]:
-        """Every chunk with its tensor."""
+        """Yield every chunk with its tensor."""
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
                 yield tensor, chunk
 
 
 def compute_dense_strides(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
-    """Byte strides of a row-major array of `shape` elements.
+    """Compute byte strides of a row-major array of `shape` elements.
 
     >>> from shardctl.dtype import BY_NAME
     >>> compute_dense_strides(BY_NAME["F32"], (2, 3))
@@ -247,7 +250,7 @@ def _compute_dense_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, .
 def locate_dense_run(
     dtype: DType, shape: tuple[int, ...], start: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[tuple[Box, int], ...]]:
-    """Byte strides of a row-major array, and the boxes of its elements from `start` to `stop`.
+    """Locate byte strides of a row-major array, and the boxes of its elements from `start` to `stop`.
 
     Each box comes with the bytes from the first of these elements to its own.
     """
@@ -259,7 +262,7 @@ def locate_dense_run(
 
 
 def narrow_chunk(chunk: Chunk, box: Box) -> Chunk:
-    """The part of a chunk that holds `box`, which must lie inside it.
+    """Return the part of a chunk that holds `box`, which must lie inside it.
 
     Raises UnsupportedError if an edge falls inside a unit of a type narrower than a byte.
     """

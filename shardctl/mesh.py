@@ -68,7 +68,7 @@ class Mesh:
 
     @classmethod
     def of(cls, *, ep: int = 1, etp: int | None = None, **degrees: int) -> Mesh:
-        """A mesh in the default axis order; axes not named have degree 1, but etp that of tp if ep has 1."""
+        """Return a mesh in the default axis order; axes not named have degree 1, but etp that of tp if ep has 1."""
         unknown = [name for name in degrees if name not in AXES]
         if unknown:
             raise UsageError(
@@ -78,7 +78,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """A mesh from text such as ``pp=2,fsdp=2,tp=4``, outermost first; the axes not named go outside.
+        """Return a mesh from text such as ``pp=2,fsdp=2,tp=4``, outermost first; the axes not named go outside.
 
         >>> Mesh.parse("tp=2,pp=3").coordinate(1)["pp"]
         1
@@ -99,7 +99,7 @@ class Mesh:
         return cls((*rest, *named.items()), ep, _choose_etp(ep, etp, named))
 
     def degree(self, axis: str) -> int:
-        """How many ranks the axis has.
+        """Return how many ranks the axis has.
 
         `efsdp` is the part of fsdp that divides the ranks of a stage which ep and etp leave over.
         """
@@ -127,7 +127,7 @@ class Mesh:
         return prod(degree for _, degree in self.axes)
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
-        """The rank's index on every axis.
+        """Return the rank's index on every axis.
 
         The expert axes re-number the ranks of a stage: etp innermost, then ep, then efsdp; what is left over are
         replicas of the experts, counted by `replica`. Experts that are cut like all else are on the same ranks.
@@ -148,11 +148,11 @@ class Mesh:
         return at
 
     def label(self, rank: int) -> str:
-        """The rank's place in words, such as ``pp1 tp0``; axes of degree 1 are left out."""
+        """Return the rank's place in words, such as ``pp1 tp0``; axes of degree 1 are left out."""
         return self.place(self.coordinate(rank))
 
     def place(self, at: Mapping[str, int]) -> str:
-        """The same of a coordinate."""
+        """Return the same of a coordinate."""
         return " ".join(f"{name}{at[name]}" for name, degree in self.axes if degree > 1) or "only"
 
     def __str__(self) -> str:
@@ -173,7 +173,10 @@ def build_holding_key(at: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _choose_etp(ep: int, etp: int | None, degrees: Mapping[str, int]) -> int:
-    """The degree of etp; by default, experts that ep does not divide are cut by tp, as vLLM and transformers do."""
+    """Choose the degree of etp.
+
+    By default, experts that ep does not divide are cut by tp, as vLLM and transformers do.
+    """
     if etp is not None:
         return etp
     return degrees.get("tp", 1) if ep == 1 else 1

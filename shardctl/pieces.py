@@ -54,7 +54,7 @@ class PlacedCheckpoint:
     """The names, by tensor name, under which tensors are held, if not the canonical ones."""
 
     def ranks(self, *, replicas: bool = False) -> Iterator[tuple[int, list[TensorShard]]]:
-        """Every rank with what it holds that no earlier rank is a replica of, in model order.
+        """Yield every rank with what it holds that no earlier rank is a replica of, in model order.
 
         With `replicas`, everything it holds. Ranks of dp and cp replicate what is not an expert's; of an expert, the
         ranks that ep, etp and fsdp leave over are replicas.
@@ -81,7 +81,7 @@ class PlacedCheckpoint:
             yield rank, alike[key]
 
     def _kinds(self) -> tuple[list[tuple[tuple[int, ...], PartitionSpec]], list[int]]:
-        """The pairs of shape and cuts, of which a model has few, and which one each tensor is.
+        """Return the pairs of shape and cuts, of which a model has few, and which one each tensor is.
 
         The rows of a table share their cuts, so cuts are told apart by which object they are: to hash them would take
         longer than all else here, and two kinds that are equal do no harm.
@@ -104,7 +104,7 @@ class PlacedCheckpoint:
         return kinds, kind_of
 
     def _names(self, tensor: Tensor, place: int, places: int) -> tuple[str, ...]:
-        """A tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
+        """Return a tie's names, shared out over the stages that hold it: all on one stage, or the first name first."""
         names = self.names.get(tensor.name) or (tensor.name, *tensor.ties)
         if places == 1:
             return names
@@ -113,7 +113,7 @@ class PlacedCheckpoint:
         return names[place:] if place == places - 1 else names[place : place + 1]
 
     def _on_stages(self, kind_of: Sequence[int]) -> list[list[tuple[Tensor, tuple[str, ...], int]]]:
-        """For each stage its tensors, each with the names that it has there, and its kind."""
+        """Return for each stage its tensors, each with the names that it has there, and its kind."""
         stage_of_layer = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
         last = self.mesh.degree("pp") - 1
         stages: list[list[tuple[Tensor, tuple[str, ...], int]]] = [[] for _ in range(last + 1)]
@@ -130,14 +130,14 @@ class PlacedCheckpoint:
 
 
 def _flag_first_holder(at: Mapping[str, int]) -> tuple[bool, bool]:
-    """Whether no earlier rank holds the same dense weights, and whether none holds the same experts."""
+    """Return whether no earlier rank holds the same dense weights, and whether none holds the same experts."""
     return all(at[axis] == 0 for axis in REPLICATING), at["replica"] == 0
 
 
 def compute_layer_costs(
     tensors: Iterable[Tensor], specs: Mapping[str, PartitionSpec], layers: int
 ) -> tuple[list[int], int, int]:
-    """Bytes of each layer, of what only the first stage holds, and of what only the last stage holds."""
+    """Compute bytes of each layer, of what only the first stage holds, and of what only the last stage holds."""
     costs, first, last = [0] * layers, 0, 0
     for tensor in tensors:
         for kind, layer in specs[tensor.name].where:
@@ -151,7 +151,7 @@ def compute_layer_costs(
 
 
 def balance_stages(costs: Sequence[int], first: int, last: int, count: int) -> tuple[int, ...]:
-    """Layers per stage, contiguous, so that the heaviest stage is as light as it can be.
+    """Return layers per stage, contiguous, so that the heaviest stage is as light as it can be.
 
     `first` and `last` are what the first and the last stage hold besides layers. Ties are broken towards even counts.
 
@@ -178,7 +178,7 @@ def balance_stages(costs: Sequence[int], first: int, last: int, count: int) -> t
 
 
 def _fill_stages(costs: Sequence[int], first: int, last: int, count: int, limit: int) -> tuple[int, ...] | None:
-    """Stages under `limit`, each as even as the limit allows, or None; every stage gets at least one layer."""
+    """Return stages under `limit`, each as even as the limit allows, or None; every stage gets at least one layer."""
     needed = _count_stages_needed(costs, last, limit)
     stages: list[int] = []
     position = 0
@@ -200,7 +200,7 @@ def _fill_stages(costs: Sequence[int], first: int, last: int, count: int, limit:
 
 
 def _count_stages_needed(costs: Sequence[int], last: int, limit: int) -> list[int]:
-    """How few stages under `limit` hold the layers from each one on, the final stage also `last`."""
+    """Count how few stages under `limit` hold the layers from each one on, the final stage also `last`."""
     needed, stages, load = [0] * len(costs), 1, last
     for position in reversed(range(len(costs))):
         if load + costs[position] > limit:
@@ -211,7 +211,7 @@ def _count_stages_needed(costs: Sequence[int], last: int, limit: int) -> list[in
 
 
 def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
-    """Layers per stage, as even as can be: the first stages have the layers that are left over.
+    """Return layers per stage, as even as can be: the first stages have the layers that are left over.
 
     Raises CutError if there are more stages than layers.
 
@@ -226,7 +226,7 @@ def split_layers_evenly(layers: int, count: int) -> tuple[int, ...]:
 
 
 def parse_stages(text: str, layers: int, count: int) -> tuple[int, ...]:
-    """Layers per stage from text such as ``20,20,22,18``; raises UsageError unless they add up."""
+    """Parse layers per stage from text such as ``20,20,22,18``; raises UsageError unless they add up."""
     try:
         stages = tuple(int(part) for part in text.split(","))
     except ValueError as error:

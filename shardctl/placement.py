@@ -88,7 +88,7 @@ class PartitionSpec:
 
 
 def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapping[str, int]) -> list[Interval]:
-    """What the rank at coordinate `at` holds of a dim of `extent`, as ordered disjoint intervals.
+    """Compute what the rank at coordinate `at` holds of a dim of `extent`, as ordered disjoint intervals.
 
     Raises CutError if the extent cannot be divided exactly where it must be.
     """
@@ -103,7 +103,10 @@ def compute_intervals(extent: int, cuts: Sequence[AxisCut], mesh: Mesh, at: Mapp
 
 
 def compute_rank_boxes(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, at: Mapping[str, int]) -> list[Box]:
-    """The boxes that the rank at `at` holds of a tensor of `shape`, in row-major order; stages are not considered."""
+    """Compute the boxes that the rank at `at` holds of a tensor of `shape`, in row-major order.
+
+    Stages are not considered.
+    """
     if spec.member and at[spec.member.axis] != spec.member.index * mesh.degree(spec.member.axis) // spec.member.count:
         return []
     if not all(shape) or not spec.cuts:  # a tensor without elements is one all the same
@@ -141,7 +144,7 @@ def check_cuts(
 
 
 def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
-    """The cuts of a tensor, and which of the experts a rank has as one more."""
+    """List the cuts of a tensor, and which of the experts a rank has as one more."""
     if spec.member:
         yield AxisCut(spec.member.axis, (CutSection(spec.member.count, noun="experts"),))
     for cuts in spec.cuts:
@@ -149,13 +152,13 @@ def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
 
 
 def can_divide(section: CutSection, degree: int) -> bool:
-    """Whether `degree` ranks can share the section's units evenly."""
+    """Return whether `degree` ranks can share the section's units evenly."""
     units = section.size // section.unit
     return units % degree == 0 or (section.shared and degree % units == 0)
 
 
 def _suggest_degrees(axis: str, degree: int, specs: Iterable[PartitionSpec]) -> str:
-    """Which degrees of an axis work for all of `specs`, and whether sharing heads would make `degree` one of them."""
+    """Suggest the degrees of an axis that work for all of `specs`; say whether sharing heads would allow `degree`."""
     sections = {
         section for spec in specs for cut in _list_exact_cuts(spec) if cut.axis == axis for section in cut.sections
     }
@@ -194,7 +197,7 @@ def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: in
 
 
 def compute_ceil_part(total: int, degree: int, index: int) -> tuple[int, int]:
-    """Where the part of one of `degree` ranks begins and ends, if parts are ceil-sized.
+    """Compute where the part of one of `degree` ranks begins and ends, if parts are ceil-sized.
 
     >>> [compute_ceil_part(10, 4, index) for index in range(4)]
     [(0, 3), (3, 6), (6, 9), (9, 10)]

@@ -74,7 +74,7 @@ def hash_file_spans(file: Path, spans: Sequence[tuple[int, int]], stop: StopRequ
 def hash_source_spans(
     source: Source, path: str, spans: Sequence[tuple[int, int]], stop: StopRequest | None = None
 ) -> HashedSpans:
-    """The same of a file of a source; raises what its reads raise."""
+    """Return the same of a file of a source; raises what its reads raise."""
     return _hash_spans(lambda offset, size: read_bytes(source, path, offset, size), spans, stop)
 
 
@@ -140,14 +140,14 @@ class CheckpointRecord:
 
 
 def format_sums_line(sha256: str, path: str) -> bytes:
-    """A line of `SHA256SUMS`; a name that would break it is escaped as coreutils does (`cksum.c`)."""
+    """Format a line of `SHA256SUMS`; a name that would break it is escaped as coreutils does (`cksum.c`)."""
     name = name_to_bytes(path)
     escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
     return (b"" if escaped == name else b"\\") + sha256.encode() + b"  " + escaped + b"\n"
 
 
 def encode_record(record: CheckpointRecord) -> bytes:
-    """The record as deterministic JSON, one tensor and one hash a line, sealed with a hash of itself."""
+    """Encode the record as deterministic JSON, one tensor and one hash a line, sealed with a hash of itself."""
     files = list(record.files)
     number = {path: i for i, path in enumerate(files)}
     head: dict[str, Any] = {
@@ -266,7 +266,7 @@ def _parse_mesh(raw: Mapping[str, Any]) -> Mesh:
 
 
 def _parse_hashes(path: str, row: Sequence[Any], files: Mapping[str, int]) -> HashedSpans:
-    """The hash of a file that the record lists, of parts that follow one another in it."""
+    """Parse the hash of a file that the record lists, of parts that follow one another in it."""
     spans, sha256 = row
     hashed = HashedSpans(tuple((_parse_count(start), _parse_count(size)) for start, size in spans), _parse_text(sha256))
     end = 0
@@ -295,7 +295,7 @@ def _parse_tensor(row: Mapping[str, Any], files: Sequence[str]) -> RecordedTenso
 
 
 def _check_names(tensors: dict[str, RecordedTensor]) -> dict[str, RecordedTensor]:
-    """The tensors, if each name is that of one: layouts would write two arrays of one name."""
+    """Return the tensors, if each name is that of one: layouts would write two arrays of one name."""
     names = set(tensors)
     for name, tensor in tensors.items():
         for tie in tensor.ties:

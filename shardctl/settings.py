@@ -16,7 +16,7 @@ _FAR: Final = 1 << 63
 
 
 def as_setting(node: object) -> tuple[Setting] | None:
-    """The number, text, None or list of those that a node of a pickle or of JSON is, alone in a tuple.
+    """Return the number, text, None or list of those that a node of a pickle or of JSON is, alone in a tuple.
 
     None for anything else; for what would take long to look at: lists too deep in one another, or of too many values in
     all (a list may hold the same list often, so that a short pickle can describe an endless one); and for what could
@@ -29,7 +29,7 @@ def as_setting(node: object) -> tuple[Setting] | None:
 
 
 def _count_values(node: object, depth: int, most: int) -> int:
-    """Values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
+    """Count values in a setting, one for an empty list; more than `most` for what has more, or is no setting."""
     if not isinstance(node, list | tuple):
         return 1 if _is_plain(node) else most + 1
     found = 0
@@ -47,12 +47,12 @@ def _is_plain(node: object) -> bool:
 
 
 def is_text(node: object) -> TypeGuard[str]:
-    """Whether this is a text that can be written."""
+    """Return whether this is a text that can be written."""
     return isinstance(node, str) and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node))
 
 
 def as_steps(setting: Setting) -> int | None:
-    """The number of steps that a setting is, also if it is a float without a fraction; None for anything else.
+    """Return the number of steps that a setting is, also if it is a float without a fraction; None for anything else.
 
     >>> as_steps(3.0), as_steps(0.5), as_steps(float("inf")), as_steps(True)
     (3, None, None, None)

@@ -54,12 +54,12 @@ class WorkerShare:
 
 
 def share_whole_plan(plan: CopyPlan) -> WorkerShare:
-    """All of a plan, for one worker."""
+    """Return all of a plan, for one worker."""
     return WorkerShare(plan, {}, frozenset(plan.have.tensors))
 
 
 def divide_files(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
-    """The files of each of `count` workers: every file once, and the heaviest worker as light as neighbours allow.
+    """Divide the files among `count` workers: every file once, the heaviest worker as light as neighbours allow.
 
     Files that hold the same tensors are neighbours, and neighbours go to one worker: what they share is then read by
     one worker instead of several.
@@ -79,7 +79,7 @@ def divide_files(plan: CopyPlan, count: int) -> tuple[tuple[str, ...], ...]:
 
 
 def group_files(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
-    """The files that hold tensors, in groups to be written one after another.
+    """Return the files that hold tensors, in groups to be written one after another.
 
     Files that share tensors are in one group, because what they share is then read once, unless it would have more than
     `most` bytes.
@@ -105,7 +105,7 @@ def group_files(plan: CopyPlan, most: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _order_files(plan: CopyPlan) -> list[str]:
-    """The files in the order in which the source holds their first tensor."""
+    """Return the files in the order in which the source holds their first tensor."""
     first = dict.fromkeys(plan.want.files, len(plan.copies))
     for number, copy in enumerate(plan.copies):
         for path in copy.target.files:
@@ -114,7 +114,7 @@ def _order_files(plan: CopyPlan) -> list[str]:
 
 
 def _find_lightest_bound(sizes: Sequence[int], count: int) -> int:
-    """The least bytes that the heaviest of `count` workers can have, if each takes a run of the files."""
+    """Find the least bytes that the heaviest of `count` workers can have, if each takes a run of the files."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -135,7 +135,7 @@ def _count_runs(sizes: Iterable[int], bound: int) -> int:
 
 
 def build_share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) -> WorkerShare:
-    """The part of `plan` that worker `number` does, when worker i writes the files `groups[i]`."""
+    """Build the part of `plan` that worker `number` does, when worker i writes the files `groups[i]`."""
     writer = {path: worker for worker, paths in enumerate(groups) for path in paths}
     known: dict[object, tuple[WorkerPortion, ...]] = {}
     copies: list[TensorCopy] = []
@@ -164,7 +164,7 @@ def build_share(plan: CopyPlan, groups: Sequence[Sequence[str]], number: int) ->
 
 
 def _split_portions(boxes: Sequence[Box], writers: Sequence[int], number: int) -> tuple[WorkerPortion, ...]:
-    """The boxes that a worker writes, apart by whether they count for it: each element counts for its first writer."""
+    """Split the boxes that a worker writes by whether they count for it: each element counts for its first writer."""
     parts = make_disjoint(boxes)
     index = BoxIndex([box for _, box in parts])
     own = make_disjoint([box for box, writer in zip(boxes, writers, strict=True) if writer == number])

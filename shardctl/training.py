@@ -22,7 +22,7 @@ _WORDS: Final = 3
 
 
 def format_state_name(state: str, parameter: str) -> str:
-    """The canonical name of an optimizer state; dots in the state's own name become slashes.
+    """Format the canonical name of an optimizer state; dots in the state's own name become slashes.
 
     >>> format_state_name("exp_avg", "lm_head.weight")
     'optimizer.exp_avg.lm_head.weight'
@@ -31,7 +31,7 @@ def format_state_name(state: str, parameter: str) -> str:
 
 
 def split_state_name(name: str) -> tuple[str, str] | None:
-    """The state and the parameter of a canonical name; None if it is not one of a state.
+    """Return the state and the parameter of a canonical name; None if it is not one of a state.
 
     >>> split_state_name("optimizer.exp_avg.lm_head.weight")
     ('exp_avg', 'lm_head.weight')
@@ -44,14 +44,14 @@ def split_state_name(name: str) -> tuple[str, str] | None:
 
 
 def add_states(manifest: Manifest) -> Manifest:
-    """The manifest with its optimizer states among its tensors, after the weights."""
+    """Return the manifest with its optimizer states among its tensors, after the weights."""
     if manifest.training is None or not manifest.training.states:
         return manifest
     return replace(manifest, tensors={**manifest.tensors, **manifest.training.states})
 
 
 def separate_states(manifest: Manifest, settings: bytes | None) -> Manifest:
-    """The manifest with those tensors that are states of others by their names as its training.
+    """Return the manifest with those tensors that are states of others by their names as its training.
 
     `settings` is what `SETTINGS` holds. Raises SourceError if it is malformed.
     """
@@ -74,7 +74,7 @@ def encode_settings(training: TrainingState) -> bytes:
 
 
 def parse_settings(data: bytes) -> tuple[int | None, tuple[ParameterGroup, ...]]:
-    """What `encode_settings` wrote; raises SourceError if it did not."""
+    """Parse what `encode_settings` wrote; raises SourceError if it did not."""
     try:
         said = parse_json(data, SETTINGS, RECORD_TEXT)
         step = as_steps(_parse_setting(said["step"]))

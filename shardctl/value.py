@@ -10,7 +10,7 @@ _Value = TypeVar("_Value")
 
 @dataclass_transform(frozen_default=True)
 def value_class(kind: type[_Value]) -> type[_Value]:
-    """What `dataclass(frozen=True, slots=True)` makes, but that mypy refuses assignments to fields, not Python itself.
+    """Make what `dataclass(frozen=True, slots=True)` makes, but mypy refuses assignments to fields, not Python.
 
     A frozen dataclass sets each of its fields by a call of `object.__setattr__`. It takes four times as long to make,
     which was a sixth of the time of planning for 100,000 tensors.

@@ -51,7 +51,7 @@ class ArrayView:
 
     @classmethod
     def whole(cls, ndim: int) -> ArrayView:
-        """The view of a tensor that is the array."""
+        """Return the view of a tensor that is the array."""
         return cls((0,) * ndim, tuple(range(ndim)))
 
     @property
@@ -60,7 +60,7 @@ class ArrayView:
         return all(step == 1 for step in self.steps)
 
     def image(self, shape: Sequence[int], within: Box | None = None) -> Box:
-        """The smallest box of the array that holds the part `within` (default: all) of a tensor of `shape`."""
+        """Return the smallest box of the array that holds the part `within` (default: all) of a tensor of `shape`."""
         box = within or Box.whole(shape)
         origin, extents = list(self.origin), [1] * len(self.origin)
         for axis, step, start, extent in zip(self.axes, self.steps, box.origin, box.shape, strict=True):
@@ -69,7 +69,9 @@ class ArrayView:
         return Box(tuple(origin), tuple(extents))
 
     def pull(self, chunk: Chunk, part: Box) -> Chunk | None:
-        """What a chunk of the array, stored or yet to be written, holds of `part` of the tensor; None if nothing.
+        """Return what a chunk of the array, stored or yet to be written, holds of `part` of the tensor.
+
+        None if nothing.
 
         `part` is the box of the tensor that runs through this view, its first element at `origin`. Raises
         UnsupportedError if that cuts through a unit of a type narrower than a byte.
@@ -95,19 +97,19 @@ class ArrayView:
         return replace(chunk, box=box, where=replace(chunk.where, offset=chunk.where.offset + shift, strides=strides))
 
     def first(self, box: Box, within: Box) -> list[int]:
-        """Where in `box` of the array the tensor's part `within` begins."""
+        """Return where in `box` of the array the tensor's part `within` begins."""
         first = [start - base for start, base in zip(self.origin, box.origin, strict=True)]
         for axis, step, start in zip(self.axes, self.steps, within.origin, strict=True):
             first[axis] += step * start
         return first
 
     def strided(self, first: Sequence[int], strides: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """The byte offset of the unit at `first` of an array of `strides`, and the strides of the tensor from there."""
+        """Return the byte offset of the unit at `first` of an array of `strides`, and the tensor's strides."""
         shift = sum(a * b for a, b in zip(first, strides, strict=True))
         return shift, tuple(strides[axis] * step for axis, step in zip(self.axes, self.steps, strict=True))
 
     def within(self, box: Box, shape: Sequence[int]) -> Box | None:
-        """The indices, from 0, of a tensor of `shape` whose elements lie in `box` of the array."""
+        """Return the indices, from 0, of a tensor of `shape` whose elements lie in `box` of the array."""
         held = dict(zip(self.axes, zip(self.steps, shape, strict=True), strict=True))
         found: dict[int, tuple[int, int]] = {}
         for dim, (origin, base, extent) in enumerate(zip(self.origin, box.origin, box.shape, strict=True)):
@@ -139,7 +141,7 @@ class ViewGroup:
     _known: dict[object, list[PulledBox]] = field(default_factory=dict)
 
     def pulled(self, box: Box, strides: tuple[int, ...]) -> list[PulledBox]:
-        """What a `box` of the array, stored in whole bytes with `strides`, holds of each tensor that it meets."""
+        """Return what a `box` of the array, in whole bytes with `strides`, holds of each tensor that it meets."""
         key = (box, strides)
         known = self._known.get(key)
         if known is None:
@@ -165,7 +167,10 @@ class PulledBox(NamedTuple):
 def _pull_whole_bytes(
     view: ArrayView, box: Box, part: Box, strides: tuple[int, ...]
 ) -> tuple[Box, int, tuple[int, ...]] | None:
-    """What `View.pull` finds in whole bytes: the box, and its offset and strides in the chunk; None for nothing."""
+    """Return what `View.pull` finds in whole bytes: the box, and its offset and strides in the chunk.
+
+    None for nothing.
+    """
     within = view.within(box, part.shape)
     if within is None:
         return None

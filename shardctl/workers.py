@@ -43,7 +43,7 @@ class ProgressWatcher(Protocol):
     """Is told how work goes on."""
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done; called from several threads, and must not raise."""
+        """Note that so many bytes more are done; called from several threads, and must not raise."""
 
 
 class NullWatcher:
@@ -67,7 +67,9 @@ def check_threads(count: int) -> None:
 
 
 def choose_thread_count(*, far: bool = False) -> int:
-    """One thread a core and one more, because some wait for the disk; up to eight, beyond which it decides alone.
+    """Choose one thread a core and one more, because some wait for the disk.
+
+    Up to eight, beyond which it decides alone.
 
     Always eight where files are `far`, on the other side of a network, because most wait for that.
     """

@@ -1,4 +1,4 @@
-"""Names can be guessed and searched for: few have one word, and no class has the name of another."""
+"""Names can be guessed and searched for, and docstrings of functions begin with a verb, with few exceptions."""
 
 import importlib.util
 from pathlib import Path
@@ -17,6 +17,7 @@ def test_names_of_the_package():
     assert found.one_word_functions < MOST / 5
     assert found.one_word_classes < MOST / 2
     assert found.surplus_classes == 0
+    assert found.docstrings_without_verb < MOST / 2
 
 
 def test_words_are_counted_as_people_count_them():
@@ -25,3 +26,11 @@ def test_words_are_counted_as_people_count_them():
     spec.loader.exec_module(names)
     words = {"told": 1, "read_header": 2, "Part": 1, "RankFile": 2, "DType": 2, "HTTPError": 2}
     assert {name: names.count_words(name) for name in words} == words
+
+
+def test_a_docstring_begins_with_a_verb_or_not():
+    spec = importlib.util.spec_from_file_location("names", SCRIPT)
+    names = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(names)
+    assert not any(map(names.begins_without_verb, ["List the boxes.", "Return whether it is one.", "Raise it."]))
+    assert all(map(names.begins_without_verb, ["The boxes.", "Whether it is one.", "`x` as it is.", "What, if any."]))

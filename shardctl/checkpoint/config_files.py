@@ -34,7 +34,7 @@ class ConfigReading:
 
 
 def read_config(source: Source, override: Path | None = None, *, given: str = CONFIG) -> ConfigReading:
-    """The config in the file `given` of a source, or in the file or directory `override`, with its sidecar.
+    """Read the config in the file `given` of a source, or in the file or directory `override`, with its sidecar.
 
     A sidecar is looked for beside `override` first, then in the source, whose weights it is about.
     Raises SourceError for a file that cannot be read or is no JSON object.
@@ -64,7 +64,7 @@ def list_override_files(given: Path) -> tuple[Path, ...]:
 
 
 def _name_sidecar(config: str) -> str:
-    """The sidecar of a config, as their writers and collectors name the two; empty for a config of another name.
+    """Return the sidecar of a config, as their writers and collectors name the two; empty for a config of another name.
 
     >>> _name_sidecar("config.json"), _name_sidecar("org--model_config.json"), _name_sidecar("llama.json")
     ('hf_quant_config.json', 'org--model_hf_quant_config.json', '')
@@ -73,7 +73,7 @@ def _name_sidecar(config: str) -> str:
 
 
 def _read_beside(source: Source, name: str) -> bytes | None:
-    """A file of the source, or one beside it where the source is itself one file; None if there is none."""
+    """Read a file of the source, or one beside it where the source is itself one file; None if there is none."""
     return read_text(source, name, CONFIG_TEXT) if name in source.files() else source.beside(name)
 
 

@@ -33,7 +33,7 @@ _LARGEST: Final = 10_000_000
 
 
 def find_config_file(source: Source) -> str | None:
-    """The file that could be the config of a model without weights: the source itself, or that of a bare directory.
+    """Find the file that could be the config of a model without weights: the source, or a file of a bare directory.
 
     Whether it *is* a config is for the reader to say. None where weights are, were, or are being fetched: a directory
     that shardctl wrote and that lost its files is damaged, and no description of a model.
@@ -53,14 +53,14 @@ def find_config_file(source: Source) -> str | None:
 
 
 def is_model_config(config: Mapping[str, object]) -> bool:
-    """Whether a JSON object is a model's config, as far as its keys tell."""
+    """Return whether a JSON object is a model's config, as far as its keys tell."""
     return bool(config.get("architectures") or config.get("model_type"))
 
 
 def build_model_from_config(
     source: Source, config: Mapping[str, object], rules: RuleFile | None = None, *, kv_heads: KvHeads = "error"
 ) -> tuple[Model, Manifest]:
-    """The model of a config, and a manifest of its tensors that are stored nowhere.
+    """Build the model of a config, and a manifest of its tensors that are stored nowhere.
 
     `rules` say instead how tensors are cut. Tensors have the types that the config declares, and the arrays of
     quantised weights those that their method usually has. What only some checkpoints hold (buffers, layers that predict
@@ -96,7 +96,7 @@ def _note_absent_files(source: Source) -> list[str]:
 
 
 def _note_untyped(config: Mapping[str, object]) -> list[str]:
-    """A warning where nothing says how many bytes an element has."""
+    """Return a warning where nothing says how many bytes an element has."""
     read = models.ModelConfig(config)
     if read.declared() is not None:
         return []
@@ -104,14 +104,14 @@ def _note_untyped(config: Mapping[str, object]) -> list[str]:
 
 
 def _note_assumed(config: Mapping[str, object]) -> list[str]:
-    """A warning about sizes that the config leaves to its class."""
+    """Return a warning about sizes that the config leaves to its class."""
     assumed = models.list_assumed_values(config)
     said = ", ".join(f"{key} = {value}" for key, value in assumed.items() if not isinstance(value, dict))
     return [f"{CONFIG} does not say everything; as its class in transformers does, {said} is assumed"] if said else []
 
 
 def _note_stacks(model: Model) -> list[str]:
-    """A warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
+    """Return a warning about experts that are stacked in one array, which the methods to quantise do not speak of."""
     if not model.encodings:
         return []
     size = sum(prod(t.shape) for t in model.own() if len(t.shape) == _STACK and t.spec.of_expert)
@@ -119,7 +119,7 @@ def _note_stacks(model: Model) -> list[str]:
 
 
 def _note_uncounted(model: Model) -> list[str]:
-    """A warning about layers that predict further tokens, which no state dict of transformers has."""
+    """Return a warning about layers that predict further tokens, which no state dict of transformers has."""
     extra = [Tensor(t.name, t.dtype, t.shape, ()) for t in model.tensors.values() if t.row.optional]
     if not extra:
         return []

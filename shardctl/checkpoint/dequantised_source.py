@@ -54,11 +54,11 @@ class DequantisedSource:
         return self._source.held_bytes + self._threads * (DECODING_BYTES + _SCRATCH)
 
     def files(self) -> Mapping[str, FileStat]:
-        """The files that exist."""
+        """Return the files that exist."""
         return self._source.files()
 
     def notes(self) -> tuple[str, ...]:
-        """What came out about the files, and which weights have values that the wanted type does not hold."""
+        """Return what came out about the files, and which weights have values that the wanted type does not hold."""
         overflowed = tuple(
             f"{name}: {count:,} finite values became infinite" for name, count in sorted(self._overflowed.items())
         )
@@ -70,7 +70,7 @@ class DequantisedSource:
         return self._source.promised
 
     def proofs(self) -> FileProofs:
-        """Which files were compared with their hashes."""
+        """Return which files were compared with their hashes."""
         return self._source.proofs()
 
     def prove(
@@ -80,15 +80,15 @@ class DequantisedSource:
         self._source.prove(whole, earlier=earlier, allow_unverified=allow_unverified)
 
     def cautions(self) -> tuple[str, ...]:
-        """What may go wrong with reading these files."""
+        """Return what may go wrong with reading these files."""
         return self._source.cautions()
 
     def restat(self, path: str) -> FileStat | None:
-        """The file's state now."""
+        """Return the file's state now."""
         return self._source.restat(path)
 
     def beside(self, name: str) -> bytes | None:
-        """The content of a small file beside a source that is one file."""
+        """Return the content of a small file beside a source that is one file."""
         return self._source.beside(name)
 
     def expect(self, spans: Iterable[Span]) -> None:

@@ -78,7 +78,7 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
 
 
 def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: int) -> OpenedCheckpoint:
-    """`source` with the values of its quantised weights, if those are what `result` has in their place."""
+    """Return `source` with the values of its quantised weights, if those are what `result` has in their place."""
     if result.config is None or source.config is None or source.model is None or source.model.plain is None:
         return source
     if models.find_quantisation_config(result.config) is not None:
@@ -92,7 +92,7 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
 def _build_weights(
     tensor: ModelTensor, encoding: WeightEncoding, stored: Mapping[str, Tensor], dtype: DType
 ) -> list[QuantisedWeight]:
-    """The matrix, or those of a stack of experts in order."""
+    """Build the matrix, or those of a stack of experts in order."""
     missing = [encoding.name(a) for a in encoding.arrays if not a.optional and encoding.name(a) not in stored]
     if missing:
         raise SourceError(

@@ -75,7 +75,7 @@ class OpenedCheckpoint:
         self.source.prove(allow_unverified=self.allow_unverified)
 
     def unverified(self) -> Iterator[str]:
-        """The files that were read and not compared with the hash that their place promises, as warnings."""
+        """Yield the files that were read and not compared with the hash that their place promises, as warnings."""
         for path, reason in self.source.proofs().unverified.items():
             yield f"{path} was not compared with the hash that is stated for it: {reason}"
 
@@ -85,7 +85,7 @@ class OpenedCheckpoint:
         return add_states(self.manifest)
 
     def require_model(self, purpose: str) -> Model:
-        """The model, or an error that says why it is needed, what the tensors are, and how to supply rules for them."""
+        """Return the model, or raise an error that says why it is needed and how to supply rules for the tensors."""
         if self.model is not None:
             return self.model
         if self.model_error is not None and self.config is not None and models.find_family(self.config) is not None:
@@ -103,7 +103,9 @@ class OpenedCheckpoint:
         )
 
     def require_placement(self, mesh: Mesh) -> Model:
-        """The model, to place its tensors on a mesh; where no table knows it, one that suffices for axes without.
+        """Return the model, to place its tensors on a mesh.
+
+        Where no table knows it, one that suffices for axes without.
 
         Raises as `require_model` for axes that need a table.
         """
@@ -112,14 +114,17 @@ class OpenedCheckpoint:
         return self.require_model(f"a mesh of {mesh}")
 
     def find_placement(self, mesh: Mesh) -> Model | None:
-        """The same, or None where nobody knows how a mesh divides the tensors."""
+        """Find the same, or None where nobody knows how a mesh divides the tensors."""
         try:
             return self.require_placement(mesh)
         except (SourceError, UnsupportedError):
             return None
 
     def note_placement(self, mesh: Mesh) -> tuple[str, ...]:
-        """What was taken from names and shapes to place tensors on a mesh, as warnings; none where a table knows."""
+        """Return what was taken from names and shapes to place tensors on a mesh, as warnings.
+
+        None where a table knows.
+        """
         if self.model is not None or self.untabled is None:
             return ()
         known = self.config is not None and models.find_family(self.config) is not None
@@ -127,11 +132,11 @@ class OpenedCheckpoint:
         return *why, *self.untabled().notes(mesh)
 
     def _kinds(self) -> str:
-        """The tensors, layers taken together."""
+        """Return the tensors, layers taken together."""
         return format_first_few(models.list_name_patterns(self.stored.tensors), _SHOWN)
 
     def _widest(self) -> str:
-        """The pattern of the largest matrix, as an example of what is worth cutting."""
+        """Return the pattern of the largest matrix, as an example of what is worth cutting."""
         matrices = [t for t in self.stored.tensors.values() if len(t.shape) > 1] or list(self.stored.tensors.values())
         largest = max(matrices, key=lambda t: t.nbytes, default=None)
         return models.list_name_patterns([largest.name])[0] if largest else "**.weight"
@@ -166,7 +171,7 @@ def in_file_order(pairs: list[tuple[Tensor, Tensor]], first: OpenedCheckpoint, s
 
 
 def _scan_container(source: Source, source_options: SourceOptions) -> Manifest:
-    """What the container holds, with warnings of what may go wrong with reading it."""
+    """Return what the container holds, with warnings of what may go wrong with reading it."""
     stored = formats.scan_checkpoint(
         source,
         override=source_options.container,
@@ -236,7 +241,7 @@ def _read_checkpoint(
 def _apply_rule_names(
     stored: Manifest, source_options: SourceOptions, record: CheckpointRecord | None
 ) -> tuple[Manifest, models.RuleFile | None]:
-    """What is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
+    """Return what is stored under the names that a rule file gives, and the file, if it also says how tensors are cut.
 
     What shardctl made with that file has those names already: the other side of a comparison.
     """
@@ -251,7 +256,10 @@ def _apply_rule_names(
 def _set_vocabulary(
     config: Mapping[str, Any] | None, stored: Manifest, source_options: SourceOptions
 ) -> Mapping[str, Any] | None:
-    """The config, with `--true-vocab`; raises UsageError where that means nothing, SourceError where it is needed."""
+    """Return the config, with `--true-vocab`.
+
+    Raises UsageError where that means nothing, SourceError where it is needed.
+    """
     if source_options.true_vocab is not None:
         if stored.dialect is None and config is not None and config.get("vocab_size") == source_options.true_vocab:
             return config  # the other side of a comparison
@@ -290,7 +298,7 @@ def _refuse_warnings(manifest: Manifest, source_options: SourceOptions) -> None:
 
 
 def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigReading | None:
-    """The config of a source that has no weights; None if it has some, or is no model at all.
+    """Find the config of a source that has no weights; None if it has some, or is no model at all.
 
     Raises SourceError if that will not do, UsageError for options that only stored tensors give a meaning.
     """
@@ -324,12 +332,12 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigRe
 
 
 def _has_known_format(source: Source) -> bool:
-    """Whether some format knows what it is."""
+    """Return whether some format knows what it is."""
     return any(known.detect(source) for known in FORMATS)
 
 
 def _build_described_checkpoint(source: Source, only: ConfigReading, source_options: SourceOptions) -> OpenedCheckpoint:
-    """A checkpoint without bytes."""
+    """Build a checkpoint without bytes."""
     rules = models.load_rules(source_options.rules) if source_options.rules else None
     kv_heads = source_options.kv_heads or "error"
     model, manifest = build_model_from_config(source, only.values or {}, rules, kv_heads=kv_heads)
@@ -340,7 +348,7 @@ def _build_described_checkpoint(source: Source, only: ConfigReading, source_opti
 
 
 def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Model | None) -> Manifest:
-    """The manifest with what only the record remembers: which arrays are one tensor, and their original names.
+    """Return the manifest with what only the record remembers: which arrays are one tensor, and their original names.
 
     Raises SourceError for a record that calls a tensor of the model by a name that the model does not have.
     """
@@ -365,7 +373,7 @@ def _apply_record(manifest: Manifest, record: CheckpointRecord, model: models.Mo
 
 
 def _map_single_tensors(record: CheckpointRecord) -> dict[str, str]:
-    """By name of stored array: the one tensor that it holds, if it holds one."""
+    """Map the name of each stored array to the one tensor that it holds, if it holds one."""
     held: dict[str, set[str]] = {}
     for name, tensor in record.tensors.items():
         for stored in tensor.stored:

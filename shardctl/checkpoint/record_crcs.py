@@ -26,7 +26,7 @@ _NAMES: Final = 4
 def build_crc_tracker(
     checkpoint: OpenedCheckpoint, on_damage: Callable[[OpenedCheckpoint, CrcDamage], None] | None = None
 ) -> CrcTracker:
-    """What compares all that is read of a checkpoint's files; `on_damage` is told of a damaged record at once."""
+    """Build what compares all that is read of a checkpoint's files; `on_damage` is told of a damaged record at once."""
     lists = formats.stated_crcs(checkpoint.source, checkpoint.stored)
     if on_damage is None:
         return CrcTracker(lists)
@@ -46,7 +46,7 @@ def checked_reader(checkpoint: OpenedCheckpoint) -> CrcReader:
 def check_crcs(
     checkpoint: OpenedCheckpoint, tracker: CrcTracker, effort: ExecutionOptions, *, unread: bool, whose: str = ""
 ) -> Iterator[CheckFinding]:
-    """The damaged records, and how many have nothing to compare with; `unread` reads what nobody has read yet.
+    """Yield the damaged records, and how many have nothing to compare with; `unread` reads what nobody has read yet.
 
     `whose` begins messages, if the checkpoint is not the one that is verified.
     """
@@ -89,7 +89,7 @@ def _describe_damage(checkpoint: OpenedCheckpoint, damage: CrcDamage) -> str:
 
 
 def _list_damaged_tensors(checkpoint: OpenedCheckpoint, damage: CrcDamage) -> list[str]:
-    """The tensors that have elements in a record."""
+    """List the tensors that have elements in a record."""
     start, stop = damage.stated.offset, damage.stated.offset + damage.stated.size
     return [
         tensor.name

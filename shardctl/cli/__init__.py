@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """The program: reads `sys.argv`, talks on stderr, answers on stdout, ends the process with the exit code."""
+    """Run the program: read `sys.argv`, talk on stderr, answer on stdout, end the process with the exit code."""
     gc.set_threshold(100_000)  # manifests are millions of objects without cycles; scanning them took a third of it
     try:
         from shardctl.cli.program import run

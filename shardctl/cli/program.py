@@ -66,7 +66,7 @@ def _fill_in_choices(command: object) -> None:
 
 
 def _asks_help(args: Sequence[str]) -> bool:
-    """Whether nothing is done but to print help, which its printer writes by itself."""
+    """Return whether nothing is done but to print help, which its printer writes by itself."""
     return not args or not {"--help", "--version"}.isdisjoint(args)
 
 
@@ -85,7 +85,7 @@ def _report_failure(failed: FailureReport, args: Sequence[str]) -> int:
 
 
 def _translate_parser_error(error: Exception) -> Exception:
-    """A parser's error as one of ours, with its suggestion as the hint."""
+    """Return a parser's error as one of ours, with its suggestion as the hint."""
     if not isinstance(error, typer.TyperException):
         return error
     message, _, guess = error.message.partition(". Did you mean ")

@@ -136,7 +136,7 @@ def _choose_terminal_view(verb: str) -> _ProgressView:
 
 @contextmanager
 def watch_progress(verb: str, *, json: bool = False) -> Iterator[CopyProgress]:
-    """Someone to tell how a task goes on."""
+    """Give someone to tell how a task goes on."""
     watch = _ProgressWatch(_JsonRecords() if json else _choose_terminal_view(verb))
     try:
         yield watch
@@ -146,7 +146,7 @@ def watch_progress(verb: str, *, json: bool = False) -> Iterator[CopyProgress]:
 
 @contextmanager
 def watch_effort(verb: str, threads: int | None) -> Iterator[ExecutionOptions]:
-    """How much to spend on a task that reads everything, and someone to watch it."""
+    """Give how much to spend on a task that reads everything, and show how it goes on."""
     from shardctl.workers import ExecutionOptions
 
     with watch_progress(verb) as watch:
@@ -154,7 +154,7 @@ def watch_effort(verb: str, threads: int | None) -> Iterator[ExecutionOptions]:
 
 
 def measure_held_memory() -> int:
-    """Bytes of anonymous memory of this process; 0 where the system does not say."""
+    """Measure bytes of anonymous memory of this process; 0 where the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -45,7 +45,7 @@ class _OptionFields(NamedTuple):
 
 
 def spread_options(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """The function as typer takes it: instead of each dataclass of options, a parameter for every option.
+    """Return the function as typer takes it: instead of each dataclass of options, a parameter for every option.
 
     Options are shown in the order of `HelpPanel`, within a panel in the order of declaration. Where two dataclasses
     declare an option of the same name, the later declaration stands, in the place of the earlier, whose field keeps its
@@ -98,7 +98,7 @@ def _read_group(annotation: object) -> _OptionFields | None:
 
 
 def _find_panel(parameter: Parameter) -> HelpPanel:
-    """The panel of a parameter that is declared for typer itself."""
+    """Find the panel of a parameter that is declared for typer itself."""
     named = [getattr(each, "rich_help_panel", None) for each in getattr(parameter.annotation, "__metadata__", ())]
     return HelpPanel(next(filter(None, named), HelpPanel.GENERAL))
 
@@ -122,7 +122,7 @@ def _as_parameter(declared: DeclaredOption, option: CommandOption) -> Parameter:
 
 
 def _collect_options(kind: type[object], given: Mapping[str, object]) -> object:
-    """The dataclass of the options that were given; what is None has the default of the field."""
+    """Collect the dataclass of the options that were given; what is None has the default of the field."""
     values = dict[str, object]()
     for each in declared_options(kind):
         if isinstance(each.option, OptionGroup):

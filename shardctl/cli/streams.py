@@ -33,7 +33,7 @@ _PLAIN: Final = str.maketrans({"█": "#", "▓": "=", "▒": "%", "░": "~", "
 
 
 def prepare_streams() -> None:
-    """Names that are not valid text, and characters that a terminal lacks, are escaped rather than fatal."""
+    """Escape names that are not valid text, and characters that a terminal lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -67,7 +67,7 @@ def print_record(content: dict[str, Any]) -> None:
 
 
 def _encode_json(content: dict[str, Any], indent: int | None = None) -> str:
-    """JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape, as in messages."""
+    """Encode JSON that every reader accepts: a byte of a name that is not UTF-8 is the text of its escape."""
     written = json.dumps(content, indent=indent)
     if _SURROGATE.search(written):
         written = json.dumps(_as_unicode(content), indent=indent)
@@ -108,7 +108,7 @@ def print_warnings(messages: Iterable[str]) -> None:
 
 
 def is_abandoned_pipe(error: OSError) -> bool:
-    """Whether an error of what writes to stdout by itself (help) says that its reader has left, such as `head`.
+    """Return whether an error of what writes to stdout by itself (help) says that its reader has left, such as `head`.
 
     What is left to write goes nowhere, or the interpreter would complain of it at its end.
     """
@@ -125,12 +125,12 @@ def flush_streams() -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person watches the stream, on something that can move its cursor."""
+    """Return whether a person watches the stream, on something that can move its cursor."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def count_columns() -> int | None:
-    """Those of the terminal that shows what is written; None where it goes elsewhere."""
+    """Count the columns of the terminal that shows what is written; None where it goes elsewhere."""
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
@@ -151,7 +151,7 @@ def _write_text(stream: TextIO | None, content: str) -> None:
 
 
 def _is_gone(stream: TextIO, error: OSError) -> bool:
-    """Whether there is nobody left to write to; of a file, EIO says that the disk is broken."""
+    """Return whether there is nobody left to write to; of a file, EIO says that the disk is broken."""
     return error.errno in _GONE and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def hash_result_name(*result: object) -> str:
-    """A name that two results share only if their bytes are the same."""
+    """Return a name that two results share only if their bytes are the same."""
     return hashlib.sha256(json.dumps(result).encode()).hexdigest()[:16]
 
 

@@ -80,7 +80,7 @@ def _without_tensors(work: PlannedConversion) -> set[str]:
 
 
 def workers_begun(destination: str) -> int:
-    """Of how many workers an interrupted run into a bucket had been; 0 if there is none."""
+    """Count the workers of an interrupted run into a bucket; 0 if there is none."""
     plan = noted_plan(CloudBucket(destination, writing=True)) or {}
     return int(plan.get("workers", 0))
 

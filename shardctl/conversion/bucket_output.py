@@ -80,13 +80,13 @@ def convert_into_bucket(
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A directory of its own for the files that are filled before they are sent."""
+    """Make a directory for the files that are filled before they are sent."""
     with tempfile.TemporaryDirectory(prefix="shardctl-") as scratch:
         yield Path(scratch)
 
 
 def result_files(frame: PendingRecord, *, sha256: bool) -> list[str]:
-    """The names of what a conversion writes, but the record."""
+    """Return the names of what a conversion writes, but the record."""
     return [*frame.record.files, *([SUMS] if sha256 else [])]
 
 
@@ -105,7 +105,7 @@ def publish_parts(
 
 
 def replacement_warnings(bucket: CloudBucket, uploads: BucketUploads) -> tuple[str, ...]:
-    """What somebody must know who read the place while its checkpoint was replaced."""
+    """Return what somebody must know who read the place while its checkpoint was replaced."""
     if not uploads.replacing:
         return ()
     warning = (
@@ -116,7 +116,7 @@ def replacement_warnings(bucket: CloudBucket, uploads: BucketUploads) -> tuple[s
 
 
 def reserve_sending_memory(work: PlannedConversion) -> PlannedConversion:
-    """The same with room for sending in its budget; raises MemoryBudgetError if there is none."""
+    """Return the same with room for sending in its budget; raises MemoryBudgetError if there is none."""
     largest = max((file.size for file in work.plan.want.files.values()), default=0)
     beside = work.checkpoint.source.held_bytes + estimate_upload_memory(largest)
     return replace(
@@ -154,7 +154,7 @@ class ShareGroups:
 
     @classmethod
     def of(cls, work: PlannedConversion, scratch: Path, worker: WorkerId | None) -> ShareGroups:
-        """Groups as large as `scratch` has room for; raises DestinationError if it has none for the largest."""
+        """Return groups as large as `scratch` has room for; raises DestinationError if it has none for the largest."""
         free = measure_free_space(scratch)
         most = free // _SHARE if free is not None else 1 << 62
         theirs: list[str] = []
@@ -199,7 +199,7 @@ class ShareSender:
         self._whole = frozenset() if allowed else list_whole_files(work.plan.copies, work.checkpoint.source)
 
     def send(self, groups: ShareGroups, sides: Sequence[OpaqueObject]) -> list[WorkerPart]:
-        """Files with tensors, then what makes a checkpoint of them: index, side files, `config.json` at the end."""
+        """Send files with tensors, then what makes a checkpoint of them: index, side files, and last `config.json`."""
         sizes = [self._work.plan.want.files[path].size for number in groups.mine for path in groups.files[number]]
         self._progress.open(sum(sizes), len(sizes))
         *holding, last = ((number, build_share(self._work.plan, groups.files, number)) for number in groups.mine)
@@ -207,7 +207,9 @@ class ShareSender:
         return [*parts, self._sent(*last, sorted(sides, key=lambda side: side.name == CONFIG))]
 
     def _group(self, number: int, mine: WorkerShare) -> WorkerPart:
-        """Files with tensors; those that an earlier run sent are kept, if there was room for the same group then.
+        """Return files with tensors.
+
+        Those that an earlier run sent are kept, if there was room for the same group then.
 
         Where the source's place promises hashes, they are kept only if that run had compared those of the files that
         they came from: what it read of others may have been damaged on the way.
@@ -243,7 +245,7 @@ class ShareSender:
 
 
 def _list_read_files(share: WorkerShare) -> set[str]:
-    """The files of the source that a share reads tensors from."""
+    """List the files of the source that a share reads tensors from."""
     chunks = (chunk for copy in share.plan.copies for chunk in copy.reads)
     return {chunk.where.file for chunk in chunks if not isinstance(chunk.where, ConstantFill)}
 
@@ -259,7 +261,7 @@ class _CombinedProgress:
         self._progress.begin(total_bytes, files)
 
     def begin(self, total_bytes: int, files: int) -> None:
-        """Nothing: it has begun."""
+        """Do nothing: it has begun."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
         self._progress.advance(nbytes, kept=kept)

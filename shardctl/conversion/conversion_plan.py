@@ -70,7 +70,7 @@ _INHERITED: Final = ("dtype", "keep_fp32", "include", "exclude", "left_out", "re
 
 
 def prepare_source_options(source_options: SourceOptions | None, reshard_options: ReshardOptions) -> SourceOptions:
-    """How a source is to be understood to say what `reshard_options` means for devices.
+    """Return how a source is to be understood to say what `reshard_options` means for devices.
 
     Other libraries' engines hold a key/value head on several ranks of their own accord, and are not asked.
     """
@@ -105,7 +105,7 @@ class PlannedConversion:
         return self.plan.want.dialect.stages if self.plan.want.dialect is not None else ()
 
     def prefix(self, rank: int) -> str:
-        """What the paths of a rank's files begin with; empty where the layout has no files of ranks."""
+        """Return what the paths of a rank's files begin with; empty where the layout has no files of ranks."""
         dialect = self.plan.want.dialect or LibraryDialect(self.layout, self.mesh)
         return get_layout(self.layout).prefix(dialect, rank)
 
@@ -115,7 +115,7 @@ class PlannedConversion:
         return self.plan.write_bytes + sum(side.nbytes for side in self.carried)
 
     def identity(self) -> str:
-        """A hash of everything that decides the output's bytes, except the values of the source's elements."""
+        """Return a hash of everything that decides the output's bytes, except the values of the source's elements."""
         state = hashlib.sha256(json.dumps([self.layout, dict(self.options), self.have.format]).encode())
         for path, file in self.plan.want.files.items():
             state.update(name_to_bytes(path) + f"\0{file.size}\0".encode())
@@ -194,7 +194,7 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
 
 
 def choose_layout(reshard_options: ReshardOptions) -> Layout:
-    """The layout that the options ask for; raises UsageError for options that contradict each other."""
+    """Choose the layout that the options ask for; raises UsageError for options that contradict each other."""
     mesh = reshard_options.mesh or Mesh.of()
     layout = get_layout(reshard_options.to or ("ranks" if mesh.world > 1 else "hf"))
     if layout.ranks == "none" and mesh.world > 1:
@@ -218,7 +218,7 @@ def _build_pack_request(
     arrays: ArrayForm,
     dtypes: dict[str, DType],
 ) -> PackRequest:
-    """What is asked of a layout."""
+    """Build what is asked of a layout."""
     mesh = reshard_options.mesh or Mesh.of()
     require_model = partial(checkpoint.require_model, f"--to {layout.name}")
     stages = None
@@ -240,7 +240,7 @@ def _build_pack_request(
 
 
 def _collect_special_options(reshard_options: ReshardOptions) -> dict[str, str | None]:
-    """The options that only the layouts themselves understand."""
+    """Collect the options that only the layouts themselves understand."""
     return {name: getattr(reshard_options, name) for name in _SPECIAL_OPTIONS}
 
 
@@ -259,7 +259,7 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
 
 
 def _dequantise_if_cast(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> OpenedCheckpoint:
-    """The checkpoint; where a cast is asked for and weights are quantised, with their values in their place."""
+    """Return the checkpoint; where a cast is asked for and weights are quantised, with their values in their place."""
     if (
         reshard_options.dtype == "keep"
         or checkpoint.config is None
@@ -282,7 +282,7 @@ def _get_cast_type(reshard_options: ReshardOptions) -> DType:
 
 
 def _select_fusions(checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> Mapping[str, TensorFusion]:
-    """The arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
+    """Select the arrays that could hold several tensors; raises UsageError if --experts has none to decide about."""
     if reshard_options.experts == "keep":
         return checkpoint.model.fusions if checkpoint.model else {}
     model = checkpoint.require_model(f"--experts {reshard_options.experts}")
@@ -306,7 +306,7 @@ def place_checkpoint(
 
 
 def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) -> tuple[int, ...]:
-    """The layers of each pipeline stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
+    """Choose the layers of each stage: as `--stages` says, else so that the heaviest stage is as light as can be."""
     pp = mesh.degree("pp")
     if stages is not None:
         return parse_stages(stages, model.layers, pp)
@@ -318,7 +318,10 @@ def choose_stages(model: Model, have: Manifest, mesh: Mesh, stages: str | None) 
 
 
 def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manifest:
-    """The manifest with those tensors only that `--include` and `--exclude` leave; raises UsageError for none."""
+    """Return the manifest with those tensors only that `--include` and `--exclude` leave.
+
+    Raises UsageError for none.
+    """
     if reshard_options.include is None and reshard_options.exclude is None:
         return manifest
     include, exclude = (
@@ -332,7 +335,7 @@ def filter_tensors(manifest: Manifest, reshard_options: ReshardOptions) -> Manif
 
 
 def choose_dtypes(have: Manifest, reshard_options: ReshardOptions) -> dict[str, DType]:
-    """By name the type that each tensor will have."""
+    """Choose the type that each tensor will have, by name."""
     if reshard_options.dtype == "keep":
         return {name: tensor.dtype for name, tensor in have.tensors.items()}
     want, keep = _get_cast_type(reshard_options), _compile_pattern("--keep-fp32", reshard_options.keep_fp32 or r"(?!)")
@@ -359,7 +362,7 @@ def _list_carried_files(
     dtypes: Mapping[str, DType],
     layout: Layout,
 ) -> list[OpaqueObject]:
-    """The side files that travel along; after a cast, `config.json` says the new dtype."""
+    """List the side files that travel along; after a cast, `config.json` says the new dtype."""
     cast = {dtypes[n].torch for n, t in have.tensors.items() if dtypes[n] != t.dtype}
     carried = []
     for side in have.objects:
@@ -382,7 +385,7 @@ def _list_carried_files(
 
 
 def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
-    """The type of most elements of weights that are floats, as transformers would write it into a config."""
+    """Find the type of most elements of weights that are floats, as transformers would write it into a config."""
     sizes: dict[str, int] = {}
     states = get_states(have)
     for name, tensor in have.tensors.items():
@@ -392,7 +395,7 @@ def _find_common_dtype(have: Manifest, dtypes: Mapping[str, DType]) -> str:
 
 
 def _set_config_dtype(config: bytes, dtype: str) -> bytes:
-    """A config that says `dtype`, unless that is empty."""
+    """Return a config that says `dtype`, unless that is empty."""
     parsed = parse_json(config, CONFIG, CONFIG_TEXT)
     keys = [key for key in ("dtype", "torch_dtype") if key in parsed] or ["dtype"]
     return (
@@ -401,13 +404,13 @@ def _set_config_dtype(config: bytes, dtype: str) -> bytes:
 
 
 def _inherit_options(checkpoint: OpenedCheckpoint) -> dict[str, str]:
-    """What an earlier conversion left out or cast is so in this one's result, too."""
+    """Carry over what an earlier conversion left out or cast: it is so in this one's result, too."""
     earlier = checkpoint.record.options if checkpoint.record else {}
     return {key: earlier[key] for key in _INHERITED if key in earlier}
 
 
 def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, DType]) -> dict[str, str]:
-    """What the layout itself changes: tensors that it does without, which its warnings name, and types of its own."""
+    """Record what the layout itself changes: tensors that it drops, which its warnings name, and its own types."""
     left_out = len(want.tensors) < len(have.tensors)
     retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}

@@ -25,7 +25,7 @@ States = Literal["keep", "drop"] | None
 
 
 def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Manifest:
-    """The manifest with its optimizer states among its tensors if they travel along, else without any training.
+    """Return the manifest with its optimizer states among its tensors if they travel along, else without any training.
 
     Raises UsageError if they are asked for and there are none, or the layout has no place for them.
     """
@@ -45,7 +45,7 @@ def add_optimizer_states(have: Manifest, wished: States, layout: Layout) -> Mani
 
 
 def filter_states(have: Manifest, parameters: Collection[str]) -> Manifest:
-    """The manifest with the states of these parameters only."""
+    """Return the manifest with the states of these parameters only."""
     if have.training is None:
         return have
     kept = {n: t for n, t in have.training.states.items() if _split_name(n)[1] in parameters}
@@ -53,12 +53,12 @@ def filter_states(have: Manifest, parameters: Collection[str]) -> Manifest:
 
 
 def get_states(have: Manifest) -> Mapping[str, Tensor]:
-    """The optimizer states of a manifest, by name."""
+    """Return the optimizer states of a manifest, by name."""
     return have.training.states if have.training is not None else {}
 
 
 def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> dict[str, TensorFusion]:
-    """The arrays that could hold the states of several parameters, which are those that could hold the parameters."""
+    """Build the arrays that could hold the states of several parameters: those that could hold the parameters."""
     found = {}
     kinds = dict.fromkeys(state for state, _ in map(_split_name, get_states(have)))
     for fusion in fusions.values():
@@ -74,7 +74,7 @@ def build_state_fusions(have: Manifest, fusions: Mapping[str, TensorFusion]) -> 
 def name_state_arrays(
     have: Manifest, form: ArrayForm, fusions: Mapping[str, TensorFusion]
 ) -> tuple[Manifest, ArrayForm]:
-    """The manifest and its arrays, each optimizer state named after the array of its parameter.
+    """Return the manifest and its arrays, each optimizer state named after the array of its parameter.
 
     A state that is not cut as its parameter, such as a step, is there once for an array of several experts, and is the
     first one's; where experts have arrays of their own, each gets it.
@@ -115,7 +115,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
-    """How each tensor is cut: an optimizer state as its parameter, if it has as many dims, else not at all."""
+    """Build how each tensor is cut: an optimizer state as its parameter, if it has as many dims, else not at all."""
     found = {}
     for name, tensor in have.tensors.items():
         known = model.tensors.get(name)
@@ -130,7 +130,7 @@ def build_specs(model: Model, have: Manifest) -> dict[str, PartitionSpec]:
 
 
 def build_settings_file(have: Manifest, layout: Layout) -> Iterator[OpaqueObject]:
-    """The file that says step and hyper-parameters, where the layout has no other place for them."""
+    """Build the file that says step and hyper-parameters, where the layout has no other place for them."""
     if have.training is not None and layout.states != "by default":
         content = encode_settings(have.training)
         yield OpaqueObject(SETTINGS, "synthesise", size=len(content), content=content)

@@ -53,7 +53,7 @@ class PendingRecord:
 
 
 def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
-    """What is known of the result of a conversion."""
+    """Return what is known of the result of a conversion."""
     tensors, dtypes = {}, {}
     for copy in sorted(work.plan.copies, key=lambda c: c.source.name):
         have, want = copy.source, copy.target
@@ -102,13 +102,13 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
 
 
 def _find_address(work: PlannedConversion) -> dict[str, str]:
-    """Where the source is, if that says the same to everybody: paths are the business of one machine."""
+    """Find where the source is, if that says the same to everybody: paths are the business of one machine."""
     location = work.checkpoint.source.location
     return {"address": location} if "://" in location else {}
 
 
 def _list_expected_digests(work: PlannedConversion) -> dict[str, str]:
-    """The digests of tensors as shardctl once wrote them, if it wrote the source."""
+    """List the digests of tensors as shardctl once wrote them, if it wrote the source."""
     recorded = work.checkpoint.record.tensors if work.checkpoint.record else {}
     return {
         name: recorded[name].digest
@@ -118,7 +118,7 @@ def _list_expected_digests(work: PlannedConversion) -> dict[str, str]:
 
 
 def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> CheckpointRecord:
-    """The record of a result whose parts are all there.
+    """Return the record of a result whose parts are all there.
 
     Raises SourceError for a source that shardctl wrote and whose elements are no longer the ones it wrote, and for one
     that is damaged where parts read a record together.
@@ -159,20 +159,20 @@ def complete_record(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Checkp
 
 
 def add_sums_file(record: CheckpointRecord, sums: bytes) -> CheckpointRecord:
-    """The record of a result that has `SHA256SUMS` as well."""
+    """Return the record of a result that has `SHA256SUMS` as well."""
     hashes = {**record.hashes, SUMS: HashedSpans(((0, len(sums)),), sha256(sums).hexdigest())}
     files = dict(sorted({**record.files, SUMS: len(sums)}.items()))
     return replace(record, files=files, hashes={path: hashes[path] for path in files})
 
 
 def build_sums_file(parts: Sequence[WorkerPart]) -> bytes:
-    """The content of `SHA256SUMS`: every data and side file."""
+    """Build the content of `SHA256SUMS`: every data and side file."""
     found = {path: digest for part in parts for path, digest in part.sha256.items()}
     return b"".join(format_sums_line(found[path], path) for path in sorted(found, key=PurePosixPath))
 
 
 def list_overflow_warnings(frame: PendingRecord, parts: Sequence[WorkerPart]) -> Iterator[str]:
-    """What a cast could not hold, tensor by tensor."""
+    """List what a cast could not hold, tensor by tensor."""
     counts: dict[str, int] = {}
     for part in parts:
         for name, count in part.overflowed.items():
@@ -182,7 +182,7 @@ def list_overflow_warnings(frame: PendingRecord, parts: Sequence[WorkerPart]) ->
 
 
 def encode_record_draft(frame: PendingRecord) -> dict[str, Any]:
-    """The frame, for the worker that keeps it."""
+    """Encode the frame, for the worker that keeps it."""
     return {
         "record": encode_record(frame.record).decode(),
         "dtypes": {name: dtype.name for name, dtype in frame.dtypes.items()},
@@ -195,7 +195,7 @@ def encode_record_draft(frame: PendingRecord) -> dict[str, Any]:
 
 
 def parse_record_draft(raw: Mapping[str, Any]) -> PendingRecord:
-    """The frame that `encode_record_draft` wrote."""
+    """Parse the frame that `encode_record_draft` wrote."""
     return PendingRecord(
         record=parse_record(raw["record"].encode()),
         dtypes={name: BY_NAME[dtype] for name, dtype in raw["dtypes"].items()},

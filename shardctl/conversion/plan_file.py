@@ -71,7 +71,7 @@ class PlanFile:
     """Of the conversion: see `Draft.identity`."""
 
     def drafted(self, checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions) -> PlannedConversion:
-        """The conversion of a checkpoint that this plan speaks of; its `reshard_options` may differ in effort.
+        """Return the conversion of a checkpoint that this plan speaks of; its `reshard_options` may differ in effort.
 
         Raises ChangedError, naming the file, if the source is not what it was, and SourceError if the plan cannot be
         done or would be done otherwise by this version of shardctl.
@@ -94,7 +94,7 @@ class PlanFile:
         return work
 
     def with_effort(self, other: ReshardOptions, given: Collection[str]) -> ReshardOptions:
-        """The plan's conversion, with those options of `other` that were given and shape no byte."""
+        """Return the plan's conversion, with those options of `other` that were given and shape no byte."""
         return _with_effort(
             self.reshard_options, other, [name for name in effort_options(ReshardOptions) if name in given]
         )
@@ -165,7 +165,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _record_source_files(checkpoint: OpenedCheckpoint, source_options: SourceOptions) -> dict[str, SourceFileState]:
-    """Every file that decides what a conversion of the checkpoint does."""
+    """Return every file that decides what a conversion of the checkpoint does."""
     source, hashes = checkpoint.source, _hash_headers(checkpoint)
     files = source.files()
     names = [
@@ -192,7 +192,7 @@ def _record_source_files(checkpoint: OpenedCheckpoint, source_options: SourceOpt
 
 
 def _hash_headers(checkpoint: OpenedCheckpoint) -> dict[str, str]:
-    """By file, a hash of what its header says: every array's name, type, shape, and where its bytes are."""
+    """Hash what each file's header says: every array's name, type, shape, and where its bytes are."""
     stored = add_states(checkpoint.stored)
     states = defaultdict(hashlib.sha256, {path: hashlib.sha256() for path in stored.files})
     for tensor in stored.tensors.values():
@@ -205,7 +205,7 @@ def _hash_headers(checkpoint: OpenedCheckpoint) -> dict[str, str]:
 
 
 def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, SourceFileState]) -> Iterator[str]:
-    """What is different about each file that is not as it was."""
+    """List what is different about each file that is not as it was."""
     for name, old in before.items():
         new = now.get(name)
         if new is None:
@@ -220,12 +220,12 @@ def _list_changes(before: Mapping[str, SourceFileState], now: Mapping[str, Sourc
 
 
 def _with_effort(reshard_options: ReshardOptions, other: ReshardOptions, names: Iterable[str]) -> ReshardOptions:
-    """A conversion with some fields of another."""
+    """Return a conversion with some fields of another."""
     return replace(reshard_options, **{name: getattr(other, name) for name in names})
 
 
 def _encode_options(of: ReshardOptions | SourceOptions) -> dict[str, Any]:
-    """Every option as JSON, whatever options there are."""
+    """Encode every option as JSON, whatever options there are."""
     found: dict[str, Any] = {}
     for declared in declared_options(type(of)):
         value = getattr(of, declared.name)
@@ -242,7 +242,7 @@ class _PlanFileReader:
     path: str
 
     def plan(self, document: object) -> PlanFile:
-        """The plan that the document is."""
+        """Return the plan that the document is."""
         top = self.members(document, "", ("schema", "version", "source", "reshard_options", "source_options", "plan"))
         source = self.members(top["source"], "source", ("path", "format", "files"))
         files = self.members(source["files"], "source.files", None)
@@ -257,7 +257,7 @@ class _PlanFileReader:
         )
 
     def members(self, value: object, key: str, names: tuple[str, ...] | None) -> dict[str, Any]:
-        """The members of an object: just `names`, if they are known."""
+        """Return the members of an object: just `names`, if they are known."""
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
         if not key:
@@ -283,12 +283,12 @@ class _PlanFileReader:
             )
 
     def seen(self, value: object, key: str) -> SourceFileState:
-        """One file of the source."""
+        """Return one file of the source."""
         file = self.members(value, key, ("size", "sha256"))
         return SourceFileState(self.count(file["size"], f"{key}.size"), self.text(file["sha256"], f"{key}.sha256"))
 
     def options(self, value: object, key: str, kind: type[Chosen]) -> Chosen:
-        """A dataclass of options."""
+        """Return a dataclass of options."""
         options = declared_options(kind)
         found = self.members(value, key, tuple(each.key for each in options))
         return make_options(
@@ -296,7 +296,7 @@ class _PlanFileReader:
         )
 
     def option(self, value: object, key: str, annotation: object) -> object:
-        """The value of one option, of the type that it is declared to have."""
+        """Return the value of one option, of the type that it is declared to have."""
         types = get_args(annotation) if isinstance(annotation, UnionType) or get_origin(annotation) is Union else ()
         if value is None and NoneType in types:
             return None
@@ -308,7 +308,7 @@ class _PlanFileReader:
         return _READERS[kind](self, value, key)
 
     def mesh(self, value: object, key: str) -> Mesh:
-        """A mesh."""
+        """Return a mesh."""
         found = self.members(value, key, ("axes", "ep", "etp"))
         axes = self.members(found["axes"], f"{key}.axes", None)
         try:
@@ -321,36 +321,36 @@ class _PlanFileReader:
             raise SourceError(f"{self.path} has {key} that is not a mesh: {error.message}", hint=error.hint) from error
 
     def text(self, value: object, key: str) -> str:
-        """A string."""
+        """Return a string."""
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
         return value
 
     def path_text(self, value: object, key: str) -> str:
-        """A path or an address."""
+        """Return a path or an address."""
         path = name_from_text(self.text(value, key))
         if not is_name(path):
             raise self.wrong(key, "a path")
         return path
 
     def count(self, value: object, key: str) -> int:
-        """A whole number that is not negative and can be that of bytes."""
+        """Return a whole number that is not negative and can be that of bytes."""
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
             raise self.wrong(key, "a whole number")
         return value
 
     def path_of(self, value: object, key: str) -> Path:
-        """A path."""
+        """Return a path."""
         return Path(self.path_text(value, key))
 
     def switch(self, value: object, key: str) -> bool:
-        """A truth value."""
+        """Return a truth value."""
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")
         return value
 
     def wrong(self, key: str, expected: str) -> SourceError:
-        """What to say of a value that is not what its key should have."""
+        """Return what to say of a value that is not what its key should have."""
         return SourceError(f"{self.path} has {key or 'something'} that is not {expected}", hint="make the plan again")
 
 

@@ -31,7 +31,7 @@ def open_conversion(
     source_options: SourceOptions | None,
     plan: PlanFile | None,
 ) -> Iterator[PlannedConversion]:
-    """A conversion of a source that is open for the length of a `with` block: as a plan file has it, or as is wished.
+    """Open a source for the length of a `with` block and plan its conversion, as a plan file or the options say.
 
     Raises UsageError for a destination of a kind that is not written, before anything is read, and DestinationError if
     writing it would touch the source.

@@ -37,7 +37,7 @@ _COPY_BYTES: Final = 1 << 20
 
 
 def list_source_versions(work: PlannedConversion) -> Versions:
-    """The state of the source that a conversion is bound to."""
+    """List the state of the source that a conversion is bound to."""
     return {
         path: [stat.size, stat.version]
         for path, stat in work.checkpoint.source.files().items()
@@ -184,7 +184,7 @@ def _check_unchanged(
 def _hash_other_bytes(
     share: WorkerShare, sizes: dict[str, int], tree: Path, stop: StopRequest
 ) -> dict[str, HashedSpans]:
-    """Hashes of the headers of data files and of all of the others, for the bytes that no digest speaks of."""
+    """Return hashes of the headers of data files and of all of the others, for the bytes that no digest speaks of."""
     besides = {
         file.path: sorted([*((start, len(data)) for start, data in file.literals), *file.blanks])
         for file in share.plan.want.files.values()

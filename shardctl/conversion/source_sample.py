@@ -29,7 +29,7 @@ _STRETCHES: Final = 16
 
 
 def sample_source(source: Source, versions: Versions, effort: ExecutionOptions) -> dict[str, str]:
-    """A hash of a sample of each file whose content its version does not tell; empty if all versions do.
+    """Return a hash of a sample of each file whose content its version does not tell; empty if all versions do.
 
     Everybody samples the same bytes of a file of one name and size: all of it up to 1 MiB, of a larger one 64 KiB at
     either end and 16 stretches of 16 KiB between.

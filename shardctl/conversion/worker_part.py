@@ -119,7 +119,7 @@ def _build_contribution(
     *,
     before: bool,
 ) -> ContributeResult:
-    """What a worker did, `done` being those who say that they have finished."""
+    """Build what a worker did, `done` being those who say that they have finished."""
     workers = (WorkerId(number, worker.count) for number in range(worker.count))
     overflow = tuple(list_overflow_warnings(draft_record(work, ""), [part])) if part.overflowed else ()
     return ContributeResult(
@@ -135,7 +135,7 @@ def _build_contribution(
 
 
 def _normalise_version(version: str) -> str:
-    """A file's version as other machines see it: they may number its inode differently, but not its last change."""
+    """Return a file's version as other machines see it: they may number its inode differently, but not its change."""
     inode, colon, modified = version.partition(":")
     return modified if colon and inode.isdigit() and modified.isdigit() else version
 

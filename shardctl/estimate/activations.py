@@ -58,7 +58,7 @@ def estimate_activations(
     *,
     stages: Sequence[int],
 ) -> tuple[MemoryTerm, ...]:
-    """What the ranks of `holding` keep for the backward pass, and what is alive besides when they need most.
+    """Estimate what the ranks of `holding` keep for the backward pass, and what is alive besides when they need most.
 
     Terms of the category ``activations`` are what microbatches in flight keep; the one of ``workspace`` is what comes
     on top in the worst moment of the backward pass, which its name says. Together they are the peak, in bytes, without
@@ -81,22 +81,22 @@ class _ByteAmount:
         return sum(width * count for _, width, count in self.factors)
 
     def __add__(self, other: _ByteAmount) -> _ByteAmount:
-        """Both together; the same of several layers is added up."""
+        """Return both together; the same of several layers is added up."""
         found: dict[tuple[str, float], float] = {}
         for name, width, count in (*self.factors, *other.factors):
             found[name, width] = found.get((name, width), 0) + count
         return _ByteAmount(tuple((name, width, count) for (name, width), count in found.items()))
 
     def times(self, layers: int) -> _ByteAmount:
-        """That of so many layers."""
+        """Return that of so many layers."""
         return _ByteAmount(tuple((name, width, count * layers) for name, width, count in self.factors))
 
     def without(self) -> _ByteAmount:
-        """The same, to be taken away."""
+        """Return the same, to be taken away."""
         return _ByteAmount(tuple((name, -width, count) for name, width, count in self.factors))
 
     def named(self) -> tuple[tuple[str, float, float], ...]:
-        """The factors with widths of the same things added up, and a number behind names of different things."""
+        """Return the factors with widths of the same things added up, and a number behind names of different things."""
         widths: dict[tuple[str, float], float] = {}
         for name, width, count in self.factors:
             widths[name, count] = widths.get((name, count), 0) + width
@@ -165,7 +165,7 @@ class _RankActivations:
         self.losses = count_losses(len(stages), microbatches, work.schedule)
 
     def terms(self) -> Iterator[MemoryTerm]:
-        """The terms, in the order of the groups."""
+        """Yield the terms, in the order of the groups."""
         alike: dict[ModelLayer, list[int]] = {}
         for number in self.numbers:
             alike.setdefault(self.anatomy.layers[number], []).append(number)
@@ -181,7 +181,7 @@ class _RankActivations:
         yield from self._worst(kinds)
 
     def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
-        """What all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
+        """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes, flags = dict(compute_layer_sizes(layer, self.style, self.share)), self._flags(layer)
         if layer.attention is not None and layer.attention.chosen is not None:
             raise UnsupportedError(
@@ -212,7 +212,7 @@ class _RankActivations:
         return _AlikeLayers(tuple(numbers), kept, tuple(moments))
 
     def _worst(self, kinds: Sequence[_AlikeLayers]) -> Iterator[MemoryTerm]:
-        """The head's terms and that of the worst moment."""
+        """Yield the head's terms and that of the worst moment."""
         head = self._head() if self.last and self.anatomy.generates else _ByteAmount()
         peaks = [*self._layer_peaks(kinds), *self._head_peaks()]
         if not peaks:
@@ -232,7 +232,7 @@ class _RankActivations:
             )
 
     def _layer_peaks(self, kinds: Sequence[_AlikeLayers]) -> Iterator[_PeakCandidate]:
-        """Of layers that are alike, the last has its backward pass first, when all before it still keep theirs."""
+        """Yield peaks: of alike layers, the last has its backward pass first, when all before it still keep theirs."""
         for kind in kinds:
             last = kind.numbers[-1]
             freed = sum(other.nbytes * sum(number > last for number in other.numbers) for other in kinds)
@@ -266,7 +266,7 @@ class _RankActivations:
     def _amount(
         self, tensors: Iterable[KeptTensor], sizes: Mapping[Size, float], flags: frozenset[Flag], *, core: bool = True
     ) -> _ByteAmount:
-        """The bytes of those of `tensors` that are there; those of attention's core only if `core`."""
+        """Return the bytes of those of `tensors` that are there; those of attention's core only if `core`."""
         found: dict[tuple[str, float], float] = {}
         for saved in tensors:
             count = sizes.get(saved.size, 0)
@@ -279,7 +279,7 @@ class _RankActivations:
         return _ByteAmount(tuple((name, width, count) for (name, count), width in found.items()))
 
     def _style_flags(self) -> frozenset[Flag]:
-        """What holds of all layers, and of what follows the last."""
+        """Return what holds of all layers, and of what follows the last."""
         flags: set[Flag] = {self.style.norm, "fused" if self.work.flash else "scores"}
         if self.style.dropout:
             flags.add("drop")
@@ -320,7 +320,7 @@ class _RankActivations:
     def _term(
         self, name: str, amount: _ByteAmount, times: float | None = None, *, skewed: bool = False
     ) -> Iterator[MemoryTerm]:
-        """A term of what all microbatches in flight keep, if anything."""
+        """Yield a term of what all microbatches in flight keep, if anything."""
         factor = self.flights if times is None else times
         if not amount.nbytes or not factor:
             return

@@ -82,7 +82,7 @@ class _ProposedChange:
 def advise_changes(
     ask: EstimateRequest, attempt: Attempt, budget: int, *, law: AllowedDegrees | None = None, per_node: int = 8
 ) -> tuple[TriedChange, ...]:
-    """The changes that make `ask` need less, those that fit `budget` bytes first, each as mild as will do.
+    """Return the changes that make `ask` need less, those that fit `budget` bytes first, each as mild as will do.
 
     `attempt` estimates an ask; one that it refuses with UsageError is not advised. `law` says which larger meshes a
     model allows; without it none is tried. If no change is enough, the last advice is to make several, if they are.
@@ -119,7 +119,7 @@ def find_fewest_by_type(
     budget: int,
     sequence: int | None = None,
 ) -> tuple[FewestDevices, ...]:
-    """How few devices each of `types` needs, such as two in bf16 and one in int4.
+    """Find how few devices each of `types` needs, such as two in bf16 and one in int4.
 
     Raises UsageError for an unknown type, and for a model that is quantised already.
     """
@@ -133,7 +133,7 @@ def find_fewest_by_type(
 
 
 def _try_change(change: _ProposedChange, attempt: Attempt, budget: int, before: int) -> TriedChange | None:
-    """What a change reaches; None if it is not possible."""
+    """Return what a change reaches; None if it is not possible."""
     try:
         needs = attempt(change.ask)
     except UsageError:
@@ -156,12 +156,12 @@ class _ChangeTrials:
     per_node: int
 
     def every(self) -> Iterator[TriedChange]:
-        """Each group of changes: the mildest that fits, or else the one that saves most."""
+        """Yield each group of changes: the mildest that fits, or else the one that saves most."""
         for group in self.groups(self.ask):
             yield from self.best(group)
 
     def best(self, group: Sequence[_ProposedChange]) -> list[TriedChange]:
-        """The first of a group that fits, or the one with the fewest bytes; none if none is possible."""
+        """Return the first of a group that fits, or the one with the fewest bytes; none if none is possible."""
         tried = []
         for change in group:
             one = _try_change(change, self.attempt, self.budget, self.before)
@@ -172,7 +172,7 @@ class _ChangeTrials:
         return [min(tried, key=lambda one: one.nbytes)] if tried else []
 
     def together(self) -> TriedChange | None:
-        """One change after another, the mildest groups first, until all together fit; None if they never do."""
+        """Return one change after another, the mildest groups first, until all together fit; None if they never do."""
         ask, left = self.ask, self.before
         changes: list[str] = []
         options: list[str] = []
@@ -189,7 +189,7 @@ class _ChangeTrials:
         return None
 
     def groups(self, ask: EstimateRequest) -> Iterator[list[_ProposedChange]]:
-        """Changes of one sort each, the mildest first; as many groups for any ask of one kind of work."""
+        """Yield changes of one sort each, the mildest first; as many groups for any ask of one kind of work."""
         work = ask.work
         if isinstance(work, TrainingWorkload):
             yield from _list_training_changes(ask, work)
@@ -206,7 +206,7 @@ class _ChangeTrials:
         ]
 
     def more_devices(self, ask: EstimateRequest) -> list[_ProposedChange]:
-        """Twice, four times and more the devices: along one axis, or in serving along tp and pp together."""
+        """Yield twice, four times and more the devices: along one axis, or in serving along tp and pp together."""
         if self.law is None:
             return []
         found = []
@@ -226,7 +226,7 @@ class _ChangeTrials:
 
 
 def _list_axis_growths(work: ServingWorkload | TrainingWorkload, times: int) -> Iterator[dict[str, int]]:
-    """By axis, how many times the ranks it gets where there are `times` the devices, a power of two."""
+    """List by axis how many times the ranks it gets where there are `times` the devices, a power of two."""
     if isinstance(work, TrainingWorkload):
         yield from ({axis: times} for axis in ("tp", "fsdp", "pp"))
         return
@@ -294,7 +294,7 @@ def _list_serving_changes(ask: EstimateRequest, work: ServingWorkload) -> Iterat
 
 
 def _list_halves(number: int, least: int) -> list[int]:
-    """A half, a quarter and so on, down to `least`."""
+    """List a half, a quarter and so on, down to `least`."""
     found = []
     while number // 2 >= least:
         number //= 2
@@ -303,7 +303,7 @@ def _list_halves(number: int, least: int) -> list[int]:
 
 
 def _grow_mesh(mesh: Mesh, axis: str, times: int) -> Mesh:
-    """The mesh with `times` the ranks along an axis; experts that were cut as all else is stay so."""
+    """Return the mesh with `times` the ranks along an axis; experts that were cut as all else is stay so."""
     degrees = tuple((name, degree * times if name == axis else degree) for name, degree in mesh.axes)
     follows = mesh.ep == 1 and mesh.etp == mesh.degree("tp")
     etp = mesh.etp * times if axis == "tp" and follows else mesh.etp

@@ -37,7 +37,7 @@ class MeshRefusal:
 
 
 def _format_degrees(degrees: Sequence[int]) -> str:
-    """Degrees in a line: all in a row as a range, of many the first and the last."""
+    """Format degrees in a line: all in a row as a range, of many the first and the last."""
     if len(degrees) > 2 and degrees[-1] == len(degrees):  # noqa: PLR2004 - two are no range
         return f"1 to {degrees[-1]}"
     shown = [str(degree) for degree in degrees]
@@ -84,7 +84,7 @@ class AllowedDegrees:
         return {axis: frozenset(sections) for axis, sections in found.items()}
 
     def allows(self, axis: str, degree: int) -> bool:
-        """Whether the axis can have the degree."""
+        """Return whether the axis can have the degree."""
         if axis in self.inventory.unknown:
             return degree == 1
         if axis == "pp":
@@ -95,11 +95,11 @@ class AllowedDegrees:
         return all(can_divide(section, degree) for section in self._sections.get(axis, ()))
 
     def degrees(self, axis: str, most: int) -> tuple[int, ...]:
-        """The degrees up to `most` that work, in order."""
+        """Return the degrees up to `most` that work, in order."""
         return tuple(degree for degree in range(1, most + 1) if self.allows(axis, degree))
 
     def refuse(self, mesh: Mesh) -> MeshRefusal | None:
-        """Why the mesh is not possible, or None if it is."""
+        """Return why the mesh is not possible, or None if it is."""
         for axis in (*AXES, *EXPERT_AXES):
             degree = mesh.degree(axis)
             if not self.allows(axis, degree):
@@ -123,7 +123,10 @@ class AllowedDegrees:
 
 
 def build_single_axis_mesh(axis: str, degree: int) -> Mesh:
-    """A mesh that has nothing but the axis; the ranks that expert axes re-use are those of dp, which cuts nothing."""
+    """Build a mesh that has nothing but the axis.
+
+    The ranks that expert axes re-use are those of dp, which cuts nothing.
+    """
     if axis in EXPERT_AXES:
         return Mesh.of(dp=degree, ep=degree if axis == "ep" else 1, etp=degree if axis == "etp" else 1)
     return Mesh.of(**{axis: degree}, etp=1)

@@ -83,7 +83,10 @@ class FittedCalibration:
         return max(abs(line.error_after) for line in self.lines)
 
     def apply(self, terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
-        """The same terms with the fitted coefficients; the interval is what the worst of the measurements leaves."""
+        """Return the same terms with the fitted coefficients.
+
+        The interval is what the worst of the measurements leaves.
+        """
         source = f"fitted to {len(self.lines)} measured peaks"
         off = self.worst_after * max((line.measurement.peak for line in self.lines), default=0)
         found = []
@@ -108,7 +111,7 @@ class FittedCalibration:
 
 
 def parse_measurements(text: str, work: TrainingWorkload, mesh: Mesh | None = None) -> tuple[PeakMeasurement, ...]:
-    """The measurements of a log: JSON objects, one a line; empty lines and those that begin with # do not count.
+    """Parse the measurements of a log: JSON objects, one a line; empty lines and those that begin with # do not count.
 
     Each has ``peak``, in bytes, and may have ``mesh``, such as ``"pp=2,tp=4"``, and any field of `TrainingWorkload`,
     such as ``sequence``, ``micro_batch`` and ``recompute``; what a line leaves out is that of `work` and `mesh`.
@@ -162,7 +165,7 @@ def _is_positive_integer(value: object) -> bool:
 
 
 def _check_field(key: str, value: object, where: str) -> None:
-    """Raises SourceError unless `value` is one that the field `key` of `TrainingWorkload` may have."""
+    """Raise SourceError unless `value` is one that the field `key` of `TrainingWorkload` may have."""
     if key in _WHOLE:
         good, expected = _is_positive_integer(value), "a positive whole number"
     elif key in _SWITCHES:
@@ -182,7 +185,7 @@ def _check_field(key: str, value: object, where: str) -> None:
 def fit_calibration(
     measurements: Sequence[PeakMeasurement], estimate: Callable[[PeakMeasurement], Iterable[MemoryTerm]]
 ) -> FittedCalibration:
-    """The factor on activations and the overhead that come closest to `measurements`, neither of them negative.
+    """Return the factor on activations and the overhead that come closest to `measurements`, neither of them negative.
 
     `estimate` gives the terms of the heaviest rank of a run. What is exact stays as it is: fitted is
     ``peak = others + scale * activations + overhead``, by least squares of the relative errors, so that small runs
@@ -222,7 +225,7 @@ def fit_calibration(
 
 
 def _explain_no_fit(measurements: Sequence[PeakMeasurement], exact: Sequence[int]) -> str:
-    """Why activations would take nothing."""
+    """Return why activations would take nothing."""
     run, rest = min(zip(measurements, exact, strict=True), key=lambda pair: pair[0].peak - pair[1])
     if run.peak < rest:
         return f"line {run.line} measured {run.peak:,} bytes, less than the {rest:,} of all but activations"
@@ -243,7 +246,7 @@ def _sum_runtime(terms: Iterable[MemoryTerm]) -> int:
 
 
 def _solve_least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """The `x, y >= 0` that make the sum of `(a x + b y - c)**2` over `rows` of `(a, b, c)` least.
+    """Return the `x, y >= 0` that make the sum of `(a x + b y - c)**2` over `rows` of `(a, b, c)` least.
 
     With two unknowns the least is inside, where the gradient is zero, or on an edge, where one of them is.
     """

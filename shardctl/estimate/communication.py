@@ -57,7 +57,9 @@ class RankTraffic:
 
 
 def compute_sent_bytes(collective: Collective, nbytes: float, ranks: int) -> float:
-    """Bytes that each of `ranks` sends; `nbytes` is the whole of what is reduced, gathered, scattered or exchanged.
+    """Compute bytes that each of `ranks` sends.
+
+    `nbytes` is the whole of what is reduced, gathered, scattered or exchanged.
 
     Of an all-to-all it is what one rank has for all others and itself.
 
@@ -79,7 +81,7 @@ def list_traffic(
     dtype: str = "BF16",
     tokens: int | None = None,
 ) -> tuple[RankTraffic, ...]:
-    """What a rank with `holding` sends: in training in one optimizer step, in serving in one forward pass.
+    """List what a rank with `holding` sends: in training in one optimizer step, in serving in one forward pass.
 
     `dtype` is that of activations in serving. A pass of serving has `tokens` new tokens, by default one of each
     sequence. Only what moves bytes is listed.
@@ -109,7 +111,7 @@ def list_traffic(
 def _list_parameter_traffic(
     holding: RankHolding, mesh: Mesh, work: TrainingWorkload, times: int
 ) -> Iterator[RankTraffic]:
-    """Parameters and gradients: of what is dense among ranks of dp, fsdp and cp, of experts among their replicas."""
+    """List parameters and gradients: dense ones among dp, fsdp and cp, those of experts among their replicas."""
     stage = mesh.world // mesh.degree("pp")
     shards = mesh.degree(EXPERT_FSDP)
     copies = stage // (mesh.ep * mesh.etp) // shards
@@ -147,7 +149,7 @@ def _build_collective(
     *,
     rounds: int = 1,
 ) -> RankTraffic:
-    """A collective over `nbytes` in each of `times` microbatches, `rounds` times."""
+    """Build a collective over `nbytes` in each of `times` microbatches, `rounds` times."""
     factor = rounds * (2 if collective == "all-reduce" else 1)
     return RankTraffic(
         name,
@@ -165,7 +167,7 @@ def _build_collective(
 
 
 def _list_serving_gathers(holding: RankHolding, mesh: Mesh) -> Iterator[RankTraffic]:
-    """Weights that fsdp ranks share are gathered in every pass."""
+    """List the gathering of weights that fsdp ranks share, which every pass needs."""
     for name, is_expert, axis in (("weights", False, "fsdp"), ("expert weights", True, EXPERT_FSDP)):
         nbytes = sum(part.gathered_bytes for part in holding.parts if part.kind.spec.of_expert == is_expert)
         yield _build_collective(name, (axis,), "all-gather", mesh.degree(axis), nbytes, 1)
@@ -251,7 +253,10 @@ class _ActivationSender:
         )
 
     def over_tp(self) -> Iterator[RankTraffic]:
-        """Sums after each pair of matrices, forward and backward; of the embedding forward, of the head backward."""
+        """Yield sums after each pair of matrices, forward and backward.
+
+        Of the embedding forward, of the head backward.
+        """
         if self.mesh.degree("tp") == 1:
             return
         passes = self.forward + self.backward
@@ -280,14 +285,17 @@ class _ActivationSender:
             )
 
     def sums(self, layer: ModelLayer) -> int:
-        """Sums over tp in one forward pass of a layer."""
+        """Return sums over tp in one forward pass of a layer."""
         attention = 2 if layer.attention and layer.attention.cross else 1
         experts = layer.experts
         mlp = bool(layer.mlp) or (experts is not None and (self.alike or self.common or experts.shared > 0))
         return attention + mlp
 
     def over_pp(self) -> Iterator[RankTraffic]:
-        """Activations to the next stage, and gradients of them to the one before; of chunks around, but at the ends."""
+        """Yield activations to the next stage, and gradients of them to the one before.
+
+        Of chunks around, but at the ends.
+        """
         ahead = self.chunks - self.last
         back = self.backward * (self.chunks - self.first)
         if self.mesh.degree("pp") == 1 or not (ahead or back) or not self.layers:
@@ -305,7 +313,7 @@ class _ActivationSender:
         )
 
     def over_ep(self) -> Iterator[RankTraffic]:
-        """Each token to its experts and back, forward and backward; and what etp ranks share of it."""
+        """Yield the traffic of tokens to experts and back, forward and backward, and what etp ranks share of it."""
         if self.alike or self.common:
             return
         own = self.tokens / self.mesh.degree("tp")
@@ -334,7 +342,7 @@ class _ActivationSender:
             )
 
     def over_cp(self) -> Iterator[RankTraffic]:
-        """Keys and values around the ring: forward, and backward with their gradients."""
+        """Yield the traffic of keys and values around the ring: forward, and backward with their gradients."""
         ranks, tp = self.mesh.degree("cp"), self.mesh.degree("tp")
         wide = sum(-(-a.kv_heads // tp) * (a.head_dim + a.value_dim) for layer in self.layers if (a := layer.attention))
         rounds = self.forward + 2 * self.backward

@@ -58,7 +58,7 @@ def compare_strategies(
     gradient: float = USUAL_GRADIENT,
     optimizer: float = 12,
 ) -> tuple[ShardingStrategy, ...]:
-    """Plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
+    """Return plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
 
     `parameter`, `gradient` and `optimizer` are bytes per parameter, by default those of mixed-precision Adam: fp32
     master, momentum and variance. Activations come on top, and no axis but data parallelism divides anything.
@@ -71,7 +71,7 @@ def compare_strategies(
 def list_strategies(
     parameters: int, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
 ) -> tuple[ShardingStrategy, ...]:
-    """The same for so many parameters.
+    """List the same for so many parameters.
 
     >>> [round(one.nbytes / 1e9, 2) for one in list_strategies(7_500_000_000, 64)]
     [120.0, 31.41, 16.64, 1.88]
@@ -105,7 +105,10 @@ def list_strategies(
 
 
 def _compute_strategy_volume(zero: int, weights: float, gradients: float, devices: int) -> float:
-    """Gradients are reduced; where states are shared, they are scattered and parameters gathered: once, or twice."""
+    """Compute gradients are reduced.
+
+    Where states are shared, they are scattered and parameters gathered: once, or twice.
+    """
     if zero == 0:
         return compute_sent_bytes("all-reduce", gradients, devices)
     gathers = 2 if zero >= _PARAMETERS else 1

@@ -89,7 +89,7 @@ class MeshCost:
         return self.seconds * self.ranks / self.tokens
 
     def share(self, name: str) -> float:
-        """Seconds of the shares of that name."""
+        """Return seconds of the shares of that name."""
         return sum(share.seconds for share in self.shares if share.name == name)
 
 
@@ -103,7 +103,9 @@ def price_mesh(
     dtype: str = "BF16",
     pace: DevicePace | None = None,
 ) -> MeshCost:
-    """What `mesh` costs on devices `on`, at the pace of its slowest stage; `dtype` is that of activations in serving.
+    """Return what `mesh` costs on devices `on`, at the pace of its slowest stage.
+
+    `dtype` is that of activations in serving.
 
     A stage's time is what it computes, what it sends and cannot hide behind that, and what waits for it. Of traffic
     that runtimes hide (parameters, gradients, keys and values of a ring) the excess over the computation counts.
@@ -137,7 +139,7 @@ class _StagePacer:
     dtype: str
 
     def training(self, rank: RankEstimate, work: TrainingWorkload, times: int) -> list[TimeShare]:
-        """One optimizer step of a stage."""
+        """Return one optimizer step of a stage."""
         holding, mesh = rank.holding, self.mesh
         tokens = work.sequence * work.micro_batch / mesh.degree("cp")
         layers = self.anatomy.layers[holding.layers.start : holding.layers.stop]
@@ -166,17 +168,17 @@ class _StagePacer:
         return _merge_shares(shares)
 
     def exposed(self, sent: Sequence[RankTraffic], compute: float, times: int) -> list[TimeShare]:
-        """The traffic of all microbatches that computation does not hide."""
+        """Return the traffic of all microbatches that computation does not hide."""
         within = [t for t in sent if t.hidden and t.times == times]
         return [self.timed(t) for t in sent if not t.hidden] + self.excess(within, compute, times)
 
     def timed(self, one: RankTraffic) -> TimeShare:
-        """Traffic that nothing hides."""
+        """Return traffic that nothing hides."""
         where = _name_link(self.far(one))
         return TimeShare(one.name, self.seconds(one), f"{where}: bytes / bandwidth + messages * latency", one.nbytes)
 
     def excess(self, sent: Iterable[RankTraffic], behind: float, times: int) -> list[TimeShare]:
-        """What `behind` seconds in each of `times` microbatches do not hide, each in proportion."""
+        """Return what `behind` seconds in each of `times` microbatches do not hide, each in proportion."""
         each = [(t, self.seconds(t)) for t in sent]
         whole = sum(seconds for _, seconds in each)
         left = max(0.0, whole - behind * times)
@@ -192,7 +194,7 @@ class _StagePacer:
         ]
 
     def serving(self, ranks: Sequence[RankEstimate], work: ServingWorkload) -> list[TimeShare]:
-        """One token of every sequence, through all stages in turn."""
+        """Return one token of every sequence, through all stages in turn."""
         weights = cached = compute = 0.0
         read = kept = 0
         sent: list[RankTraffic] = []
@@ -218,11 +220,11 @@ class _StagePacer:
         return _merge_shares([*shares, *(self.timed(t) for t in sent)])
 
     def far(self, one: RankTraffic) -> bool:
-        """Whether it leaves the node."""
+        """Return whether it leaves the node."""
         return _count_ranks_and_nodes(self.mesh, one.axes, self.device.per_node)[1] > 1
 
     def seconds(self, one: RankTraffic) -> float:
-        """How long the messages take by themselves.
+        """Return how long the messages take by themselves.
 
         Where n ranks are on k nodes, rings cross a node's border with the network of all n/k of them, so that the
         slower of link and network decides; of an all-to-all, what stays inside and what leaves go side by side.
@@ -243,7 +245,7 @@ class _StagePacer:
 
 
 def _merge_shares(shares: Iterable[TimeShare]) -> list[TimeShare]:
-    """Shares of one name as one, without those that take no time."""
+    """Return shares of one name as one, without those that take no time."""
     found: dict[str, TimeShare] = {}
     for one in shares:
         other = found.get(one.name)
@@ -264,7 +266,10 @@ def _name_link(far: bool) -> str:  # noqa: FBT001 - the one thing it is about
 
 @lru_cache(maxsize=4096)
 def _count_ranks_and_nodes(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> tuple[int, int]:
-    """How many ranks take part with rank 0 along `axes`, and on how many nodes they are; ranks fill node after node."""
+    """Count how many ranks take part with rank 0 along `axes`, and on how many nodes they are.
+
+    Ranks fill node after node.
+    """
     strides: dict[str, int] = {}
     below = 1
     for axis, degree in reversed(mesh.axes):
@@ -290,7 +295,7 @@ def _count_ranks_and_nodes(mesh: Mesh, axes: tuple[str, ...], per_node: int) -> 
 
 
 def _list_strided_numbers(axes: Iterable[tuple[int, int]]) -> list[int]:
-    """The numbers that degrees with strides make."""
+    """List the numbers that degrees with strides make."""
     found = [0]
     for degree, stride in axes:
         found = [number + index * stride for number in found for index in range(degree)]
@@ -298,7 +303,7 @@ def _list_strided_numbers(axes: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _find_rank(number: int, mesh: Mesh, strides: Mapping[str, int]) -> int:
-    """The rank that has `number` within the first stage."""
+    """Find the rank that has `number` within the first stage."""
     rank = 0
     for axis, degree in reversed(mesh.axes):
         if axis != "pp":

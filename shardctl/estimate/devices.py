@@ -201,7 +201,7 @@ _MAKERS: Final = frozenset({"nvidia", "amd", "tesla", "geforce", "instinct", "sx
 
 
 def get_device(named: str | int) -> DeviceSpec:
-    """The device of that name, such as ``h100`` or ``A100-80g``, or one that is nothing but so many bytes.
+    """Return the device of that name, such as ``h100`` or ``A100-80g``, or one that is nothing but so many bytes.
 
     Names are those people use and those that drivers report. Raises UsageError, with the names there are, for one that
     is not known, and for one that several devices have.
@@ -226,6 +226,6 @@ def get_device(named: str | int) -> DeviceSpec:
 
 
 def _list_spellings(one: DeviceSpec) -> set[str]:
-    """Its name alone, and with its memory."""
+    """List its name alone, and with its memory."""
     size = str(one.memory_bytes // GIB)
     return {name + memory for name in one.spellings for memory in ("", size, f"{size}g", f"{size}gb", f"{size}gib")}

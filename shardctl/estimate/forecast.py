@@ -29,7 +29,7 @@ def estimate_ranks(
     dtype: str,
     passes: bool = True,
 ) -> MeshEstimate:
-    """What the ranks of `holdings` need; `stages` are layers per pipeline stage, `dtype` that of activations.
+    """Estimate what the ranks of `holdings` need; `stages` are layers per pipeline stage, `dtype` that of activations.
 
     Without `passes`, or training such a model, what forward passes keep is left out, and the estimate is partial.
     Without a workload, or serving a model whose layers are not described, the weights alone, which are exact.
@@ -55,7 +55,7 @@ def _list_holding_terms(
     work: ServingWorkload | TrainingWorkload | None,
     dtype: str,
 ) -> tuple[MemoryTerm, ...]:
-    """What serving needs, or where nobody knows the weights alone."""
+    """List what serving needs, or where nobody knows the weights alone."""
     if anatomy is None or not isinstance(work, ServingWorkload):
         return (MemoryTerm("weights", "weights", holding.nbytes),)
     return list_serving_terms(anatomy, holding, mesh, work, dtype=dtype)

@@ -44,7 +44,7 @@ class HeaviestRanks:
         self.layer_of = [one[0][1] if len(one) == 1 and one[0][0] == "layer" else None for one in wheres]
 
     def hold(self, mesh: Mesh, stages: Sequence[int], *, most: int | None = None) -> tuple[RankHolding, ...]:
-        """One holding for each stage, or for the first `most` of them, which stands for all ranks of it.
+        """Return one holding for each stage, or for the first `most` of them, which stands for all ranks of it.
 
         Raises CutError, naming a tensor, if the mesh cannot cut it.
         """
@@ -71,7 +71,7 @@ class HeaviestRanks:
     def _parts(
         self, mesh: Mesh, spans: Sequence[range], first: Mapping[str, int], *, last: int
     ) -> tuple[tuple[HeldPart, ...], ...]:
-        """The parts of the stages of `spans`, of which `last` is the number of the last one there is.
+        """Return the parts of the stages of `spans`, of which `last` is the number of the last one there is.
 
         Meshes that differ only in copies have the same.
         """
@@ -96,7 +96,7 @@ class HeaviestRanks:
     def _all(
         self, mesh: Mesh, sizes: tuple[tuple[int, int], ...], first: Mapping[str, int], stop: int
     ) -> tuple[tuple[int | None, HeldPart], ...]:
-        """The parts of all kinds of which there is anything outside of layers, or in those before `stop`."""
+        """Return the parts of all kinds of which there is anything outside of layers, or in those before `stop`."""
         key = (mesh.ep, sizes, stop)
         if key not in self.uncut:
             if mesh.ep not in self.counts:
@@ -111,7 +111,7 @@ class HeaviestRanks:
 
 
 def _compute_stage_stride(mesh: Mesh) -> int:
-    """Ranks from one stage to the next."""
+    """Compute ranks from one stage to the next."""
     below = 1
     for axis, degree in reversed(mesh.axes):
         if axis == "pp":
@@ -121,6 +121,6 @@ def _compute_stage_stride(mesh: Mesh) -> int:
 
 
 def _find_stages(kind: TensorKind, stage_of: Sequence[int], last: int) -> set[int]:
-    """The stages that have a kind, those of layers beyond `stage_of` left out."""
+    """Find the stages that have a kind, those of layers beyond `stage_of` left out."""
     where = [(place, n) for place, n in kind.spec.where if place != "layer" or n < len(stage_of)]
     return {stage_of[n] if place == "layer" else 0 if place == "first" else last for place, n in where}

@@ -67,15 +67,15 @@ class RankHolding:
         return sum(part.nbytes for part in self.parts)
 
     def elements(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
-        """Elements kept; of experts only, of all else only, or of both."""
+        """Return elements kept; of experts only, of all else only, or of both."""
         return sum(part.count * part.elements for part in self._some(expert=expert, trainable=trainable))
 
     def gathered(self, *, expert: bool | None = None, trainable: bool | None = None) -> int:
-        """Elements computed with, before fsdp shares them."""
+        """Return elements computed with, before fsdp shares them."""
         return sum(part.count * part.gathered for part in self._some(expert=expert, trainable=trainable))
 
     def units(self) -> Mapping[int | None, tuple[HeldPart, ...]]:
-        """The parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
+        """Group parts by what FSDP gathers together: by layer, and under None the root (embedding, last norm, head)."""
         units: dict[int | None, list[HeldPart]] = {}
         start, stop = self.layers.start, self.layers.stop
         for part in self.parts:
@@ -88,7 +88,7 @@ class RankHolding:
         return {unit: tuple(parts) for unit, parts in units.items()}
 
     def merged(self) -> tuple[HeldPart, ...]:
-        """The parts, those together that differ in nothing but their layer."""
+        """Return the parts, those together that differ in nothing but their layer."""
         found: dict[tuple[object, ...], tuple[HeldPart, list[int]]] = {}
         for part in self.parts:
             kind, spec = part.kind, part.kind.spec
@@ -109,7 +109,7 @@ class RankHolding:
 
 
 def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int]) -> tuple[RankHolding, ...]:
-    """What the distinct ranks of `mesh` hold; `stages` are the layers of each pipeline stage.
+    """List what the distinct ranks of `mesh` hold; `stages` are the layers of each pipeline stage.
 
     Ranks of a stage that hold as much of everything share one tuple of parts.
     Raises CutError, naming a tensor, if the mesh cannot cut it.
@@ -145,7 +145,7 @@ def list_holdings(inventory: TensorInventory, mesh: Mesh, stages: Sequence[int])
 
 
 def group_by_cut(inventory: TensorInventory) -> tuple[list[TensorKind], list[int]]:
-    """One kind of each way to be cut, of which a model has few, and for each kind of the inventory which that is."""
+    """Return one kind of each way to be cut, and for each kind of the inventory which of them it is."""
     numbers: dict[object, int] = {}
     groups: list[TensorKind] = []
     group_of: list[int] = []
@@ -169,7 +169,7 @@ class _PartSizes:
         self._known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def at(self, at: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Elements of one tensor of each way that the rank at `at` computes with, and that it keeps."""
+        """Return elements of one tensor of each way that the rank at `at` computes with, and that it keeps."""
         return [self._of(number, kind, exact, sharing, at) for number, (kind, exact, sharing) in enumerate(self._ways)]
 
     def _of(
@@ -192,13 +192,13 @@ class _PartSizes:
 
 
 def _split_axes(kind: TensorKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that cut it exactly and those that share it, each once."""
+    """Return the axes that cut it exactly and those that share it, each once."""
     every = dict.fromkeys(cut.axis for dim in kind.spec.cuts for cut in dim)
     return tuple(a for a in every if a not in SHARDING), tuple(a for a in every if a in SHARDING)
 
 
 def _is_spread_last(kind: TensorKind) -> bool:
-    """Whether it is shared along its first dim alone, after all other cuts, in ceil-sized parts."""
+    """Return whether it is shared along its first dim alone, after all other cuts, in ceil-sized parts."""
     first, *rest = kind.spec.cuts
     spread = any(cut.axis in SHARDING for dim in (first[:-1], *rest) for cut in dim)
     return not spread and not first[-1].sections
@@ -207,14 +207,14 @@ def _is_spread_last(kind: TensorKind) -> bool:
 def _group_by_stage(
     inventory: TensorInventory, stages: Sequence[int]
 ) -> tuple[list[list[tuple[int, TensorKind]]], list[range]]:
-    """The kinds of each stage with their numbers, and its layers."""
+    """Return the kinds of each stage with their numbers, and its layers."""
     spans = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]
     kinds = list(enumerate(inventory.kinds))
     return [[(number, k) for number, k in kinds if _is_on_stage(k, n, spans)] for n in range(len(spans))], spans
 
 
 def _is_on_stage(kind: TensorKind, stage: int, spans: Sequence[range]) -> bool:
-    """Whether the stage has the kind; a model without layers is on one stage."""
+    """Return whether the stage has the kind; a model without layers is on one stage."""
     last = len(spans) - 1
     return any(
         n in spans[stage] if where == "layer" else stage == (0 if where == "first" else last)
@@ -237,7 +237,7 @@ def _list_parts(
 
 
 def count_members(kind: TensorKind, mesh: Mesh, at: Mapping[str, int]) -> int:
-    """How many tensors of the kind the rank at `at` has a part of: experts are shared out in equal runs."""
+    """Count how many tensors of the kind the rank at `at` has a part of: experts are shared out in equal runs."""
     member = kind.spec.member
     if member is None:
         return kind.count
@@ -247,7 +247,7 @@ def count_members(kind: TensorKind, mesh: Mesh, at: Mapping[str, int]) -> int:
 
 
 def compute_sizes_at(kind: TensorKind, mesh: Mesh, at: Mapping[str, int]) -> tuple[int, int]:
-    """Elements of one tensor that the rank at `at` computes with, and that it keeps."""
+    """Compute elements of one tensor that the rank at `at` computes with, and that it keeps."""
     if not kind.spec.cuts:
         return prod(kind.shape), prod(kind.shape)
     gathered = elements = 1

@@ -115,7 +115,7 @@ class _SharedSpecs:
         self._numbers: dict[tuple[tuple[AxisCut, ...], ...], int] = {}
 
     def of(self, spec: PartitionSpec) -> tuple[PartitionSpec, int]:
-        """The spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
+        """Return the spec as if it were of the first expert, and which one it is of; 0 if it is of none."""
         if id(spec) not in self._known:
             self._known[id(spec)] = spec, self._rule(spec), spec.member.index if spec.member else 0
         _, rule, number = self._known[id(spec)]

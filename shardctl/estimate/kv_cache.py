@@ -22,7 +22,7 @@ _PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
 
 
 def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
-    """Bytes that one more token of one sequence adds on a rank, as long as it is within every window.
+    """Compute bytes that one more token of one sequence adds on a rank, as long as it is within every window.
 
     `dtype` is the cache's (safetensors' name), `layers` those of the rank's stage, by default all. Encoders cache
     nothing, states do not grow, and a cross-attention's cache grows with the encoder's tokens, not with these.
@@ -43,7 +43,7 @@ def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, l
 
 
 def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
-    """Elements that a layer caches of one token on a rank.
+    """Count elements that a layer caches of one token on a rank.
 
     Heads are divided over tp, and where there are fewer of them than ranks, each is on several. What latent attention
     caches is shared by all heads, and therefore on every rank (DeepSeek-V2, sec. 2.1; vLLM's MLA backends).
@@ -54,7 +54,7 @@ def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
 
 
 def count_units_per_rank(units: int, tp: int) -> int:
-    """How many of `units` that may be on several ranks each rank of tp holds, at least one.
+    """Count how many of `units` that may be on several ranks each rank of tp holds, at least one.
 
     >>> count_units_per_rank(8, 4), count_units_per_rank(8, 16), count_units_per_rank(0, 2)
     (2, 1, 0)
@@ -63,7 +63,7 @@ def count_units_per_rank(units: int, tp: int) -> int:
 
 
 def compute_state_bytes(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
-    """Bytes per sequence on a rank that do not grow, as transformers keeps them."""
+    """Compute bytes per sequence on a rank that do not grow, as transformers keeps them."""
     kind = _get_dtype(dtype)
     return sum(
         n * _compute_layer_state_bytes(one, kind, tp, smallest=False)
@@ -74,21 +74,21 @@ def compute_state_bytes(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layer
 def compute_cross_bytes_per_token(
     anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None
 ) -> int:
-    """Bytes on a rank for one token of the encoder that a decoder attends to."""
+    """Compute bytes on a rank for one token of the encoder that a decoder attends to."""
     bits = _get_dtype(dtype).bits
     found = _count_attentions(anatomy, layers)
     return sum(n * count_elements_per_token(one, tp) for one, n in found.items() if one.cross) * bits // 8
 
 
 def count_source_tokens(anatomy: ModelAnatomy, work: ServingWorkload) -> int:
-    """Tokens of one sequence that the encoder reads: what the config fixes (Whisper), else what is asked."""
+    """Count tokens of one sequence that the encoder reads: what the config fixes (Whisper), else what is asked."""
     return anatomy.source_positions or work.source or work.context
 
 
 def list_cache_terms(
     anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> tuple[MemoryTerm, ...]:
-    """The caches of one rank for `work`; none for a model that does not generate.
+    """List the caches of one rank for `work`; none for a model that does not generate.
 
     `dtype` is that of activations and, unless `work` says otherwise, of keys and values. tp divides heads and the
     channels of states, pp layers, and cp the pages of full attention; dp and fsdp ranks each have sequences of their
@@ -176,7 +176,7 @@ def _list_terms(
 def _list_besides(
     found: Mapping[LayerAttention, int], work: ServingWorkload, cp: int, cached: DType
 ) -> Iterator[MemoryTerm]:
-    """What attention caches besides keys and values, by name, in pages of as many tokens."""
+    """List what attention caches besides keys and values, by name, in pages of as many tokens."""
     caches = Counter({some: 0 for one in found for some in one.besides})
     for one, n in found.items():
         caches.update(dict.fromkeys(one.besides, n))
@@ -206,7 +206,7 @@ def _list_besides(
 
 
 def _count_windowed_tokens(window: int, pages: int, work: ServingWorkload) -> tuple[int, int, int]:
-    """Tokens of all sequences: that are kept at least, that a paged cache needs, and that are reserved at most.
+    """Count tokens of all sequences: that are kept at least, that a paged cache needs, and that are reserved at most.
 
     A query sees the window's tokens, itself among them: of the past, one less. Of new tokens there are no more than
     one forward pass has, over all sequences.
@@ -217,7 +217,10 @@ def _count_windowed_tokens(window: int, pages: int, work: ServingWorkload) -> tu
 
 
 def _compute_layer_state_bytes(state: LayerState, dtype: DType, tp: int, *, smallest: bool) -> int:
-    """Bytes of a state of one layer and sequence; the `smallest` that an engine may keep, or transformers' own."""
+    """Compute bytes of a state of one layer and sequence.
+
+    The `smallest` that an engine may keep, or transformers' own.
+    """
     groups = state.grouped // state.groups * count_units_per_rank(state.groups, tp)
     convolution = (count_units_per_rank(state.channels, tp) + groups) * (state.window - smallest)
     wide = BY_NAME["F32"] if state.recurrent_fp32 and not smallest else dtype
@@ -229,7 +232,7 @@ def _format_elements(kind: str) -> str:
 
 
 def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[str, float | str]:
-    """The symbols of `_format_elements`; where layers differ, those of the layer with the most."""
+    """Collect the symbols of `_format_elements`; where layers differ, those of the layer with the most."""
     one = max(some, key=lambda attention: count_elements_per_token(attention, tp))
     count = sum(some.values())
     if one.kind == "latent":
@@ -238,7 +241,7 @@ def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[s
 
 
 def _count_attentions(anatomy: ModelAnatomy, layers: range | None) -> Counter[LayerAttention]:
-    """How many layers there are of each kind of attention that caches."""
+    """Count how many layers there are of each kind of attention that caches."""
     return Counter(
         layer.attention
         for layer in _select_layers(anatomy, layers)

@@ -9,7 +9,7 @@ from shardctl.estimate.devices import DEVICES, DeviceSpec, get_device
 
 
 def find_local_device() -> tuple[DeviceSpec, int]:
-    """The smallest accelerator here and how many there are; its memory as measured, its speed as the table has it.
+    """Find the smallest accelerator here and how many there are; its memory as measured, its speed as the table has it.
 
     Raises UsageError if torch is not installed or finds none.
     """
@@ -28,7 +28,7 @@ def find_local_device() -> tuple[DeviceSpec, int]:
 
 
 def _match_device(name: str, nbytes: int) -> DeviceSpec:
-    """The device of the table whose name is meant and whose memory is nearest; else one that is only a size.
+    """Return the device of the table whose name is meant and whose memory is nearest; else one that is only a size.
 
     >>> _match_device("NVIDIA H100 80GB HBM3", 85_000_000_000).name, _match_device("Novel", 10**9).flops_bf16
     ('NVIDIA H100 80GB HBM3', 0.0)

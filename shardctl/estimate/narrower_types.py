@@ -75,12 +75,12 @@ TYPES: Final = (*FLOATS, *(layout.name for layout in LAYOUTS))
 
 
 def find_quantised_layout(name: str) -> QuantisedLayout | None:
-    """The layout of that name; None for a plain float."""
+    """Find the layout of that name; None for a plain float."""
     return next((one for one in LAYOUTS if one.name == name), None)
 
 
 def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
-    """The inventory as if its model were stored in the type `name`, or quantised to it.
+    """Return the inventory as if its model were stored in the type `name`, or quantised to it.
 
     A plain float changes every float tensor. Codes replace the linear weights of the layers, experts included;
     embeddings, heads, norms, biases, routers and convolutions stay. They are cut where the weights are, between blocks.
@@ -108,7 +108,7 @@ def narrow_inventory(inventory: TensorInventory, name: str) -> TensorInventory:
 
 
 def is_linear(kind: TensorKind) -> bool:
-    """Whether it is a weight that quantisers replace."""
+    """Return whether it is a weight that quantisers replace."""
     parts = set(kind.example.split("."))
     if not kind.trainable or not _is_in_layers(kind) or parts & (_ROUTERS | _CONVOLUTIONS | _TABLES):
         return False
@@ -118,12 +118,12 @@ def is_linear(kind: TensorKind) -> bool:
 
 
 def _is_in_layers(kind: TensorKind) -> bool:
-    """Whether it is of layers alone: an embedding that encoder and decoder share is on the first stage, too."""
+    """Return whether it is of layers alone: an embedding that encoder and decoder share is on the first stage, too."""
     return all(where == "layer" for where, _ in kind.spec.where)
 
 
 def _list_coded_kinds(kind: TensorKind, chosen: QuantisedLayout) -> Iterator[TensorKind]:
-    """The arrays in place of a weight, or of a stack of them, one for each expert."""
+    """List the arrays in place of a weight, or of a stack of them, one for each expert."""
     deep = len(kind.shape) - _MATRIX
     forms = [_build_stacked_form(form, deep) for _, _, form in chosen.arrays]
     together = compute_blocks(forms)
@@ -141,7 +141,7 @@ def _list_coded_kinds(kind: TensorKind, chosen: QuantisedLayout) -> Iterator[Ten
 
 
 def _build_stacked_form(form: Form, deep: int) -> Form:
-    """The form for each matrix of a stack, whose first dim counts them."""
+    """Build the form for each matrix of a stack, whose first dim counts them."""
     if not deep:
         return form
     return (AlongDim(0), *(replace(a, dim=a.dim + deep) if isinstance(a, AlongDim) else a for a in form))

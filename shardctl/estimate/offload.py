@@ -54,7 +54,7 @@ class LinkNeed:
 
 
 def compute_intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: int = 1) -> float:
-    """Operations for each byte moved (Rajbhandari et al. 2021, sec. 4.1, equations 9 to 11).
+    """Compute operations for each byte moved (Rajbhandari et al. 2021, sec. 4.1, equations 9 to 11).
 
     `tokens` are those of a device between two moves: of one pass for ``parameters`` and gradients, of a whole step for
     ``optimizer`` states. For ``checkpoints`` of activations `hidden` counts, and `interval`, the layers from one
@@ -71,12 +71,12 @@ def compute_intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: in
 
 
 def compute_efficiency(ait: float, bandwidth: float, peak: float) -> float:
-    """The part of the time that a device of `peak` operations per second computes (sec. 4, equation 6)."""
+    """Compute the part of the time that a device of `peak` operations per second computes (sec. 4, equation 6)."""
     return ait * bandwidth / (ait * bandwidth + peak)
 
 
 def compute_bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
-    """Bytes per second with which the efficiency is `target`: the same equation the other way round.
+    """Compute bytes per second with which the efficiency is `target`: the same equation the other way round.
 
     Raises UsageError unless the target is between 0 and 1; nothing is so fast that a device never waits.
     """
@@ -88,7 +88,9 @@ def compute_bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
 def list_link_needs(
     mesh: Mesh, work: TrainingWorkload, *, peak: float, target: float = 0.9, used: float = 1.0
 ) -> tuple[LinkNeed, ...]:
-    """What must be moved how fast for each state that is not on the device; `peak` is a device's operations per second.
+    """List what must be moved how fast for each state that is not on the device.
+
+    `peak` is a device's operations per second.
 
     With several microbatches, optimizer states move once for all of them. `used` is the part of the weights that a
     token is multiplied with: of a model with experts all are moved for the few that are. Nothing is needed without
@@ -110,7 +112,7 @@ def list_link_needs(
 
 
 def sum_heaviest_node(estimate: MeshEstimate, mesh: Mesh, tier: Tier = "host", *, per_node: int = 8) -> MemorySum:
-    """Bytes in `tier` of the node whose ranks need most there; nodes have `per_node` ranks each, in order."""
+    """Return bytes in `tier` of the node whose ranks need most there; nodes have `per_node` ranks each, in order."""
     alike = {build_holding_key(rank.holding.coordinate): rank.total(tier) for rank in estimate.ranks}
     nodes = [
         [alike[build_holding_key(mesh.coordinate(rank))] for rank in range(first, min(first + per_node, mesh.world))]
@@ -124,7 +126,7 @@ def sum_heaviest_node(estimate: MeshEstimate, mesh: Mesh, tier: Tier = "host", *
 
 
 def list_buffer_terms(host: int, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """What DeepSpeed keeps on the host to move data through; `host` are the bytes of states there.
+    """List what DeepSpeed keeps on the host to move data through; `host` are the bytes of states there.
 
     `shared` are the trained elements whose states a rank updates.
     """

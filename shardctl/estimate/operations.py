@@ -22,7 +22,7 @@ _CODES: Final = {"I32": 8, "U8": 2}
 
 
 def count_matrix_operations(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, tokens: float) -> float:
-    """Operations of one forward pass of `tokens` tokens per data-parallel rank through the matrices that a rank holds.
+    """Count operations of a forward pass of `tokens` tokens per data-parallel rank through the matrices of a rank.
 
     An embedding is looked up, which costs none, unless the last stage has it as its head. Of routed experts those
     count that tokens go to, evenly.
@@ -39,7 +39,7 @@ def count_matrix_operations(anatomy: ModelAnatomy, holding: RankHolding, mesh: M
 def count_attention_operations(
     layers: Sequence[ModelLayer], mesh: Mesh, tokens: float, context: float, *, masked: bool = False
 ) -> float:
-    """Operations of one forward pass for scores and values: each of `tokens` tokens looks at `context` others.
+    """Count operations of one forward pass for scores and values: each of `tokens` tokens looks at `context` others.
 
     tp divides the heads. Of a sliding window no more than the window is looked at, and where it is `masked`, a decoder
     looks at what came before: half of its own tokens, and all of an encoder's. Where an indexer chooses tokens, it
@@ -61,7 +61,7 @@ def count_attention_operations(
 
 
 def compute_used_share(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh) -> float:
-    """The operations of a rank for each of its weights and tokens, over those of a model without experts.
+    """Compute the operations of a rank for each of its weights and tokens, over those of a model without experts.
 
     Each token goes to few of the experts, and those of a rank get some tokens of other ranks.
     """
@@ -70,7 +70,7 @@ def compute_used_share(anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh) 
 
 
 def compute_touched_share(anatomy: ModelAnatomy, mesh: Mesh, tokens: float) -> float:
-    """The part of a rank's experts that `tokens` tokens per data-parallel rank are expected to go to.
+    """Compute the part of a rank's experts that `tokens` tokens per data-parallel rank are expected to go to.
 
     Each token chooses evenly: `1 - (1 - chosen / count) ** tokens` of all that one set of experts serves.
     """
@@ -82,7 +82,7 @@ def compute_touched_share(anatomy: ModelAnatomy, mesh: Mesh, tokens: float) -> f
 
 
 def _is_multiplied(part: HeldPart, *, last: bool) -> bool:
-    """Whether tokens are multiplied with it: not with an embedding, which may be the head of the last stage, too."""
+    """Return whether tokens are multiplied with it: not with an embedding, unless it is the last stage's head, too."""
     places = {where for where, _ in part.kind.spec.where}
     return "layer" in places or (last and "last" in places)
 
@@ -117,7 +117,7 @@ def _find_experts(anatomy: ModelAnatomy) -> LayerExperts | None:
 
 
 def _compute_routed_tokens(anatomy: ModelAnatomy, mesh: Mesh) -> float:
-    """How many tokens each expert gets for each of a data-parallel rank, if all are chosen equally often.
+    """Compute how many tokens each expert gets for each of a data-parallel rank, if all are chosen equally often.
 
     The ranks that share one set of experts have `ep * etp / tp` times the tokens of one.
     """

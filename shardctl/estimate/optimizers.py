@@ -138,7 +138,7 @@ def _count_unfactored(seen: OptimizedTensor) -> int:
 
 
 def _build_8_bit_slots(*moments: str, paged: bool = False) -> tuple[StateSlot, ...]:
-    """The states of an optimizer whose `moments` are codes of 8 bits with a scale for each block."""
+    """Build the states of an optimizer whose `moments` are codes of 8 bits with a scale for each block."""
     slots: list[StateSlot] = []
     for moment in moments:
         if paged:
@@ -241,7 +241,7 @@ OPTIMIZERS: Final = (
 
 
 def get_optimizer(name: str) -> OptimizerSpec:
-    """The optimizer of that name.
+    """Return the optimizer of that name.
 
     Raises UsageError, naming those there are.
 

@@ -325,5 +325,5 @@ _RECURRENT: Final[Mapping[Profile, RuntimeProfile]] = {
 
 
 def get_runtime(profile: Profile, *, recurrent: bool) -> RuntimeProfile:
-    """What the runtime of a profile keeps of a model, which may have recurrent layers."""
+    """Return what the runtime of a profile keeps of a model, which may have recurrent layers."""
     return (_RECURRENT if recurrent else RUNTIMES)[profile]

@@ -22,7 +22,7 @@ class RankEstimate:
     terms: tuple[MemoryTerm, ...]
 
     def total(self, tier: Tier = "device") -> MemorySum:
-        """Bytes of one rank in one tier, with the interval to be expected."""
+        """Return bytes of one rank in one tier, with the interval to be expected."""
         return sum_terms(self.terms, tier)
 
 
@@ -71,10 +71,10 @@ class MeshEstimate:
         return (worst <= self.budget and not self.partial) or least > self.budget
 
     def within(self, budget: int | None) -> MeshEstimate:
-        """The same needs, held against `budget`."""
+        """Return the same needs, held against `budget`."""
         return replace(self, budget=budget)
 
 
 def build_estimate(holdings: Sequence[RankHolding], terms: Sequence[Sequence[MemoryTerm]]) -> MeshEstimate:
-    """An estimate of `terms`, one sequence for each of `holdings`."""
+    """Build an estimate of `terms`, one sequence for each of `holdings`."""
     return MeshEstimate(tuple(RankEstimate(h, tuple(t)) for h, t in zip(holdings, terms, strict=True)))

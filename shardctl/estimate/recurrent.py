@@ -44,7 +44,7 @@ MEGATRON: Final = RecurrenceSupport(
 def compute_recurrent_sizes(
     state: LayerState, share: MicrobatchShare, number: int, has: RecurrenceSupport
 ) -> Mapping[Size, float]:
-    """The elements of each size in the recurrent part of layer `number`, in a runtime that `has` some of them.
+    """Compute the elements of each size in the recurrent part of layer `number`, in a runtime that `has` some of them.
 
     Raises UnsupportedError where the runtime is not known to train such a layer, or not with the mesh of `share`.
     """

@@ -30,7 +30,7 @@ _SLACK: Final = {True: (0, 5, 20), False: (3, 5, 9)}
 def list_runtime_terms(
     mesh: Mesh, *, serving: bool, profile: Profile | None = None, allocated: int = 0
 ) -> tuple[MemoryTerm, ...]:
-    """What one rank needs besides what is asked of the allocator, all of it modelled.
+    """List what one rank needs besides what is asked of the allocator, all of it modelled.
 
     `allocated` are the bytes that come and go through PyTorch's caching allocator, whose slack grows with them: in
     training all tensors, in serving only those of a forward pass, as weights and caches are allocated once. `profile`
@@ -40,7 +40,10 @@ def list_runtime_terms(
 
 
 def list_communicators(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of a mesh along which ranks reduce or gather, each with a communicator; ep's ranks exchange instead."""
+    """List the axes of a mesh along which ranks reduce or gather, each with a communicator.
+
+    Ep's ranks exchange instead.
+    """
     axes = [axis for axis, degree in mesh.axes if degree > 1]
     if mesh.etp > 1 and (mesh.ep > 1 or mesh.etp != mesh.degree("tp")):
         axes.append("etp")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
-    """The most microbatches whose activations stage `stage` of `stages` holds at once.
+    """Count the most microbatches whose activations stage `stage` of `stages` holds at once.
 
     The unit is one microbatch through all layers of the stage; with `virtual` chunks of a stage, each counts for one
     part of that. One stage alone runs forward and backward in turn.
@@ -40,7 +40,7 @@ def count_in_flight(stage: int, stages: int, microbatches: int, schedule: Schedu
 
 
 def count_losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") -> int:
-    """The most microbatches whose logits the last stage holds at once.
+    """Count the most microbatches whose logits the last stage holds at once.
 
     But for GPipe, the backward pass of a microbatch follows its last chunk's forward pass.
 
@@ -51,7 +51,7 @@ def count_losses(stages: int, microbatches: int, schedule: Schedule = "1f1b") ->
 
 
 def compute_bubble(stages: int, microbatches: int, schedule: Schedule = "1f1b", virtual: int = 1) -> float:
-    """The time a stage waits in one step, as a fraction of the time it works.
+    """Compute the time a stage waits in one step, as a fraction of the time it works.
 
     Narayanan et al. 2021, sec. 2.2: `(p - 1) / m`, interleaved `(p - 1) / (v m)`. Stages are taken to need equal time
     and messages none.

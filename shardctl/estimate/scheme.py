@@ -70,12 +70,12 @@ class TrainingScheme:
         return self.states != "device"
 
     def among(self, *, expert: bool) -> int:
-        """Ranks that share by `zero`."""
+        """Return ranks that share by `zero`."""
         return self.expert_sharers if expert else self.sharers
 
 
 def choose_scheme(mesh: Mesh, work: TrainingWorkload) -> TrainingScheme:
-    """How `work` keeps its states on `mesh`.
+    """Choose how `work` keeps its states on `mesh`.
 
     Raises UsageError for an unknown optimizer or type, and for what the profile's runtime cannot do.
     """
@@ -125,7 +125,7 @@ def _get_float_dtype(name: str) -> DType:
 
 
 def _choose_runtime(mesh: Mesh, work: TrainingWorkload) -> Runtime:
-    """Of transformers' Trainer, ZeRO is DeepSpeed's, sharding by fsdp is FSDP2's, and all else DDP's."""
+    """Choose the runtime: in transformers' Trainer, ZeRO is DeepSpeed's, fsdp is FSDP2's, and all else DDP's."""
     if work.profile == "megatron":
         return "buffers"
     if work.profile == "deepspeed":
@@ -136,7 +136,7 @@ def _choose_runtime(mesh: Mesh, work: TrainingWorkload) -> Runtime:
 
 
 def _choose_tiers(runtime: Runtime, work: TrainingWorkload) -> tuple[Tier, Tier, Tier]:
-    """Where parameters, gradients and optimizer states are."""
+    """Choose where parameters, gradients and optimizer states are."""
     if work.offload == "none":
         if work.offload_parameters:
             raise UsageError("offloading the parameters needs a tier to put them on", hint="give --offload cpu or nvme")

@@ -115,11 +115,11 @@ class QuickChecks:
     """Bytes that some rank must have in a pass: where nobody asks for how much is missing, they are soon known."""
 
     def least(self, mesh: Mesh) -> int:
-        """Bytes that some rank must have; 0 if nothing is known."""
+        """Return bytes that some rank must have; 0 if nothing is known."""
         return self.floor(mesh) if self.floor is not None else 0
 
     def too_large(self, mesh: Mesh, stages: tuple[int, ...], budget: int | None) -> MeshEstimate | None:
-        """The estimate of some ranks that do not fit; None if all do, or if nothing is known."""
+        """Return the estimate of some ranks that do not fit; None if all do, or if nothing is known."""
         if self.glances is None or budget is None:
             return None
         seen = (some.within(budget) for some in self.glances(mesh, stages))
@@ -136,7 +136,7 @@ def search_meshes(
     budget: int | None = None,
     quick: QuickChecks | None = None,
 ) -> SearchResult:
-    """All meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
+    """Return all meshes of `devices` in `space`, ranked by `price`, or without it by the memory of the heaviest rank.
 
     `estimate` says what a mesh with some stages needs; where it raises UsageError, its words are the reason why that
     mesh is not possible. It may tell of one rank for each stage only, as long as that is the heaviest. What `quick`
@@ -184,7 +184,7 @@ def find_fewest_devices(
     quick: QuickChecks | None = None,
     together: int = 0,
 ) -> tuple[int, MeshCandidate] | None:
-    """The fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
+    """Find the fewest devices that some mesh fits on, and that mesh; None if `most` are too few.
 
     `quick` rules out meshes as in `search_meshes`; `together` are bytes that all devices must hold together in any
     mesh. Tried is every number within a node and, beyond, numbers of nodes: doubled until one fits, then halved
@@ -213,7 +213,7 @@ def find_fewest_devices(
 
 
 def _list_device_counts(per_node: int, most: int) -> Iterator[int]:
-    """Every number of devices of a node, then of nodes the powers of two, none above `most`."""
+    """List every number of devices of a node, then of nodes the powers of two, none above `most`."""
     yield from range(1, min(per_node, most) + 1)
     nodes = 2
     while nodes * per_node <= most:
@@ -230,7 +230,10 @@ def find_first_fit(
     budget: int,
     quick: QuickChecks | None = None,
 ) -> MeshCandidate | None:
-    """A mesh of `devices` that fits, or None; tried first where weights are divided most, and by tp, which is quick."""
+    """Find a mesh of `devices` that fits, or None.
+
+    Tried first where weights are divided most, and by tp, which is quick.
+    """
     bulk, quick = WeightTotals(law.inventory), quick or QuickChecks()
     for mesh in sorted(list_meshes(devices, law, space), key=lambda mesh: (bulk.least(mesh), -mesh.degree("tp"))):
         if space.stored and bulk.least(mesh) > budget:
@@ -252,7 +255,7 @@ def find_first_fit(
 
 
 def set_equal_tokens(work: TrainingWorkload, mesh: Mesh, sequences: int) -> TrainingWorkload:
-    """The work of one optimizer step over `sequences`, which the data-parallel ranks of `mesh` take in equal parts.
+    """Return the work of an optimizer step over `sequences`, which the data-parallel ranks of `mesh` share evenly.
 
     Meshes are to be compared so: by default each has as many microbatches as stages, and with them another batch.
     Raises UsageError if there is no whole number of microbatches for each rank.
@@ -265,7 +268,10 @@ def set_equal_tokens(work: TrainingWorkload, mesh: Mesh, sequences: int) -> Trai
 
 
 def count_microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
-    """How many microbatches each data-parallel rank of `mesh` takes of `sequences`; raises UsageError for no number."""
+    """Count how many microbatches each data-parallel rank of `mesh` takes of `sequences`.
+
+    Raises UsageError for no number.
+    """
     replicas = mesh.degree("dp") * mesh.degree("fsdp")
     found, rest = divmod(sequences, replicas * micro_batch)
     if rest or not found:
@@ -277,7 +283,7 @@ def count_microbatches(mesh: Mesh, sequences: int, micro_batch: int) -> int:
 
 
 def list_meshes(devices: int, law: AllowedDegrees, space: SearchSpace) -> Iterator[Mesh]:
-    """The meshes of `devices` that a model allows and that people would try.
+    """List the meshes of `devices` that a model allows and that people would try.
 
     tp stays within a node. What dp and fsdp share is all dp, all fsdp, or fsdp within a node and dp between nodes.
     Experts are divided by the ranks of tp, of a node or of a stage, in the latter by as many as their number allows, or
@@ -325,14 +331,14 @@ class WeightTotals:
         return {}
 
     def stages(self, mesh: Mesh) -> tuple[int, ...]:
-        """Layers per stage, so that the stage with the most bytes of weights has as few as it can."""
+        """Return layers per stage, so that the stage with the most bytes of weights has as few as it can."""
         pp = mesh.degree("pp")
         if pp not in self._staged:
             self._staged[pp] = balance_stages(*self._costs, pp)
         return self._staged[pp]
 
     def least(self, mesh: Mesh) -> int:
-        """Bytes of weights that some rank must have, however they are laid out: the mean over all ranks."""
+        """Return bytes of weights that some rank must have, however they are laid out: the mean over all ranks."""
         dense, expert = self._parts
         shared = prod(mesh.degree(axis) for axis in ("pp", "fsdp", "tp"))
         apart = mesh.degree("pp") * mesh.ep * mesh.etp * mesh.degree(EXPERT_FSDP)
@@ -342,7 +348,7 @@ class WeightTotals:
 def _list_degrees(
     number: int, law: AllowedDegrees, space: SearchSpace, axis: str, most: int | None = None
 ) -> list[int]:
-    """The degrees of an axis that divide `number`, that the model allows and that are tried."""
+    """List the degrees of an axis that divide `number`, that the model allows and that are tried."""
     if axis not in space.axes:
         return [1]
     top = min(number, most or number)
@@ -354,7 +360,7 @@ def _find_largest_cp(law: AllowedDegrees) -> int:
 
 
 def _list_fsdp_degrees(rest: int, inner: int, space: SearchSpace) -> list[int]:
-    """Degrees of fsdp, of which dp multiplies each to `rest`."""
+    """List degrees of fsdp, of which dp multiplies each to `rest`."""
     if "dp" not in space.axes:
         return [rest] if rest == 1 or "fsdp" in space.axes else []
     if "fsdp" not in space.axes:
@@ -364,7 +370,7 @@ def _list_fsdp_degrees(rest: int, inner: int, space: SearchSpace) -> list[int]:
 
 
 def _list_expert_degrees(stage: dict[str, int], law: AllowedDegrees, space: SearchSpace) -> list[tuple[int, int]]:
-    """Pairs of ep and etp."""
+    """List pairs of ep and etp."""
     tp, ranks = stage["tp"], prod(stage.values()) // stage["pp"]
     # Cut as all else is, if the experts allow it.
     found = [(1, tp)] if law.allows("etp", tp) else []
@@ -378,7 +384,7 @@ def _list_expert_degrees(stage: dict[str, int], law: AllowedDegrees, space: Sear
 
 
 def _list_refusals(devices: int, law: AllowedDegrees, space: SearchSpace) -> Iterator[MeshRejection]:
-    """The degrees of each axis that divide the devices, and which the model or the node does not allow."""
+    """List the degrees of each axis that divide the devices, and which the model or the node does not allow."""
     for axis in ("pp", "tp", "ep"):
         if axis not in space.axes or (axis == "ep" and axis not in law.axes):
             continue

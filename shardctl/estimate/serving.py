@@ -37,7 +37,7 @@ _PASS: Final = (60, 100, 130)
 def list_serving_terms(
     anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> tuple[MemoryTerm, ...]:
-    """What one rank needs for `work`; `dtype` is that of activations (safetensors' name).
+    """List what one rank needs for `work`; `dtype` is that of activations (safetensors' name).
 
     Weights are exact, as stored; caches are described by `list_cache_terms`. The peak is that of a forward pass or of
     the sampler, whichever is higher: the second's term is what it needs beyond the first's.
@@ -58,7 +58,7 @@ def find_longest_context(
     dtype: str,
     budget: int,
 ) -> int | None:
-    """The most tokens per sequence for which each rank needs at most `budget` bytes, at the batch of `work`.
+    """Find the most tokens per sequence for which each rank needs at most `budget` bytes, at the batch of `work`.
 
     It is exact: one token more does not fit. 0 if not even one does, None if memory does not limit it (fixed states).
     """
@@ -74,7 +74,7 @@ def find_largest_batch(
     dtype: str,
     budget: int,
 ) -> int | None:
-    """The most sequences for which each rank needs at most `budget` bytes, at the context of `work`.
+    """Find the most sequences for which each rank needs at most `budget` bytes, at the context of `work`.
 
     As `find_longest_context`: exact, 0 for none, None for a model that keeps nothing of any sequence; but never more
     than `work.rows`, if those are given.
@@ -91,7 +91,7 @@ def _find_largest_number(
     dtype: str,
     budget: int,
 ) -> int | None:
-    """The largest number whose work fits on all ranks: what each needs never falls as the number grows."""
+    """Find the largest number whose work fits on all ranks: what each needs never falls as the number grows."""
     # Ranks of one stage differ in nothing but their weights: the heaviest of each decides.
     heaviest: dict[tuple[object, ...], tuple[int, RankHolding]] = {}
     for holding in holdings:
@@ -121,7 +121,7 @@ def _find_largest_number(
 def _list_other_terms(
     anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, *, dtype: str
 ) -> Iterator[MemoryTerm]:
-    """All but the weights."""
+    """List all but the weights."""
     if dtype not in BY_NAME:
         raise UsageError(f"there is no element type {dtype!r}", hint=f"the types are {', '.join(BY_NAME)}")
     yield from list_cache_terms(anatomy, holding, mesh, work, dtype=dtype)
@@ -132,7 +132,7 @@ def _list_other_terms(
 
 
 def _list_gathered_terms(holding: RankHolding, mesh: Mesh) -> Iterator[MemoryTerm]:
-    """Weights that fsdp ranks gather before use."""
+    """List weights that fsdp ranks gather before use."""
     if mesh.degree("fsdp") == 1:
         return
     units = {unit: sum(part.gathered_bytes for part in parts) for unit, parts in holding.units().items()}
@@ -152,7 +152,7 @@ def _list_gathered_terms(holding: RankHolding, mesh: Mesh) -> Iterator[MemoryTer
 def _list_forward_terms(
     anatomy: ModelAnatomy, holding: RankHolding, mesh: Mesh, work: ServingWorkload, bits: int
 ) -> Iterator[MemoryTerm]:
-    """The peak of a forward pass, and what the sampler needs beyond it."""
+    """List the peak of a forward pass, and what the sampler needs beyond it."""
     cp = mesh.degree("cp")
     tokens = -(-min(work.batched_tokens, work.batch * work.context) // cp)
     read = -(-min(work.batched_tokens, work.batch * count_source_tokens(anatomy, work)) // cp)
@@ -200,12 +200,12 @@ def _list_forward_terms(
 
 
 def _count_peak_elements(layer: ModelLayer, mesh: Mesh) -> int:
-    """Elements per token at the peak of a layer."""
+    """Count elements per token at the peak of a layer."""
     return _STREAM * layer.hidden + max(_count_part_elements(layer, mesh).values(), default=0)
 
 
 def _count_part_elements(layer: ModelLayer, mesh: Mesh) -> dict[str, int]:
-    """Elements per token of the parts of a layer, of which one runs at a time."""
+    """Count elements per token of the parts of a layer, of which one runs at a time."""
     tp = mesh.degree("tp")
     found = {}
     if layer.attention is not None:
@@ -223,7 +223,7 @@ def _count_part_elements(layer: ModelLayer, mesh: Mesh) -> dict[str, int]:
 
 
 def _count_attention_elements(attention: LayerAttention, tp: int) -> int:
-    """Queries, keys, values and the output; latents are unfolded into keys and values for new tokens."""
+    """Count queries, keys, values and the output; latents are unfolded into keys and values for new tokens."""
     heads = count_units_per_rank(attention.heads, tp)
     keys = heads if attention.kind == "latent" else count_units_per_rank(attention.kv_heads, tp)
     return (
@@ -234,7 +234,7 @@ def _count_attention_elements(attention: LayerAttention, tp: int) -> int:
 
 
 def _count_expert_elements(experts: LayerExperts, layer: ModelLayer, mesh: Mesh) -> int:
-    """The buffers of fused experts: one for what goes in and what comes out, and one for the activation's output.
+    """Count the buffers of fused experts: one for what goes in and what comes out, and one for the activation's output.
 
     Each token has a row for each expert that it goes to, on every rank, whoever has that expert (vLLM,
     fused_moe/fused_moe.py, `intermediate_cache13` and `intermediate_cache2`). The router's logits are in fp32.

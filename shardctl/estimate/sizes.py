@@ -96,7 +96,7 @@ class MicrobatchShare:
 
     @classmethod
     def of(cls, mesh: Mesh, work: TrainingWorkload) -> MicrobatchShare:
-        """The share of every rank of `mesh`."""
+        """Return the share of every rank of `mesh`."""
         queries = -(-work.sequence // mesh.degree("cp"))
         return cls(work.micro_batch, queries, work.sequence, mesh.degree("tp"), mesh.degree("etp"))
 
@@ -107,7 +107,7 @@ class MicrobatchShare:
 
 
 def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchShare) -> Mapping[Size, float]:
-    """The elements of each size in one layer, besides those of a recurrent state; those not named have none.
+    """Compute the elements of each size in one layer, besides those of a recurrent state; those not named have none.
 
     tp divides heads, intermediate and routed tokens here; what sequence parallelism divides is for a profile to say.
     """
@@ -134,7 +134,7 @@ def compute_layer_sizes(layer: ModelLayer, style: LayerStyle, share: MicrobatchS
 
 
 def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> Mapping[Size, float]:
-    """The elements of each size in the last norm and the head."""
+    """Compute the elements of each size in the last norm and the head."""
     n = share.tokens
     return {
         "tokens": n,
@@ -150,7 +150,7 @@ def compute_head_sizes(hidden: int, vocabulary: int, share: MicrobatchShare) -> 
 def _add_attention_sizes(
     sizes: dict[Size, float], attention: LayerAttention, style: LayerStyle, share: MicrobatchShare, *, normed: bool
 ) -> None:
-    """Self attention, and that to the encoder with it: as many tokens are taken to be there as in the decoder."""
+    """Add self attention, and that to the encoder with it, which is taken to have as many tokens as the decoder."""
     n = share.tokens * (1 + attention.cross)
     heads = -(-attention.heads // share.tp)
     kv_heads = max(1, -(-attention.kv_heads // share.tp))
@@ -174,7 +174,7 @@ def _add_attention_sizes(
 
 
 def _add_expert_sizes(sizes: dict[Size, float], experts: LayerExperts, hidden: int, share: MicrobatchShare) -> None:
-    """Tokens are taken to be routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
+    """Add experts, with tokens routed evenly: each group of `etp` ranks gets its part of those of all ranks."""
     routed = share.tokens * experts.chosen * share.etp / share.tp
     sizes["router"] = share.tokens * experts.count
     sizes["chosen"] = share.tokens * experts.chosen

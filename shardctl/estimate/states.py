@@ -77,7 +77,7 @@ class StateGroup:
 
 
 def list_state_terms(holding: RankHolding, mesh: Mesh, work: TrainingWorkload) -> tuple[MemoryTerm, ...]:
-    """Weights, gradients and optimizer states of each rank of `holding`, and what it gathers and buffers for moments.
+    """List the weights, gradients and optimizer states of each rank of `holding`, and its passing buffers.
 
     Raises UsageError if nothing can be trained, or for what the profile's runtime cannot do.
     """
@@ -128,7 +128,7 @@ def _build_trained_part(part: HeldPart, mesh: Mesh, at: Mapping[str, int], plan:
 
 
 def _find_sharded_dim(spec: PartitionSpec) -> int:
-    """The dim that fsdp cuts: the first, unless a rule says otherwise."""
+    """Find the dim that fsdp cuts: the first, unless a rule says otherwise."""
     cut = [any(c.axis in SHARDING for c in cuts) for cuts in spec.cuts]
     return cut.index(True) if True in cut else 0
 
@@ -146,7 +146,7 @@ def _compute_extents(
     *,
     together: bool,
 ) -> tuple[int, ...]:
-    """The shape of a rank's part; `together` with the parts of the ranks that share it by fsdp."""
+    """Compute the shape of a rank's part; `together` with the parts of the ranks that share it by fsdp."""
     if not cuts:
         return shape
     place = dict(at)
@@ -160,7 +160,7 @@ def _compute_extents(
 
 
 def _is_hidden_matrix(part: HeldPart) -> bool:
-    """Whether it is a matrix inside a layer: neither a vector nor embedding or head."""
+    """Return whether it is a matrix inside a layer: neither a vector nor embedding or head."""
     return part.kind.matrix and bool(part.kind.layers)
 
 
@@ -258,7 +258,7 @@ def _list_optimizer_terms(
 
 
 def _count_optimized_elements(trained: TrainedPart, plan: TrainingScheme) -> int:
-    """Elements that the optimizer takes for the tensor's: of a DTensor all that the ranks share (bitsandbytes)."""
+    """Count elements that the optimizer takes for the tensor's: of a DTensor all that ranks share (bitsandbytes)."""
     return trained.part.gathered if plan.runtime == "units" else trained.part.elements
 
 
@@ -272,7 +272,7 @@ def _build_state_term(
     *,
     shared_from: int,
 ) -> MemoryTerm:
-    """Every trained element once in `dtype`, shared if the ZeRO stage is at least `shared_from`."""
+    """Build the term of trained elements, once in `dtype`, shared from ZeRO stage `shared_from` on."""
     shared = plan.flat and plan.zero >= shared_from
     elements = sum(g.shared if shared else g.whole for g in groups)
     spare = ceil(sum(g.spare / (plan.among(expert=g.expert) if shared else 1) for g in groups))
@@ -290,14 +290,17 @@ def _build_state_term(
 
 
 def _format_symbols(groups: Sequence[StateGroup], *, shared: bool) -> str:
-    """The elements of the groups as a formula has them."""
+    """Format the elements of the groups as a formula has them."""
     kinds = ["" if not expert else " of experts" for expert in sorted({g.expert for g in groups})]
     addends = [f"P{of} / N{of}" if shared else f"P{of}" for of in kinds]
     return f"({' + '.join(addends)})" if len(addends) > 1 else "".join(addends)
 
 
 def _collect_inputs(groups: Sequence[StateGroup], plan: TrainingScheme) -> Mapping[str, float | str]:
-    """The symbols of the formulas: elements trained on the rank, and the ranks that share them; experts apart."""
+    """Collect the symbols of the formulas: elements trained on the rank, and the ranks that share them.
+
+    Experts apart.
+    """
     found: dict[str, float | str] = {}
     for expert in (False, True):
         elements = sum(g.whole for g in groups if g.expert == expert)

@@ -72,7 +72,7 @@ class MemorySum:
 
 
 def sum_terms(terms: Iterable[MemoryTerm], tier: Tier = "device", category: Category | None = None) -> MemorySum:
-    """The sum of those terms that are in `tier`, of one category or of all."""
+    """Return the sum of those terms that are in `tier`, of one category or of all."""
     some = [t for t in terms if t.tier == tier and category in {None, t.category}]
     return MemorySum(
         sum(t.nbytes for t in some),

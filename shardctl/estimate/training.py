@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def list_training_terms(
     anatomy: ModelAnatomy | None, holding: RankHolding, mesh: Mesh, work: TrainingWorkload, *, stages: Sequence[int]
 ) -> tuple[MemoryTerm, ...]:
-    """Every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
+    """List every term of each rank of `holding`; `stages` are the layers of each pipeline stage.
 
     Without an anatomy, all but what passes forward and backward keep: that is known of any model.
     The optimizer's step comes when activations are gone, so its copies count only for what they need beyond those.
@@ -44,7 +44,7 @@ def list_training_terms(
 
 
 def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
-    """Raises UsageError if an interleaved schedule has more model chunks than some stage has layers."""
+    """Raise UsageError if an interleaved schedule has more model chunks than some stage has layers."""
     if work.schedule == "interleaved" and len(stages) > 1 and work.virtual_stages > min(stages):
         raise UsageError(
             f"{work.virtual_stages} model chunks per stage need as many layers, and a stage has {min(stages)}",
@@ -53,7 +53,7 @@ def _check_chunks(work: TrainingWorkload, stages: Sequence[int]) -> None:
 
 
 def _subtract_freed(step: MemoryTerm, freed: MemorySum) -> MemoryTerm:
-    """What the step needs beyond what was freed before it."""
+    """Return what the step needs beyond what was freed before it."""
     return replace(
         step,
         nbytes=max(0, step.nbytes - freed.nbytes),

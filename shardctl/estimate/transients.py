@@ -36,7 +36,7 @@ STEP: Final = "copies for the optimizer's step"
 
 
 def list_transient_terms(holding: RankHolding, shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """What is held during passes and steps; `shared` are the trained elements whose states this rank updates."""
+    """List what is held during passes and steps; `shared` are the trained elements whose states this rank updates."""
     if plan.runtime == "units":
         yield from _list_unit_terms(holding, plan)
     elif plan.runtime == "autocast":
@@ -48,7 +48,7 @@ def list_transient_terms(holding: RankHolding, shared: int, plan: TrainingScheme
 
 
 def _list_unit_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """FSDP2 gathers the next unit while one computes, and reduces one unit's gradients while the next makes its own."""
+    """List what FSDP2 holds: it gathers one unit while another computes, and reduces gradients meanwhile."""
     parts_of = holding.units()
     units = {unit: _compute_gathered_bytes(parts, plan) for unit, parts in parts_of.items()}
     root = units.pop(None, 0)
@@ -104,7 +104,7 @@ def _count_trained_elements(parts: Iterable[HeldPart]) -> int:
 
 
 def _list_cast_terms(holding: RankHolding, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """Autocast keeps each matrix that it has cast until the backward pass has used it."""
+    """List what autocast keeps: each matrix that it has cast, until the backward pass has used it."""
     cast = [p for p in holding.parts if p.kind.matrix and (p.kind.layers or ("last", 0) in _list_end_places(p))]
     elements = _count_trained_elements(cast) if plan.compute != plan.resident else 0
     nbytes = plan.compute.nbytes((elements,))
@@ -156,7 +156,10 @@ def _list_partition_terms(holding: RankHolding, plan: TrainingScheme) -> Iterato
 
 
 def _list_step_terms(shared: int, plan: TrainingScheme) -> Iterator[MemoryTerm]:
-    """DeepSpeed makes fp32 copies of gradients; torch's foreach kernels one temporary as large as the parameters."""
+    """List DeepSpeed makes fp32 copies of gradients.
+
+    Torch's foreach kernels one temporary as large as the parameters.
+    """
     if plan.runtime == "partitions" and plan.zero and plan.master and plan.gradient != F32:
         some = min(shared, _SUB_GROUP) if plan.zero == 3 else shared  # noqa: PLR2004 - the stage with groups
         flat, wide = plan.gradient.unit_bytes, F32.unit_bytes

@@ -46,7 +46,7 @@ class HostMemoryBudget:
     """Blocks each thread holds: the band, the scratch, and the output of a cast."""
 
     def with_block(self, block: int) -> HostMemoryBudget:
-        """The same limit with the block size of an earlier run, and as many threads as then fit.
+        """Return the same limit with the block size of an earlier run, and as many threads as then fit.
 
         Raises MemoryBudgetError if not even one does.
         """
@@ -110,5 +110,5 @@ def divide_host_memory(plan: CopyPlan, limit: int, threads: int, *, beside: int 
 
 
 def _compute_cast_ratio(have: DType, want: DType) -> float:
-    """Bytes of a cast's output for one byte of its input; none without a cast."""
+    """Compute bytes of a cast's output for one byte of its input; none without a cast."""
     return 0 if have == want else want.bits / have.bits

@@ -79,15 +79,18 @@ class WorkerCrew:
             staging.proceed(tree)
 
     def lock(self, worker: WorkerId, run: str = "") -> DestinationLock:
-        """The lock of a worker, held for as long as it works."""
+        """Return the lock of a worker, held for as long as it works."""
         return DestinationLock(self._path(worker, "lock"), f"writing part {worker} of {self._staging.destination}", run)
 
     def journal(self, worker: WorkerId) -> Path:
-        """Where a worker notes what it has done so far."""
+        """Return where a worker notes what it has done so far."""
         return self._path(worker, "journal")
 
     def part(self, worker: WorkerId, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
-        """What a worker has finished, if all of it is still there; and the frame of the record, if it has that."""
+        """Return what a worker has finished, if all of it is still there.
+
+        And the frame of the record, if it has that.
+        """
         path = self._path(worker, "part")
         with translate_os_errors(path, "reading"):
             found = parse_part(path.read_bytes(), header) if path.exists() else None
@@ -98,7 +101,7 @@ class WorkerCrew:
         return found if there else None
 
     def part_exists(self, worker: WorkerId) -> bool:
-        """Whether a worker says that it is done."""
+        """Return whether a worker says that it is done."""
         return self._path(worker, "part").exists()
 
     def note_part(self, worker: WorkerId, content: bytes) -> None:
@@ -142,7 +145,9 @@ _BY_FILE: Final = frozenset({"source", "sample"})
 
 
 def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination: str, give_up: str) -> DestinationError:
-    """The error for a worker that is not one of those who write to a destination; `give_up` says how to end theirs.
+    """Return the error for a worker that is not one of those who write to a destination.
+
+    `give_up` says how to end theirs.
 
     It names what differs: an option, or the files that this worker reads otherwise than the one that came first.
     """
@@ -159,7 +164,7 @@ def other_plan(found: Mapping[str, Any], wanted: Mapping[str, Any], destination:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    """All of a file or nothing, durably."""
+    """Replace all of a file or nothing, durably."""
     draft = path.with_name(f"{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         draft.unlink()

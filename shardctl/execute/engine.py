@@ -165,7 +165,7 @@ class _CopyRun:
         self._provenance.expect((reads, each.box) for copy, reads in copies for each in self._portions_of(copy))
 
     def tasks(self) -> Iterator[_BandTask]:
-        """Every band of every tensor, in the order of the source's bytes."""
+        """Yield every band of every tensor, in the order of the source's bytes."""
         for number, copy in enumerate(self._plan.copies):
             reads, writes = ChunkIndex(copy.reads), ChunkIndex(copy.target.chunks)
             tile = find_fastest_dim([*copy.reads, *copy.target.chunks])
@@ -179,7 +179,7 @@ class _CopyRun:
         return self._portions.get(copy.source.name) or (WorkerPortion(Box.whole(copy.source.shape), counted=True),)
 
     def worker(self) -> Callable[[_BandTask], None]:
-        """One thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
+        """Return one thread's way of handling a band: keep it if an earlier run left it intact, else move it."""
         with self._lock:
             hands = _BandMover(self._budget, next(self._numbers), GAP if self._portions else 0)
         tracker = self._tracker
@@ -318,14 +318,14 @@ class _BandMover:
         return JournalEntry(read_sums, sums, overflowed)
 
     def _cast_buffer(self, nbytes: int) -> NDArray[np.uint8]:
-        """Room for the output of a cast; made once, and made larger only for a cast that widens more."""
+        """Return room for the output of a cast; made once, and made larger only for a cast that widens more."""
         if self._cast.nbytes < nbytes:
             self._cast = np.empty(0, np.uint8)  # the old one goes before the new one comes
             self._cast = np.empty(nbytes, np.uint8)
         return self._cast[:nbytes]
 
     def intact(self, task: _BandTask, target: WriteTarget, expected: DigestSums) -> bool:
-        """Whether every copy of the band that an earlier run wrote still has the journal's digest."""
+        """Return whether every copy of the band that an earlier run wrote still has the journal's digest."""
         by_box: dict[Box, list[DigestSums]] = {}
         dtype, shape = task.copy.target.dtype, task.copy.target.shape
         nbytes = dtype.nbytes(task.box.shape)
@@ -347,7 +347,7 @@ class _BandMover:
 
     @staticmethod
     def output_bytes(task: _BandTask) -> Counter[str]:
-        """The bytes a band has in each file."""
+        """Return the bytes a band has in each file."""
         written: Counter[str] = Counter()
         for chunk in task.writes.within(task.box):
             if not isinstance(chunk.where, ConstantFill):
@@ -356,7 +356,7 @@ class _BandMover:
 
 
 def _count_payload_bytes(plan: CopyPlan) -> Counter[str]:
-    """The bytes that tensors have in each file; together with the literals they must be all of it."""
+    """Count the bytes that tensors have in each file; together with the literals they must be all of it."""
     payload: Counter[str] = Counter(dict.fromkeys(plan.want.files, 0))
     for _, chunk in plan.want.arrays():
         if not isinstance(chunk.where, ConstantFill):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def stop_on_signals(stop: StopRequest) -> Iterator[None]:
-    """While active, the first SIGINT, SIGTERM or SIGHUP sets `stop`; outside the main thread signals are left alone.
+    """Let the first SIGINT, SIGTERM or SIGHUP set `stop`; outside the main thread signals are left alone.
 
     A terminal that goes away (SIGHUP) is reported as SIGTERM is: nobody is left to tell them apart.
 

@@ -70,16 +70,16 @@ class BandJournal:
         self._write("\n" if len(self) else json.dumps(self._header) + "\n")  # a newline ends a torn line
 
     def __len__(self) -> int:
-        """How many lines of an earlier run with the same header there are."""
+        """Return how many lines of an earlier run with the same header there are."""
         return len(self._keys)
 
     def __bool__(self) -> bool:
-        """A journal without lines is a journal all the same."""
+        """Return True: a journal without lines is a journal all the same."""
         return True
 
     @staticmethod
     def header(path: Path) -> dict[str, Any] | None:
-        """The header of an earlier run's journal, or None if there is none that can be read."""
+        """Return the header of an earlier run's journal, or None if there is none that can be read."""
         try:
             with path.open(encoding="utf-8") as lines:
                 found = json.loads(lines.readline())
@@ -89,7 +89,7 @@ class BandJournal:
 
     @classmethod
     def block(cls, path: Path, header: Mapping[str, Any]) -> int | None:
-        """Bytes of the bands of an earlier run with this header but for its `block`; None if there was none.
+        """Return bytes of the bands of an earlier run with this header but for its `block`; None if there was none.
 
         A run that goes on from there must have the same bands.
         """
@@ -113,7 +113,7 @@ class BandJournal:
         self.proved = frozenset(proved)
 
     def find(self, key: Key) -> JournalEntry | None:
-        """What an earlier run with the same header finished of a band; the last line about it counts."""
+        """Return what an earlier run with the same header finished of a band; the last line about it counts."""
         packed = _pack_key(key)
         position = int(np.searchsorted(self._keys, packed, "right")) - 1
         if position < 0 or self._keys[position] != packed:
@@ -165,7 +165,7 @@ def _with_check(text: str) -> str:
 
 
 def _parse_proof(line: bytes) -> str | None:
-    """The file that a line says was proved; None for any other line."""
+    """Parse the file that a line says was proved; None for any other line."""
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
     if not text.startswith(b'"') or check.decode(errors="replace") != _compute_crc(text):
         return None
@@ -173,7 +173,7 @@ def _parse_proof(line: bytes) -> str | None:
 
 
 def _parse_line(line: bytes) -> tuple[Key, JournalEntry] | None:
-    """A line's content; None if it is not whole."""
+    """Parse a line's content; None if it is not whole."""
     text, _, check = line.rstrip(b"\n").rpartition(b" ")
     if check.decode(errors="replace") != _compute_crc(text):
         return None

@@ -77,7 +77,7 @@ class DestinationLock:
         raise DestinationError(f"{self._path} cannot be taken: another run takes it again and again")
 
     def _take(self, descriptor: int) -> bool:
-        """Whether the file is ours now; False if it is no longer the one that others see."""
+        """Return whether the file is ours now; False if it is no longer the one that others see."""
         alone = self._alone(descriptor)
         found = os.fstat(descriptor)
         try:
@@ -96,7 +96,7 @@ class DestinationLock:
         return True
 
     def _alone(self, descriptor: int) -> bool:
-        """Whether the kernel assures that no other process holds the file; False if it does not know."""
+        """Return whether the kernel assures that no other process holds the file; False if it does not know."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -130,7 +130,7 @@ def _describe_process() -> dict[str, Any]:
 
 
 def _parse_owner(text: bytes) -> dict[str, Any]:
-    """Who wrote the file; empty if its owner was killed before it had written its name."""
+    """Parse who wrote the file; empty if its owner was killed before it had written its name."""
     try:
         owner = json.loads(text)
     except ValueError:
@@ -139,14 +139,14 @@ def _parse_owner(text: bytes) -> dict[str, Any]:
 
 
 def _is_owner_dead(owner: Mapping[str, Any], *, alone: bool) -> bool:
-    """Whether the owner cannot be running any more: only of our own machine can that be known."""
+    """Return whether the owner cannot be running any more: only of our own machine can that be known."""
     if owner.get("boot") != _read_boot_id():
         return owner.get("host") == socket.gethostname()  # this machine, before it was started anew
     return alone or _read_start_time(owner["pid"]) != owner.get("start")
 
 
 def _read_boot_id() -> str:
-    """What tells this running kernel from every other one, whatever its containers call themselves."""
+    """Read what tells this running kernel from every other one, whatever its containers call themselves."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -154,7 +154,7 @@ def _read_boot_id() -> str:
 
 
 def _read_start_time(pid: int) -> str:
-    """What tells a process from a later one with the same number; empty if it does not run."""
+    """Read what tells a process from a later one with the same number; empty if it does not run."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -49,7 +49,7 @@ class WorkerPart:
 
 
 def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str, Any] | None = None) -> bytes:
-    """A part as JSON lines, the last of which is a hash of all before; `header` says of which plan it is a part.
+    """Encode a part as JSON lines, the last of which is a hash of all before; `header` says of which plan it is a part.
 
     `frame` is what the record will say besides: one part has it.
     """
@@ -78,7 +78,7 @@ def encode_part(part: WorkerPart, header: Mapping[str, Any], frame: Mapping[str,
 
 
 def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
-    """A part that `encode_part` wrote, and its frame; None if it is damaged, or if it is one of another plan."""
+    """Parse a part that `encode_part` wrote, and its frame; None if it is damaged, or if it is one of another plan."""
     body, seal = data[:-65], data[-65:]
     if seal != hashlib.sha256(body).hexdigest().encode() + b"\n":
         return None
@@ -119,7 +119,7 @@ def parse_part(data: bytes, header: Mapping[str, Any]) -> tuple[WorkerPart, Mapp
 
 
 def merge_parts(parts: Sequence[WorkerPart]) -> WorkerPart:
-    """One part of several that one worker made one after another."""
+    """Return one part of several that one worker made one after another."""
     sums: tuple[dict[str, DigestSums], dict[str, DigestSums]] = {}, {}
     overflowed: Counter[str] = Counter()
     for part in parts:

@@ -12,10 +12,10 @@ class CopyProgress(Protocol):
         """Work of this many output bytes in this many files starts."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:
-        """So many output bytes are in place; `kept` if an earlier run had written them."""
+        """Note that so many output bytes are in place; `kept` if an earlier run had written them."""
 
     def file_done(self, path: str) -> None:
-        """A file is complete and on stable storage."""
+        """Note that a file is complete and on stable storage."""
 
 
 class SilentProgress:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def list_whole_files(copies: Iterable[TensorCopy], source: Source) -> frozenset[str]:
-    """The files of promised hash that copies read all of, or almost: those whose hashes can be had."""
+    """List the files of promised hash that copies read all of, or almost: those whose hashes can be had."""
     read: Counter[str] = Counter()
     for copy in copies if source.promised else ():
         for chunk in copy.reads:
@@ -64,7 +64,7 @@ class Provenance:
         return found
 
     def believes(self, reads: ChunkIndex, box: Box) -> bool:
-        """Whether a band that an earlier run wrote came from files that it proved, or could not have."""
+        """Return whether a band that an earlier run wrote came from files that it proved, or could not have."""
         if not self._whole or self._allow:
             return True
         proved = self._journal.proved if self._journal is not None else frozenset()
@@ -83,7 +83,10 @@ class Provenance:
         self._closed |= {path for path in self._whole - self._noted if not self._missing[path]}
 
     def settled(self) -> list[str]:
-        """The closed files of which every byte was hashed, each said once; their bands have all been recorded."""
+        """Return the closed files of which every byte was hashed, each said once.
+
+        Their bands have all been recorded.
+        """
         found = self._closed & set(self._source.proofs().verified) if self._closed else set()
         self._closed -= found
         self._noted |= found

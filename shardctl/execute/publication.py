@@ -37,7 +37,10 @@ class PublicationNote:
 
     @classmethod
     def read(cls, path: Path) -> PublicationNote | None:
-        """The note of an earlier run; None if there is none, or if it was not finished, when nothing had begun."""
+        """Return the note of an earlier run.
+
+        None if there is none, or if it was not finished, when nothing had begun.
+        """
         import msgspec
 
         try:
@@ -49,7 +52,7 @@ class PublicationNote:
             return None
 
     def done(self, data: Path, destination: Path) -> bool:
-        """Whether the destination is the tree of this note."""
+        """Return whether the destination is the tree of this note."""
         if self.way == "exchange":
             return destination.exists() and destination.stat().st_ino == self.inode
         if self.way == "move":
@@ -57,7 +60,7 @@ class PublicationNote:
         return (destination / RECORD).exists() and not data.exists()
 
     def staged(self, data: Path) -> bool:
-        """Whether `data` is the tree of this note."""
+        """Return whether `data` is the tree of this note."""
         return data.exists() and data.stat().st_ino == self.inode
 
 

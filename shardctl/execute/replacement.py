@@ -91,7 +91,7 @@ class BucketReplacement:
 
 
 def replaced_by(bucket: CloudBucket) -> BucketReplacement | None:
-    """The replacement that an earlier run had begun; None if there is none."""
+    """Return the replacement that an earlier run had begun; None if there is none."""
     import msgspec
 
     content = bucket.read(REPLACEMENT)

@@ -187,7 +187,7 @@ class StagingArea:
         return ()
 
     def _forget(self) -> None:
-        """What tells a finished run from none goes last."""
+        """Remove an earlier run; what tells a finished one from none goes last."""
         self._remove(self._old, *self._trees())
         self.journal.unlink(missing_ok=True)
         remove_crew_files(self.root)
@@ -195,7 +195,10 @@ class StagingArea:
         self.published = False
 
     def _trees(self) -> list[Path]:
-        """What was staged, by whatever command; the old checkpoint is not ours to throw away before it is replaced."""
+        """Return what was staged, by whatever command.
+
+        The old checkpoint is not ours to throw away before it is replaced.
+        """
         found = self.root.iterdir() if self.root.exists() else ()
         return [entry for entry in found if entry != self._old and entry.is_dir() and not entry.is_symlink()]
 
@@ -230,7 +233,7 @@ class StagingArea:
             )
 
     def _require_complete(self, files: Mapping[str, int]) -> None:
-        """A second look at the tree, so that another run that broke the lock can cost work but never bytes."""
+        """Look at the tree again, so that another run that broke the lock can cost work but never bytes."""
         there = {f.relative_to(self.data).as_posix(): f for f in self.data.rglob("*") if not f.is_dir()}
         for path in there.keys() - files.keys():
             there[path].unlink()
@@ -267,7 +270,7 @@ class StagingArea:
         sync_directory(self.destination.parent)
 
     def _move_in(self, files: list[str]) -> None:
-        """Weights first, `config.json` and the record last."""
+        """Move the files in: weights first, `config.json` and the record last."""
         PublicationNote("move", self.data.name, files=tuple(files)).write(self._note)
         last = [path for path in ("config.json", RECORD) if path in files]
         for path in [*(f for f in files if f not in last), *last]:
@@ -298,7 +301,7 @@ class StagingArea:
 
 
 def _resolve_link(destination: Path) -> Path:
-    """The directory itself, where the destination is a link to one."""
+    """Return the directory itself, where the destination is a link to one."""
     path = Path(os.path.abspath(destination))  # noqa: PTH100 - resolve() would lose the name of what is not there yet
     if path.is_symlink():
         if not path.exists():
@@ -308,7 +311,7 @@ def _resolve_link(destination: Path) -> Path:
 
 
 def _name_beside(name: str) -> str:
-    """What the staging area beside a destination is called; long names have no room for more."""
+    """Return what the staging area beside a destination is called; long names have no room for more."""
     beside = f".{name}.shardctl"
     if len(name_to_bytes(beside)) > _LONGEST:
         beside = f".{hashlib.sha256(name_to_bytes(name)).hexdigest()}.shardctl"
@@ -316,7 +319,7 @@ def _name_beside(name: str) -> str:
 
 
 def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
-    """What is at the destination; `moving` says that files half moved in are our own.
+    """Return what is at the destination; `moving` says that files half moved in are our own.
 
     Raises DestinationError if it is something that must not be replaced.
     """
@@ -339,7 +342,7 @@ def _examine_destination(destination: Path, *, moving: bool = False) -> Found:
 
 
 def _must_stage_inside(destination: Path) -> bool:
-    """Whether a directory must be staged within itself: a mount point, or one whose parent we may not write."""
+    """Return whether a directory must be staged within itself: a mount point, or one whose parent we may not write."""
     if not destination.is_dir():
         return False
     return (
@@ -350,7 +353,10 @@ def _must_stage_inside(destination: Path) -> bool:
 
 
 def _is_our_directory(directory: Path) -> bool:
-    """Whether this user made a directory; network file systems may call us by another number, but always the same."""
+    """Return whether this user made a directory.
+
+    Network file systems may call us by another number, but always the same.
+    """
     owner = directory.stat().st_uid
     if owner == os.geteuid():
         return True

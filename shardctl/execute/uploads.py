@@ -116,7 +116,7 @@ class BucketUploads:
         return bool(self._plan["replaces"])
 
     def group(self, number: int) -> WorkerPart | None:
-        """A group that an earlier run finished, if its objects are still the ones that it wrote."""
+        """Return a group that an earlier run finished, if its objects are still the ones that it wrote."""
         content = self._bucket.read(self._note(number))
         part, etags = (parse_part(content, self._plan) if content is not None else None) or (None, None)
         if part is None or etags is None:
@@ -149,7 +149,10 @@ class BucketUploads:
     def worker_done(
         self, worker: WorkerId, objects: Mapping[str, BucketObject]
     ) -> tuple[WorkerPart, Mapping[str, Any] | None] | None:
-        """What a worker has finished, if all of it is among the objects that were listed; and the record's frame."""
+        """Return what a worker has finished, if all of it is among the objects that were listed.
+
+        And the record's frame.
+        """
         content = self._bucket.read(_format_done_path(worker)) if _format_done_path(worker) in objects else None
         part, more = (parse_part(content, {**self._plan, "worker": worker.number}) if content else None) or (None, None)
         if part is None or more is None:
@@ -162,7 +165,7 @@ class BucketUploads:
         return part, more["frame"]
 
     def workers_noted(self, workers: Iterable[WorkerId]) -> set[WorkerId]:
-        """The workers that say that they are done."""
+        """Return the workers that say that they are done."""
         objects = self._bucket.objects()
         return {worker for worker in workers if _format_done_path(worker) in objects}
 
@@ -212,7 +215,7 @@ class BucketUploads:
             )
 
     def _at(self, path: str) -> str:
-        """The key of a file of the result until it is published."""
+        """Return the key of a file of the result until it is published."""
         return f"{NEW}{path}" if self.replacing or path in self._plan["held"] else path
 
     def _note(self, number: int) -> str:
@@ -220,7 +223,7 @@ class BucketUploads:
 
 
 def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) -> ReplacedObjects | None:
-    """What of a finished checkpoint will be replaced; None if there is nothing.
+    """Return what of a finished checkpoint will be replaced; None if there is nothing.
 
     Raises DestinationError if there is one and it may not be replaced, or anything that shardctl did not write.
     """
@@ -249,7 +252,7 @@ def require_free_destination(bucket: CloudBucket, *, overwrite: bool = False) ->
 
 
 def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
-    """The objects of a finished checkpoint; raises DestinationError if its record cannot be read."""
+    """Read the objects of a finished checkpoint; raises DestinationError if its record cannot be read."""
     try:
         return {*load_record(bucket.read(RECORD) or b"").files, RECORD}
     except SourceError as error:
@@ -257,7 +260,7 @@ def _read_recorded_objects(bucket: CloudBucket) -> set[str]:
 
 
 def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
-    """The plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
+    """Return the plan of an earlier run, if there is one; raises DestinationError if it is damaged."""
     import msgspec
 
     content = bucket.read(_PLAN)
@@ -274,7 +277,10 @@ def noted_plan(bucket: CloudBucket) -> dict[str, Any] | None:
 
 
 def published_record(bucket: CloudBucket, plan: Mapping[str, Any] | None) -> bytes | None:
-    """The record of a plan's result, if that is complete; a replacement that was interrupted is carried out first."""
+    """Return the record of a plan's result, if that is complete.
+
+    A replacement that was interrupted is carried out first.
+    """
     replacement = replaced_by(bucket)
     if replacement is not None:
         replacement.carry_out(bucket)

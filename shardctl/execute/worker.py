@@ -31,7 +31,7 @@ _UNNAMED: Final = frozenset({"", "none"})
 
 
 def find_job_name(environment: Mapping[str, str]) -> str:
-    """The name of the job that this process is started for; empty where the launcher gives none.
+    """Find the name of the job that this process is started for; empty where the launcher gives none.
 
     Whoever starts worker I of a job has seen its predecessor die, also on another machine.
 

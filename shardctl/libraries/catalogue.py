@@ -74,7 +74,7 @@ SCHEMAS: Final = tuple(each.schema for each in LIBRARIES if each.schema is not N
 
 
 def get_layout(name: str) -> Layout:
-    """The layout that `--to` calls so; raises UsageError if there is none."""
+    """Return the layout that `--to` calls so; raises UsageError if there is none."""
     for layout in LAYOUTS:
         if layout.name == name:
             return layout
@@ -82,17 +82,17 @@ def get_layout(name: str) -> Layout:
 
 
 def list_layouts_with(option: str) -> tuple[str, ...]:
-    """The names of the layouts to which an option means something."""
+    """List the names of the layouts to which an option means something."""
     return tuple(layout.name for layout in LAYOUTS if option in layout.options)
 
 
 def format_choice(names: Sequence[str]) -> str:
-    """Names as a choice among them, such as ``hf, ranks or dcp``."""
+    """Format names as a choice among them, such as ``hf, ranks or dcp``."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def list_choices() -> dict[str, str]:
-    """What stands in the help for ``{formats}``, ``{layouts}`` and ``{trained}``."""
+    """List what stands in the help for ``{formats}``, ``{layouts}`` and ``{trained}``."""
     return {
         "formats": format_choice([each.name for each in FORMATS]),
         "layouts": format_choice([layout.name for layout in LAYOUTS]),

@@ -47,7 +47,7 @@ class Format:
 
 
 def find_given_file(source: Source) -> str | None:
-    """The file's path, if the source was given as one file and not as a directory."""
+    """Find the file's path, if the source was given as one file and not as a directory."""
     files = source.files()
     if len(files) != 1:
         return None

@@ -24,7 +24,7 @@ _SHOWN: Final = 5
 
 
 def detect_format(source: Source) -> Format:
-    """The container of a source, by its marks alone; where it bears the marks of several, safetensors wins.
+    """Return the container of a source, by its marks alone; where it bears the marks of several, safetensors wins.
 
     Raises:
         SourceError: there is none, or more than one.
@@ -44,7 +44,7 @@ def detect_format(source: Source) -> Format:
 def scan_checkpoint(
     source: Source, *, override: str | None = None, weights: Weights = None, prefer_index: bool = False
 ) -> Manifest:
-    """What the source contains and where, by stored names; headers only, never tensor data.
+    """Return what the source contains and where, by stored names; headers only, never tensor data.
 
     `override` names a format, and nothing is detected then. Where a directory holds another checkpoint beside the one
     that is read, the manifest's warnings say that it is left behind. `weights` says which copy of them is meant, in
@@ -67,12 +67,12 @@ def scan_checkpoint(
 
 
 def _finish_scan(source: Source, found: Manifest) -> Manifest:
-    """The manifest with what is left behind of the files of torch.save that it consists of, whoever read them."""
+    """Return the manifest with what is left behind of the files of torch.save in it, whoever read them."""
     return _check_names(replace(found, warnings=(*found.warnings, *list_leftovers(source))))
 
 
 def _check_names(found: Manifest) -> Manifest:
-    """The manifest, if its names are text that can be written: pickles and trees may hold halves of characters."""
+    """Return the manifest if its names can be written: pickles and trees may hold halves of characters."""
     names = [*found.tensors, *(found.training.states if found.training is not None else ())]
     if not is_unicode("".join(names)):
         odd = next(name for name in names if not is_unicode(name))
@@ -91,7 +91,7 @@ def refuse_nested_saves(source: Source) -> None:
 
 
 def stated_crcs(source: Source, stored: Manifest) -> ArchiveCrcs:
-    """What the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
+    """Return what the files that `scan_checkpoint` found state of their own bytes; reads nothing yet."""
     return ArchiveCrcs(source, stored.files, saved=any(f.saved for f in FORMATS if f.name == stored.format))
 
 
@@ -110,7 +110,7 @@ def _get_format(name: str) -> Format:
 
 
 def _build_unknown_error(source: Source) -> SourceError:
-    """The error that says what was found instead of a checkpoint."""
+    """Build the error that says what was found instead of a checkpoint."""
     refuse_foreign(source)
     known = ", ".join(f.title for f in FORMATS)
     files = list(source.files())

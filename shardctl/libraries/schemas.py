@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def get_schema(name: str) -> Schema:
-    """The naming scheme of a name that a `Dialect` has."""
+    """Return the naming scheme of a name that a `Dialect` has."""
     return next(each for each in SCHEMAS if each.name == name)
 
 
 def bind_checkpoint(
     model: Model, stored: Manifest, read: Callable[[str, int, int], bytes], *, partial: bool = False
 ) -> Manifest:
-    """`stored` under canonical names, whatever library's arrays it holds; `read` gives a file's bytes from an offset.
+    """Return `stored` under canonical names, whatever library's arrays it holds.
+
+    `read` gives a file's bytes from an offset.
 
     Raises as `Model.bind` and `binding.bind`.
     """

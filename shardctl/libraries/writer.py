@@ -58,7 +58,7 @@ class PackRequest:
 
 
 def _give_no_prefix(dialect: LibraryDialect, rank: int) -> str:
-    """The prefix of layouts whose files belong to no rank."""
+    """Return the prefix of layouts whose files belong to no rank."""
     del dialect, rank
     return ""
 

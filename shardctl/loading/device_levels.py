@@ -108,7 +108,7 @@ def _load_ranks(
 
 
 def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: int | None) -> Iterator[list[Array]]:
-    """The arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
+    """Yield the arrays in groups of at most `most` bytes, or each alone that is larger; all together if it is None."""
     batch: list[Array] = []
     size = 0
     for key in held:
@@ -123,7 +123,7 @@ def _split_batches(held: Sequence[Array], every: Mapping[Array, Chunk], most: in
 
 
 def _add_loaded(told: LoadedRank, loaded: LoadedTensors[Array]) -> LoadedRank:
-    """A rank that was loaded in several groups takes as much as all of them."""
+    """Add up the groups in which a rank was loaded: it takes as much as all of them."""
     return replace(
         told,
         nbytes=told.nbytes + loaded.nbytes,
@@ -135,7 +135,7 @@ def _add_loaded(told: LoadedRank, loaded: LoadedTensors[Array]) -> LoadedRank:
 def _list_rank_arrays(
     checkpoint: OpenedCheckpoint, every: Mapping[Array, Chunk]
 ) -> Iterator[tuple[int | None, list[Array]]]:
-    """Each rank that holds something of its own, and the arrays that it holds."""
+    """List each rank that holds something of its own, and the arrays that it holds."""
     from shardctl.verify.loaded import identify_array
 
     dialect = checkpoint.stored.dialect
@@ -178,7 +178,7 @@ def _find_differences(
     device: str,
     effort: ExecutionOptions,
 ) -> Iterator[CheckFinding]:
-    """What of a rank's memory is not as in the source, or not as in the first rank that holds the same."""
+    """Find what of a rank's memory is not as in the source, or not as in the first rank that holds the same."""
     from shardctl.verify.loaded import compare_loaded
 
     who = _name_holder(checkpoint, rank)
@@ -206,7 +206,7 @@ def _find_digest_changes(
 
 
 def compute_planned_bytes(checkpoint: OpenedCheckpoint) -> dict[int | None, int]:
-    """Bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
+    """Compute bytes that `plan` says each rank's weights take, by rank; empty where nobody can say."""
     mesh = checkpoint.record.mesh if checkpoint.record else None
     tensors = checkpoint.manifest.tensors
     if checkpoint.stored.dialect is not None and len(checkpoint.stored.dialect.ranks) > 1:
@@ -296,7 +296,7 @@ def _run_forward(
 
 
 def _note_limits(checkpoint: OpenedCheckpoint, other: OpenedCheckpoint | None, ranks: Sequence[int]) -> Iterator[str]:
-    """What the pass does not show."""
+    """Yield what the pass does not show."""
     if len(ranks) > 1 and checkpoint.record is None:
         yield f"no {RECORD} says what mesh the ranks form: what they hold was put together, and no rank computed"
     alone = len(ranks) < 2 or checkpoint.record is None or checkpoint.model is None  # noqa: PLR2004 - one rank is all

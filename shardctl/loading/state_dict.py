@@ -31,7 +31,7 @@ def load(
     source_options: SourceOptions | None = None,
     effort: ExecutionOptions | None = None,
 ) -> dict[str, Any]:
-    """The state dict of one rank, as `torch.Tensor`s on `device`, under the names that its files have.
+    """Return the state dict of one rank, as `torch.Tensor`s on `device`, under the names that its files have.
 
     What the rank has of a tensor is one array, put together from its boxes; what its replicas wrote is read from there.
     With `rank` None, every tensor is whole, whatever the layout. `device` is `cpu`, `cuda`, `cuda:1` or `auto`; of
@@ -55,7 +55,7 @@ def load(
 
 
 def lens(path: str | Path, *, source_options: SourceOptions | None = None) -> Mapping[str, Any]:
-    """A lazy state dict over a checkpoint in any layout, under the names of transformers' class where that is known.
+    """Open a lazy state dict over a checkpoint in any layout, under the names of transformers' class if it is known.
 
     Nothing is read before an entry is indexed, so `from_pretrained(None, config=..., state_dict=shardctl.lens(path))`
     reads just what it needs. The files stay open until the last entry is gone.
@@ -81,7 +81,7 @@ class _ClosingReader:
 
 
 def select_whole_tensors(checkpoint: OpenedCheckpoint) -> dict[str, WantedTensor]:
-    """Every tensor by its stored name."""
+    """Select every tensor by its stored name."""
     from shardctl.verify.load import WantedTensor
 
     return {
@@ -91,7 +91,7 @@ def select_whole_tensors(checkpoint: OpenedCheckpoint) -> dict[str, WantedTensor
 
 
 def select_rank_tensors(checkpoint: OpenedCheckpoint, rank: int) -> dict[str, WantedTensor]:
-    """What one rank computes with, by stored name."""
+    """Select what one rank computes with, by stored name."""
     from shardctl.verify.load import WantedTensor
 
     mesh = checkpoint.record.mesh if checkpoint.record else None
@@ -108,7 +108,7 @@ def select_rank_tensors(checkpoint: OpenedCheckpoint, rank: int) -> dict[str, Wa
 
 
 def list_expert_names(checkpoint: OpenedCheckpoint) -> frozenset[str]:
-    """The stored names of what ep divides, where the model is known."""
+    """List the stored names of what ep divides, where the model is known."""
     if checkpoint.model is None:
         return frozenset()
     return rank_files.list_expert_arrays(checkpoint.manifest, checkpoint.model)

@@ -33,7 +33,7 @@ class MeshFlags:
     ] = None
 
     def make_value(self) -> Mesh | None:
-        """The mesh that was asked for, if one was; raises UsageError for a text beside degrees."""
+        """Return the mesh that was asked for, if one was; raises UsageError for a text beside degrees."""
         degrees: dict[str, int | None] = {axis: getattr(self, axis) for axis in (*AXES, *EXPERT_AXES)}
         given = {axis: degree for axis, degree in degrees.items() if degree is not None}
         if self.mesh is None:

@@ -34,7 +34,7 @@ class PlanAdvice:
 
 
 def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> PlanAdvice:
-    """What to change; nothing where it fits, or where nobody knows whether it does.
+    """Return what to change; nothing where it fits, or where nobody knows whether it does.
 
     Of a partial estimate, changes are estimated as partially: what they reach is the least that is needed.
     """
@@ -62,7 +62,7 @@ def advise_plan(about: EstimatedModel, mesh: Mesh, seen: WorkloadEstimate) -> Pl
 
 
 def _find_fewest_by_type(about: EstimatedModel, seen: WorkloadEstimate, budget: int) -> tuple[FewestDevices, ...]:
-    """How few devices each type needs; nothing for a model that is quantised already."""
+    """Find how few devices each type needs; nothing for a model that is quantised already."""
     assert seen.device is not None  # noqa: S101 - somebody asked whether it fits
 
     def estimator(inventory: TensorInventory) -> Callable[[Mesh, tuple[int, ...]], MeshEstimate]:

@@ -46,7 +46,7 @@ class EstimatedModel:
     """In which arrays the weights would be if someone quantised them: then their bytes are not counted but modelled."""
 
     def if_quantised(self, name: str | None) -> EstimatedModel:
-        """The same model as if its linear weights were in the type `name`; itself for None.
+        """Return the same model as if its linear weights were in the type `name`; itself for None.
 
         Raises UsageError for an unknown type, and for a model that is quantised already.
         """
@@ -58,7 +58,7 @@ class EstimatedModel:
 def build_estimated_model(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, *, trained: bool = False
 ) -> EstimatedModel:
-    """The tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
+    """Build the tensors of a checkpoint by kind, as `reshard_options` would write them, and what its model is made of.
 
     `trained` takes codes of quantised weights for the weights that they stand for, which is what can be trained.
     """
@@ -94,14 +94,14 @@ def _build_untabled_inventory(
 
 
 def has_coded_weights(checkpoint: OpenedCheckpoint) -> bool:
-    """Whether codes are stored, of which the config says what weights they stand for."""
+    """Return whether codes are stored, of which the config says what weights they stand for."""
     return checkpoint.model is not None and is_quantised(checkpoint.model, checkpoint.config)
 
 
 def _build_dequantised_model(
     checkpoint: OpenedCheckpoint, have: Manifest, reshard_options: ReshardOptions
 ) -> EstimatedModel:
-    """The model as it was before it was quantised."""
+    """Build the model as it was before it was quantised."""
     model = checkpoint.require_model("a plan of training")
     plain = list_meant_parameters(model, checkpoint.config or {}, have.tensors)
     dtypes = {t.name: FLOATS.get(reshard_options.dtype, t.dtype) for t in plain}
@@ -115,7 +115,10 @@ def _build_dequantised_model(
 def _choose_activation_dtype(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, inventory: TensorInventory
 ) -> str:
-    """The type that is asked for, else the declared one; of a config that declares none, that of most weights."""
+    """Choose the type that is asked for, else the declared one.
+
+    Of a config that declares none, that of most weights.
+    """
     if reshard_options.dtype in FLOATS:
         return FLOATS[reshard_options.dtype].name
     if checkpoint.config is None:

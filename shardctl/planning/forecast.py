@@ -79,7 +79,7 @@ BUSY: Final = 0.9
 def estimate_workload(
     about: EstimatedModel, mesh: Mesh, stages: tuple[int, ...], plan_options: PlanOptions | None
 ) -> WorkloadEstimate:
-    """What every rank of `mesh` needs; without a purpose, the weights alone.
+    """Estimate what every rank of `mesh` needs; without a purpose, the weights alone.
 
     Raises CutError for a mesh that does not fit the tensors, UsageError for options that contradict each other,
     SourceError for measurements that cannot be read.
@@ -126,7 +126,7 @@ def estimate_workload(
 
 
 def _add_offload(seen: WorkloadEstimate, about: EstimatedModel, work: TrainingWorkload, mesh: Mesh) -> WorkloadEstimate:
-    """With what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
+    """Add what must be moved between tiers, and what the nodes have there; the reference where no speed is known."""
     if work.offload == "none":
         return seen
     on = seen.device if seen.device is not None and seen.device.timed else get_device(REFERENCE)
@@ -147,7 +147,7 @@ def estimate_needs(
     *,
     passes: bool = True,
 ) -> MeshEstimate:
-    """What the ranks of `holdings` need, without `passes` but for activations.
+    """Estimate what the ranks of `holdings` need, without `passes` but for activations.
 
     The weights of a model that nobody has quantised yet are modelled.
     """
@@ -169,7 +169,7 @@ def estimate_needs(
 def calibrate_from_log(
     about: EstimatedModel, work: TrainingWorkload, mesh: Mesh, log: Path | FittedCalibration
 ) -> FittedCalibration:
-    """What the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
+    """Return what the peaks of a log make of the estimate; `work` and `mesh` are what its lines leave out.
 
     Raises SourceError for a log that cannot be read, and UsageError for one that nothing can be fitted to.
     """
@@ -192,7 +192,7 @@ def calibrate_from_log(
 
 
 def apply_calibration(estimate: MeshEstimate, calibration: FittedCalibration | None) -> MeshEstimate:
-    """The estimate with fitted coefficients, if any are."""
+    """Return the estimate with fitted coefficients, if any are."""
     if calibration is None:
         return estimate
     ranks = tuple(replace(rank, terms=calibration.apply(rank.terms)) for rank in estimate.ranks)

@@ -61,7 +61,7 @@ class MeshExploration:
     """What measured peaks made of the estimates."""
 
     def compared(self, plan_options: PlanOptions, mesh: Mesh) -> PlanOptions:
-        """The purpose as `mesh` was compared for it: in training with as many microbatches as equal steps take."""
+        """Return the options as `mesh` was compared for: in training with as many microbatches as equal steps take."""
         if self.sequences is None:
             return plan_options
         many = count_microbatches(mesh, self.sequences, plan_options.batch or 1)
@@ -82,30 +82,30 @@ class MeshExplorer:
     """What measured peaks make of estimates."""
 
     def law(self) -> AllowedDegrees:
-        """Which degrees the model allows."""
+        """Return which degrees the model allows."""
         return AllowedDegrees(
             self.about.inventory, self.work.sequence if isinstance(self.work, TrainingWorkload) else None
         )
 
     def space(self) -> SearchSpace:
-        """What is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
+        """Return what is tried; where dp ranks share all that fsdp ranks do, one of the two axes is enough."""
         if not isinstance(self.work, TrainingWorkload):
             return SearchSpace(SERVING, self.device.per_node, stored=True)
         return SearchSpace(TRAINING - {"fsdp"} if self.work.zero == _SHARE_ALL else TRAINING, self.device.per_node)
 
     def work_on(self, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
-        """What a mesh does: in training, meshes of as many ranks take as many sequences a step."""
+        """Return what a mesh does: in training, meshes of as many ranks take as many sequences a step."""
         if not isinstance(self.work, TrainingWorkload):
             return self.work
         return set_equal_tokens(self.work, mesh, count_step_sequences(self.work, mesh.world))
 
     def estimate(self, mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
-        """What the heaviest rank of each stage needs."""
+        """Return what the heaviest rank of each stage needs."""
         ranks = {one.ranks[0].holding.stage: one.ranks[0] for one in self.glances(mesh, stages)}
         return MeshEstimate(tuple(ranks[stage] for stage in range(len(stages))))
 
     def glances(self, mesh: Mesh, stages: tuple[int, ...]) -> Iterator[MeshEstimate]:
-        """The same stage by stage: the first holds most microbatches, and the last has the head."""
+        """Yield the same stage by stage: the first holds most microbatches, and the last has the head."""
         found, last = self.known.setdefault(mesh, {}), len(stages) - 1
         held = self.heaviest.hold(mesh, stages, most=1) if not found else ()
         for stage in dict.fromkeys((0, last, *range(1, last))):
@@ -117,7 +117,7 @@ class MeshExplorer:
             yield MeshEstimate((found[stage],))
 
     def _known(self, held: tuple[RankHolding, ...], mesh: Mesh, stages: tuple[int, ...]) -> MeshEstimate:
-        """What the ranks of `held` need.
+        """Return what the ranks of `held` need.
 
         Raises UsageError, as for a mesh that is not possible, where that is not known though it is of one device; and
         UnsupportedError where it is of no mesh.
@@ -131,7 +131,10 @@ class MeshExplorer:
             raise UsageError(error.message, hint=error.hint) from error
 
     def once(self, *, expert: bool) -> int:
-        """Bytes of states that training has once at least, of experts or of all else; 0 if they are not on devices."""
+        """Return bytes of states that training has once at least, of experts or of all else.
+
+        0 if they are not on devices.
+        """
         kinds = tuple(kind for kind in self.about.inventory.kinds if kind.spec.of_expert == expert)
         if not isinstance(self.work, TrainingWorkload) or self.work.offload != "none" or not kinds:
             return 0
@@ -146,7 +149,7 @@ class MeshExplorer:
         return sum(t.low for t in terms if (t.exact or lasts) and t.category in _STATES and t.tier == "device")
 
     def floor(self, dense: int, expert: int) -> Callable[[Mesh], int]:
-        """Of a mesh, the states that some rank must have: the mean over all, of `dense` and `expert` bytes once."""
+        """Return the states that some rank of a mesh must have: the mean of `dense` and `expert` bytes over all."""
         shared = isinstance(self.work, TrainingWorkload) and self.work.zero > 0
 
         def floor(mesh: Mesh) -> int:
@@ -157,7 +160,7 @@ class MeshExplorer:
         return floor
 
     def passing(self, floor: Callable[[Mesh], int]) -> Callable[[Mesh, tuple[int, ...]], int] | None:
-        """Of a mesh, the activations that its first stage must have, and where that is the only one, its states, too.
+        """Return the activations that a mesh's first stage must have, and if it is the only one, its states, too.
 
         None where activations are not what the formulas say, or not known.
         """
@@ -182,7 +185,7 @@ class MeshExplorer:
         return passing
 
     def price(self, mesh: Mesh, _stages: tuple[int, ...], estimate: MeshEstimate) -> MeshCost:
-        """What a mesh costs, for a model whose layers are described."""
+        """Return what a mesh costs, for a model whose layers are described."""
         assert self.about.anatomy is not None  # noqa: S101 - there is work only for those
         work = self.work_on(mesh)
         assert work is not None  # noqa: S101
@@ -223,5 +226,5 @@ def explore_meshes(about: EstimatedModel, plan_options: PlanOptions, mesh: Mesh 
 
 
 def count_step_sequences(work: TrainingWorkload, devices: int) -> int:
-    """The sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
+    """Count the sequences of one optimizer step on `devices`: as many for each as if all were data-parallel."""
     return devices * work.micro_batch * (work.microbatches or 1)

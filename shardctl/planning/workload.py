@@ -26,14 +26,14 @@ USUAL_CONTEXT: Final = 8192
 
 
 def decide_use(options: PlanOptions, mesh: Mesh) -> Use:
-    """What the devices are for: as said, else training where something is asked that only training has."""
+    """Return what the devices are for: as said, else training where something is asked that only training has."""
     if options.use is not None:
         return options.use
     return "train" if mesh.degree("fsdp") > 1 or given_options(options, HelpPanel.TRAINING) else "serve"
 
 
 def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> ServingWorkload | TrainingWorkload | None:
-    """What the devices do, with the defaults that the model decides; None to serve one that is not described.
+    """Return what the devices do, with the defaults that the model decides; None to serve one that is not described.
 
     Raises UsageError for options that contradict each other.
     """
@@ -71,7 +71,7 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
 
 
 def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> ServingWorkload:
-    """The work of serving a model that is described; raises UsageError for what it has not."""
+    """Build the work of serving a model that is described; raises UsageError for what it has not."""
     assert about.anatomy is not None  # noqa: S101 - there is no serving of others
     if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
         raise UsageError("--encoder-len needs a model with an encoder and a decoder", hint="leave it out")
@@ -96,7 +96,7 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> 
 
 
 def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) -> TrainingWorkload:
-    """The work of training; what was not asked for is as `TrainingWorkload` has it."""
+    """Build the work of training; what was not asked for is as `TrainingWorkload` has it."""
     computes = about.dtype if about.dtype in {"F16", "BF16"} else "BF16"
     usual = TrainingWorkload(sequence=tokens, micro_batch=options.batch or 1, dtype=computes)
     stages = _choose_value(options.virtual_stages, usual.virtual_stages)
@@ -124,12 +124,12 @@ def _build_training(options: PlanOptions, about: EstimatedModel, tokens: int) ->
 
 
 def _choose_value(value: Value | None, usual: Value) -> Value:
-    """What was asked for, else what is usual."""
+    """Choose what was asked for, else what is usual."""
     return usual if value is None else value
 
 
 def _check_no_codes(about: EstimatedModel) -> None:
-    """Raises UsageError for matrices of codes where nobody knows which weights they stand for."""
+    """Raise UsageError for matrices of codes where nobody knows which weights they stand for."""
     for kind in about.inventory.kinds:
         if kind.matrix and kind.dtype.name not in {*FLOATING, "I64", "BOOL"}:
             raise UsageError(

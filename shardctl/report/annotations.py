@@ -21,7 +21,7 @@ MOST: Final = 10
 
 
 def format_github_annotations(verified: VerifyResult) -> str:
-    """At most ten lines, errors first; the last of ten says how many more there are."""
+    """Format at most ten lines, errors first; the last of ten says how many more there are."""
     lines = list(_list_lines(verified))
     if len(lines) > MOST:
         rest = len(lines) - MOST + 1

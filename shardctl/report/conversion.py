@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
-    """Where the result is, what it holds, and what proves it."""
+    """Render where the result is, what it holds, and what proves it."""
     return Group(
         render_line(done.destination, "bold"),
         render_table(_list_facts(done, seconds), indent=2),
@@ -30,12 +30,12 @@ def render_conversion(done: ReshardResult, seconds: float) -> RenderableType:
 
 
 def render_contribution(done: ContributeResult, seconds: float) -> RenderableType:
-    """What one worker wrote, and who is still missing."""
+    """Render what one worker wrote, and who is still missing."""
     return Group(render_line(done.destination, "bold"), render_table(_list_part_facts(done, seconds), indent=2))
 
 
 def render_finished(done: FinishResult, seconds: float) -> RenderableType:
-    """What the parts of all workers became."""
+    """Render what the parts of all workers became."""
     return Group(
         render_line(done.destination, "bold"),
         render_table(_list_whole_facts(done, seconds), indent=2),

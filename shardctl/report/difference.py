@@ -18,7 +18,7 @@ _STYLES: Final = {"only_in_a": "red", "only_in_b": "green"}
 
 
 def render_difference(diffed: DiffResult) -> RenderableType:
-    """``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
+    """Render ``-`` only in the first, ``+`` only in the second, ``~`` in both and not the same."""
     return Group(
         *(render_line(_format_change(change), _STYLES.get(change.kind, "")) for change in diffed.changes),
         render_line(_format_summary(diffed)),

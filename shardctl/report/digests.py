@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def render_digests(digested: DigestResult, *, tensors: bool = False) -> RenderableType:
-    """One line for the checkpoint, as the last; before it, on request, one for each tensor."""
+    """Render one line for the checkpoint, as the last; before it, on request, one for each tensor."""
     lines = []
     if tensors:
         lines = [f"{row.digest}  {row.dtype}  {list(row.shape)}  {name}" for name, row in digested.tensors.items()]

@@ -25,12 +25,12 @@ Document = dict[str, Any]
 
 
 def format_schema_name(verb: str) -> str:
-    """The name and version of a verb's document."""
+    """Format the name and version of a verb's document."""
     return f"shardctl.{verb}/1"
 
 
 def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> Document:
-    """What `inspect` says."""
+    """Build what `inspect` says."""
     document = build_document_head("inspect") | {
         "path": found.path,
         "format": found.format,
@@ -92,7 +92,7 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
 
 
 def build_progress_document(meter: TransferMeter) -> Document:
-    """How far `reshard` is; every record but the last."""
+    """Build how far `reshard` is; every record but the last."""
     return {
         "schema": format_schema_name("reshard"),
         "status": "running",
@@ -107,7 +107,7 @@ def build_progress_document(meter: TransferMeter) -> Document:
 
 
 def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
-    """What `reshard` did."""
+    """Build what `reshard` did."""
     record = done.record
     return build_document_head("reshard") | {
         "dry_run": False,
@@ -133,12 +133,12 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
 
 
 def _build_hashes_document(proofs: FileProofs) -> Document:
-    """Which files were compared with the hashes that their place promises, and why others were not."""
+    """Build which files were compared with the hashes that their place promises, and why others were not."""
     return {"verified": sorted(proofs.verified), "unverified": dict(sorted(proofs.unverified.items()))}
 
 
 def build_contribution_document(done: ContributeResult, seconds: float) -> Document:
-    """What one worker did."""
+    """Build what one worker did."""
     part = done.part
     return build_document_head("reshard") | {
         "dry_run": False,
@@ -159,7 +159,7 @@ def build_contribution_document(done: ContributeResult, seconds: float) -> Docum
 
 
 def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "finish") -> Document:
-    """What was made of the parts of all workers."""
+    """Build what was made of the parts of all workers."""
     record = done.record
     return build_document_head(verb) | {
         "destination": str(done.destination),
@@ -183,7 +183,7 @@ def build_finish_document(done: FinishResult, seconds: float, *, verb: str = "fi
 
 
 def build_verify_document(result: VerifyResult) -> Document:
-    """What `verify` found."""
+    """Build what `verify` found."""
     return build_document_head("verify", answer=result.ok) | {
         "path": result.path,
         "against": result.against,
@@ -224,7 +224,7 @@ def _build_level_document(level: LevelResult) -> Document:
 
 
 def _build_forward_document(result: ForwardResult) -> Document:
-    """What a forward pass found; a distance that is infinite, because nothing could be compared, is null."""
+    """Build what a forward pass found; a distance that is infinite, because nothing could be compared, is null."""
     worst, bounds, generated, opinion = result.worst, result.tolerance, result.generated, result.opinion
     return {
         "engine": result.engine,
@@ -254,7 +254,7 @@ def _as_finite(number: float) -> float | None:
 
 
 def build_diff_document(result: DiffResult) -> Document:
-    """How two checkpoints differ."""
+    """Build how two checkpoints differ."""
     return build_document_head("diff", answer=not result.changes) | {
         "a": result.a,
         "b": result.b,
@@ -267,7 +267,7 @@ def build_diff_document(result: DiffResult) -> Document:
 
 
 def build_digest_document(result: DigestResult, *, tensors: bool = False) -> Document:
-    """The digest of a checkpoint."""
+    """Build the digest of a checkpoint."""
     document = build_document_head("digest") | {
         "path": result.path,
         "digest": result.digest,
@@ -281,12 +281,12 @@ def build_digest_document(result: DigestResult, *, tensors: bool = False) -> Doc
 
 
 def build_document_head(verb: str, *, answer: bool = True) -> Document:
-    """What every document begins with."""
+    """Build what every document begins with."""
     return {"schema": format_schema_name(verb), "status": "ok" if answer else "no", "exit_code": 0 if answer else 3}
 
 
 def build_mesh_fields(mesh: Mesh | None) -> Document | None:
-    """The degrees of a mesh and its number of ranks."""
+    """Build the degrees of a mesh and its number of ranks."""
     if mesh is None:
         return None
     degrees = dict(mesh.axes) | {axis: mesh.degree(axis) for axis in EXPERT_AXES}

@@ -33,11 +33,11 @@ class FailureReport:
     exit_code: int
 
     def lines(self) -> str:
-        """Two lines, whatever the message holds."""
+        """Return two lines, whatever the message holds."""
         return f"error: {escape_control_characters(self.message)}\nhint:  {escape_control_characters(self.hint)}\n"
 
     def document(self, schema: str) -> dict[str, Any]:
-        """The last record of a run that failed."""
+        """Return the last record of a run that failed."""
         return {
             "schema": schema,
             "status": "error",
@@ -48,7 +48,7 @@ class FailureReport:
 
 
 def describe_failure(error: BaseException) -> FailureReport:
-    """What to say about an error; one of another kind is a bug, unless the system's message is enough."""
+    """Return what to say about an error; one of another kind is a bug, unless the system's message is enough."""
     if isinstance(error, ShardctlError):
         hint = error.hint or _HINTS.get(error.exit_code, _BUG)
         if isinstance(error, UnsupportedError) and not error.hint:
@@ -66,5 +66,5 @@ def describe_failure(error: BaseException) -> FailureReport:
 
 
 def format_warning(message: str) -> str:
-    """A warning's line."""
+    """Format a warning's line."""
     return f"warning: {escape_control_characters(message)}\n"

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 
 def render_line(text: object, style: str = "") -> Text:
-    """One line, however wide the terminal is: a path that is copied must come out whole."""
+    """Render one line, however wide the terminal is: a path that is copied must come out whole."""
     return Text(escape_control_characters(str(text)), style=style)
 
 
 def render_table(rows: Iterable[Iterable[object]], *, right: frozenset[int] = frozenset(), indent: int = 0) -> Table:
-    """Aligned columns without lines; those of `right` are aligned to the right; a cell may be such a line itself."""
+    """Render aligned columns without lines.
+
+    Those of `right` are aligned to the right; a cell may be such a line itself.
+    """
     cells = [[cell if isinstance(cell, Text) else render_line(cell) for cell in row] for row in rows]
     grid = Table.grid(padding=(0, 2, 0, 0))
     if indent:

@@ -69,7 +69,7 @@ def _escape_controls(value: object) -> object:
 
 
 def _collect_facts(planned: PlanResult) -> dict[str, Any]:
-    """Everything that the template names, but for what it reads off the plan itself."""
+    """Collect everything that the template names, but for what it reads off the plan itself."""
     seen, mesh = planned.forecast, planned.mesh
     estimate, strategies = seen.estimate, seen.strategies
     world = f"{mesh} = {format_plural(mesh.world, 'rank')}" if mesh.world > 1 else "one device"
@@ -148,7 +148,7 @@ def _summarise_group(ranks: list[RankEstimate], shown: list[Category]) -> _RankG
 
 
 def _group_ranks(estimate: MeshEstimate) -> list[list[RankEstimate]]:
-    """Ranks of one stage that need the same of everything."""
+    """Return ranks of one stage that need the same of everything."""
     groups: dict[tuple[object, ...], list[RankEstimate]] = {}
     for rank in estimate.ranks:
         key = (rank.holding.stage, *((term.name, term.nbytes) for term in rank.terms))
@@ -157,7 +157,7 @@ def _group_ranks(estimate: MeshEstimate) -> list[list[RankEstimate]]:
 
 
 def _list_cells(mesh: Mesh, estimate: MeshEstimate) -> list[tuple[int, str, int]]:
-    """Number, label and bytes of each rank that is drawn."""
+    """List number, label and bytes of each rank that is drawn."""
     needs = {build_holding_key(r.holding.coordinate): r.total().nbytes for r in estimate.ranks}
     ranks = range(min(mesh.world, _DRAWN)) if mesh.world > 1 else ()
     coordinates = ((rank, mesh.coordinate(rank)) for rank in ranks)

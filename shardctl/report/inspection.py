@@ -22,7 +22,7 @@ _FILES_SHOWN = 8
 
 
 def render_inspection(found: InspectResult, *, tensors: bool = False, rules: bool = False) -> RenderableType:
-    """A checkpoint in a dozen lines; on request each tensor, and each rule in force."""
+    """Render a checkpoint in a dozen lines; on request each tensor, and each rule in force."""
     parts: list[RenderableType] = [render_line(found.path, "bold"), render_table(_list_facts(found), indent=2)]
     if tensors:
         parts += ["", _render_tensors(found.tensors)]
@@ -32,7 +32,7 @@ def render_inspection(found: InspectResult, *, tensors: bool = False, rules: boo
 
 
 def _list_file_facts(found: InspectResult) -> Iterator[tuple[str, str]]:
-    """Where the files are, and how they divide the model."""
+    """List where the files are, and how they divide the model."""
     if found.address:
         yield "address", found.address
     yield "format", f"{found.format}, {format_plural(len(found.files), 'file')}, {format_file_size(found.file_bytes)}"
@@ -110,7 +110,7 @@ def _render_rules(rules: Iterable[RuleRow]) -> RenderableType:
 
 
 def _format_dims(rule: RuleRow) -> str:
-    """Each dim with the axes that cut it, such as ``out/tp in/fsdp``, and the axis that divides the tensors whole."""
+    """Format each dim with the axes that cut it, such as ``out/tp in/fsdp``, and the axis that divides tensors."""
     words = rule.dims.split() or [f"dim{number}" for number in range(len(rule.axes))]
     cut = ["/".join((word, *axes)) for word, axes in zip(words, rule.axes, strict=False)]
     return " ".join([*cut, f"whole/{rule.divides}"] if rule.divides else cut)

@@ -18,7 +18,7 @@ _NOT_XML: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U001
 
 
 def build_junit_report(verified: VerifyResult) -> bytes:
-    """The document, in UTF-8."""
+    """Build the document, in UTF-8."""
     root = ET.Element("testsuites", name="shardctl verify")
     totals = {"tests": 0, "failures": 0, "skipped": 0, "errors": 0}
     for level in verified.levels:

@@ -42,14 +42,14 @@ _GAP: Final = 2
 
 
 def format_amount(sum_: MemorySum) -> str:
-    """A number of bytes, with the interval to be expected if it is modelled."""
+    """Format a number of bytes, with the interval to be expected if it is modelled."""
     if sum_.exact:
         return f"{format_memory_size(sum_.nbytes)} (exact)"
     return f"{format_memory_size(sum_.nbytes)} ({format_memory_size(sum_.low)} to {format_memory_size(sum_.high)})"
 
 
 def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:
-    """A bar for the heaviest rank of each stage, and the legend; shorter if a terminal has few `columns`."""
+    """Render a bar for the heaviest rank of each stage, and the legend; shorter if a terminal has few `columns`."""
     full = max([estimate.budget or 0, *(rank.total().nbytes for rank in estimate.distinct)], default=0)
     rows = []
     for rank in list_heaviest_ranks(estimate):
@@ -68,7 +68,7 @@ def render_bars(estimate: MeshEstimate, columns: int | None = None) -> list[Rend
 
 
 def list_heaviest_ranks(estimate: MeshEstimate) -> list[RankEstimate]:
-    """Of each stage the rank that needs most."""
+    """List the rank of each stage that needs most."""
     stages: dict[int, RankEstimate] = {}
     for rank in estimate.distinct:
         known = stages.get(rank.holding.stage)
@@ -78,7 +78,7 @@ def list_heaviest_ranks(estimate: MeshEstimate) -> list[RankEstimate]:
 
 
 def _render_bar(rank: RankEstimate, full: int, budget: int | None, long: int) -> Text:
-    """`long` characters for `full` bytes; each category is rounded where it ends, so that the whole is right."""
+    """Render `long` characters for `full` bytes; each category is rounded where it ends, so that the whole is right."""
     bar, ends = Text(), 0
     place = 0
     for category in CATEGORIES:
@@ -95,7 +95,7 @@ def _render_bar(rank: RankEstimate, full: int, budget: int | None, long: int) ->
 
 
 def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None = None) -> list[RenderableType]:
-    """The mesh, one line of ranks for each outer coordinate, with what each rank needs.
+    """Render the mesh, one line of ranks for each outer coordinate, with what each rank needs.
 
     On a terminal of so many `columns` a line goes on in the next where it has no room for all its ranks.
     """
@@ -126,7 +126,7 @@ def render_mesh_picture(mesh: Mesh, estimate: MeshEstimate, columns: int | None 
 
 
 def render_terms(rank: RankEstimate) -> RenderableType:
-    """Every addend of one rank, with its formula, its inputs and its source."""
+    """Render every addend of one rank, with its formula, its inputs and its source."""
     rows: list[Sequence[object]] = [("term", "bytes", "", "formula, with inputs and source")]
     for term in rank.terms:
         if not term.high:
@@ -152,7 +152,7 @@ def _format_explanation(formula: str, inputs: Iterable[tuple[str, float | str]])
 
 
 def format_number(value: float | str) -> str:
-    """The value of a symbol; counts that were reckoned with as floats are shown as counts.
+    """Format the value of a symbol; counts that were reckoned with as floats are shown as counts.
 
     >>> format_number(2147483648.0), format_number(0.5), format_number(5.5), format_number("tp")
     ('2,147,483,648', '0.5', '5.5', 'tp')
@@ -163,7 +163,7 @@ def format_number(value: float | str) -> str:
 
 
 def render_kinds(rank: RankEstimate) -> RenderableType:
-    """Every kind of tensor that one rank holds a part of, layers taken together: exact, from headers."""
+    """Render every kind of tensor that one rank holds a part of, layers taken together: exact, from headers."""
     groups: dict[tuple[object, ...], list[HeldPart]] = {}
     for part in rank.holding.parts:
         kind = part.kind

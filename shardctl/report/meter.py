@@ -106,7 +106,7 @@ class TransferMeter:
         return max(self.total_bytes - self.done_bytes, 0) / self.rate
 
     def is_line_due(self) -> bool:
-        """Whether it is time for a line: 5 % or 30 s after the last; if so, it counts as said."""
+        """Return whether it is time for a line: 5 % or 30 s after the last; if so, it counts as said."""
         since = self._clock() - self._said_at
         news = self.done_bytes - self._said_bytes
         stepped = self.total_bytes and news * _STEP >= self.total_bytes and since >= _BREATH
@@ -116,7 +116,7 @@ class TransferMeter:
         return True
 
     def format_line(self, verb: str, held: int) -> str:
-        """All of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""
+        """Format all of it in one plain line; `held` is the memory in use in bytes, 0 if not known."""
         parts = [format_file_size(self.done_bytes)]
         if self.total_bytes:
             parts[0] += (

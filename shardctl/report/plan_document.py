@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def build_plan_document(result: PlanResult) -> Document:
-    """What `plan` says."""
+    """Build what `plan` says."""
     return build_document_head("plan", answer=result.fits) | build_plan_fields(result)
 
 
 def build_rehearsal_document(result: PlanResult, destination: str) -> Document:
-    """What `reshard --dry-run` says."""
+    """Build what `reshard --dry-run` says."""
     return build_document_head("reshard") | {
         "dry_run": True,
         "destination": destination,
@@ -36,7 +36,7 @@ def build_rehearsal_document(result: PlanResult, destination: str) -> Document:
 
 
 def build_plan_fields(result: PlanResult) -> Document:
-    """The plan itself, for `plan` and for `reshard --dry-run`."""
+    """Build the plan itself, for `plan` and for `reshard --dry-run`."""
     groups: list[tuple[MemoryTerm, ...]] = []
     places = []
     for need in result.forecast.estimate.ranks:
@@ -86,7 +86,7 @@ def build_plan_fields(result: PlanResult) -> Document:
 
 
 def _build_needs(terms: tuple[MemoryTerm, ...]) -> Document:
-    """What each of some ranks needs, by tier and term by term; of what is on the device always."""
+    """Build what each of some ranks needs, by tier and term by term; of what is on the device always."""
     tiers: tuple[Tier, ...] = ("device", "host", "nvme")
     sums = {tier: sum_terms(terms, tier) for tier in tiers}
     totals = {

@@ -31,7 +31,7 @@ _BAR: Final = 24
 
 
 def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | None = None) -> RenderableType:
-    """The checkpoint and its mesh in one line, then stages, ranks, what they need, and the cost of the conversion.
+    """Render the checkpoint and its mesh in one line, then stages, ranks, their needs, and the conversion's cost.
 
     `columns` are those of a terminal; without, bars and pictures are as wide as they are.
     """
@@ -55,7 +55,7 @@ def render_plan(planned: PlanResult, detail: Detail = "rank", columns: int | Non
 
 
 def _render_needs(planned: PlanResult, detail: Detail, columns: int | None) -> list[RenderableType]:
-    """What the ranks need for the purpose, and whether it fits."""
+    """Render what the ranks need for the purpose, and whether it fits."""
     seen = planned.forecast
     if seen.work is None:
         why = f"memory besides weights is not modelled: {seen.unmodelled}" if seen.unmodelled else ""
@@ -82,13 +82,13 @@ _STYLES: Final = {True: "bold green", False: "bold red", None: ""}
 
 
 def format_beyond_positions(seen: WorkloadEstimate) -> str:
-    """A remark where sequences are longer than those that the model was made for; else empty."""
+    """Format a remark where sequences are longer than those that the model was made for; else empty."""
     asked = seen.work.context if isinstance(seen.work, ServingWorkload) else seen.work.sequence if seen.work else 0
     return f" (the model was made for {seen.positions:,})" if seen.positions and asked > seen.positions else ""
 
 
 def format_room(seen: WorkloadEstimate) -> str:
-    """What would fit instead, in serving; empty where nothing would."""
+    """Format what would fit instead, in serving; empty where nothing would."""
     work, length, batch = seen.work, seen.longest_context, seen.largest_batch
     if not isinstance(work, ServingWorkload) or (length is None and batch is None):
         return ""
@@ -105,7 +105,7 @@ def format_room(seen: WorkloadEstimate) -> str:
 
 
 def format_plan_verdict(planned: PlanResult) -> str:
-    """Which rank needs most, and whether it fits."""
+    """Format which rank needs most, and whether it fits."""
     estimate, device = planned.forecast.estimate, planned.forecast.device
     rank = estimate.binding
     place = f" ({rank.holding.label})" if rank.holding.label != "only" else ""
@@ -122,7 +122,7 @@ def format_plan_verdict(planned: PlanResult) -> str:
 
 
 def list_offload_lines(seen: WorkloadEstimate) -> list[str]:
-    """What training has offloaded, and how fast that must move."""
+    """List what training has offloaded, and how fast that must move."""
     found = [f"offloaded to {tier}: {format_amount(some)} in a node" for tier, some in seen.nodes.items()]
     for need in seen.links:
         rate = f"{need.bandwidth / GB:,.1f} GB/s"
@@ -193,7 +193,7 @@ def _render_ranks(planned: PlanResult) -> RenderableType:
 
 
 def _build_rank_key(rank: RankPlan) -> tuple[int, ...]:
-    """What ranks of one line have in common."""
+    """Build what ranks of one line have in common."""
     return rank.coordinate.get("pp", 0), rank.tensors, rank.weight_bytes, rank.file_bytes
 
 
@@ -219,7 +219,7 @@ def _format_conversion(planned: PlanResult) -> str:
 
 
 def format_workload(planned: PlanResult) -> str:
-    """What the devices do, in one line; empty if only the weights are stated."""
+    """Format what the devices do, in one line; empty if only the weights are stated."""
     work = planned.forecast.work
     if work is None:
         return ""

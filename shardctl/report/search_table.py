@@ -22,7 +22,7 @@ _REJECTED: Final = 6
 
 
 def render_ranking(explored: MeshExploration, *, everything: bool = False) -> list[RenderableType]:
-    """The meshes that fit, the cheapest first, with what their time is spent on; and why others do not."""
+    """Render the meshes that fit, the cheapest first, with what their time is spent on; and why others do not."""
     found = explored.found
     most = None if everything else _RANKED
     parts: list[RenderableType] = []
@@ -57,7 +57,7 @@ def render_ranking(explored: MeshExploration, *, everything: bool = False) -> li
 
 
 def _select_rejections(rejected: Sequence[MeshRejection], most: int) -> Sequence[MeshRejection]:
-    """The first of those that are not possible, and of those that are too large, at least half of `most` of each."""
+    """Select the first of what is not possible and of what is too large, at least half of `most` of each."""
     large = [one for one in rejected if one.why == "memory"]
     others = [one for one in rejected if one.why != "memory"][: max(most // 2, most - len(large))]
     return [*others, *large[: most - len(others)]]
@@ -67,7 +67,7 @@ _HEAD: Final = ("mesh", "memory", "to spare", "time", "per token", "of which")
 
 
 def build_candidate_row(one: MeshCandidate) -> Sequence[str]:
-    """A mesh: what its heaviest rank needs and has to spare, its time, and what that is spent on."""
+    """Build a mesh: what its heaviest rank needs and has to spare, its time, and what that is spent on."""
     spare = format_memory_size(one.slack) if one.estimate.budget is not None else ""
     if one.cost is None:
         return str(one.mesh), format_memory_size(one.peak), spare, "", "", ""
@@ -82,7 +82,7 @@ def build_candidate_row(one: MeshCandidate) -> Sequence[str]:
 
 
 def _format_shares(cost: MeshCost) -> str:
-    """What takes a percent of the time or more, the most first."""
+    """Format what takes a percent of the time or more, the most first."""
     names = dict.fromkeys(share.name for share in cost.shares)
     whole = cost.seconds or 1.0
     rows = sorted(((100 * cost.share(name) / whole, name) for name in names), reverse=True)
@@ -90,7 +90,7 @@ def _format_shares(cost: MeshCost) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """A span from microseconds to days.
+    """Format a span from microseconds to days.
 
     >>> _format_time(0.0000123), _format_time(0.0456), _format_time(3.2)
     ('12.3 us', '45.6 ms', '3.20 s')

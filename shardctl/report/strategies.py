@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def render_comparison(strategies: Sequence[ShardingStrategy]) -> list[RenderableType]:
-    """What plain data parallelism and each stage of ZeRO leave on a device, and what they send."""
+    """Render what plain data parallelism and each stage of ZeRO leave on a device, and what they send."""
     devices = int(strategies[0].inputs["N"])
     head = f"states of the model on each of {format_plural(devices, 'device')}, by nothing but data parallelism"
     rows = [("", "memory", "reduction", "sent each step", "", "formula")]
@@ -31,7 +31,7 @@ def render_comparison(strategies: Sequence[ShardingStrategy]) -> list[Renderable
 
 
 def render_advice(counsel: PlanAdvice) -> list[RenderableType]:
-    """What was tried where it does not fit, and how few devices each type needs."""
+    """Render what was tried where it does not fit, and how few devices each type needs."""
     parts: list[RenderableType] = []
     if counsel.advice:
         parts.append(render_line("what would have to change (each tried)", "bold"))
@@ -43,7 +43,7 @@ def render_advice(counsel: PlanAdvice) -> list[RenderableType]:
 
 
 def format_fewest_by_type(types: Sequence[FewestDevices]) -> str:
-    """How few devices each type of the weights needs."""
+    """Format how few devices each type of the weights needs."""
     if all(one.devices is None for one in types):
         return f"in none of {', '.join(one.dtype for one in types)} is any number of devices enough that was tried"
     return f"by type: {'; '.join(map(_format_fewest, types))}"
@@ -58,7 +58,7 @@ def _format_fewest(one: FewestDevices) -> str:
 
 
 def render_calibration(fitted: FittedCalibration) -> list[RenderableType]:
-    """Each measured peak beside what was estimated, before and after."""
+    """Render each measured peak beside what was estimated, before and after."""
     head = (
         f"fitted to {format_plural(len(fitted.lines), 'measured peak')}: activations x {fitted.scale:.3f}, "
         f"overhead {format_memory_size(fitted.overhead)}; worst error {fitted.worst_before:.1%}, now "

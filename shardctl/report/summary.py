@@ -18,7 +18,7 @@ _SPECIAL: Final = re.compile(r"([\\`*_\[\]<>|#&])")
 
 
 def format_summary(verified: VerifyResult) -> str:
-    """The verdict, a table of levels, and a table of findings."""
+    """Format the verdict, a table of levels, and a table of findings."""
     return "".join(f"{line}\n" for line in _list_lines(verified))
 
 

@@ -27,7 +27,7 @@ SHOWN: Final = 50
 
 
 def render_verification(verified: VerifyResult) -> RenderableType:
-    """The outcome of each level, each finding, the digest if it was computed, and the verdict."""
+    """Render the outcome of each level, each finding, the digest if it was computed, and the verdict."""
     findings = verified.findings
     parts: list[RenderableType] = [
         render_table([_build_level_row(level) for level in verified.levels], right=frozenset({2, 3, 4}))
@@ -43,7 +43,7 @@ def render_verification(verified: VerifyResult) -> RenderableType:
 
 
 def format_verify_verdict(verified: VerifyResult) -> str:
-    """``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
+    """Format ``ok``, or how many findings made it fail; warnings are counted apart, and what was skipped is named."""
     errors = sum(finding.severity == "error" for finding in verified.findings)
     warnings = len(verified.findings) - errors
     odd = f" ({format_plural(warnings, 'warning')})" if warnings else ""
@@ -70,7 +70,7 @@ def _build_level_row(level: LevelResult) -> tuple[str, ...]:
 
 
 def _list_details(level: LevelResult) -> Iterator[RenderableType]:
-    """What a level says besides its outcome."""
+    """List what a level says besides its outcome."""
     if level.reason:
         yield render_line(f"skipped: {level.name}: {level.reason}")
     if level.ranks:
@@ -86,7 +86,7 @@ def _list_details(level: LevelResult) -> Iterator[RenderableType]:
 
 
 def build_loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
-    """A rank, its device, bytes, speed, peak, and what was planned."""
+    """Build a rank, its device, bytes, speed, peak, and what was planned."""
     name = "whole" if loaded.rank is None else f"rank {loaded.rank}"
     return (
         f"{name} ({loaded.label})" if loaded.label else name,
@@ -99,7 +99,7 @@ def build_loaded_row(loaded: LoadedRank) -> tuple[str, ...]:
 
 
 def build_forward_rows(result: ForwardResult) -> list[tuple[str, str]]:
-    """What ran, how far it was off, and what the two said to a prompt; nothing if nothing ran."""
+    """Build what ran, how far it was off, and what the two said to a prompt; nothing if nothing ran."""
     if result.status == "skipped":
         return []
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())

@@ -10,7 +10,7 @@ _UNSAFE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
 
 def escape_control_characters(text: str) -> str:
-    r"""The text with every character that steers a terminal, line ends included, written as an escape.
+    r"""Return the text with every character that steers a terminal, line ends included, written as an escape.
 
     >>> print(escape_control_characters("weight\x1b[2J\nüçé"))
     weight\x1b[2J\nüçé

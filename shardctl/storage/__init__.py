@@ -59,17 +59,17 @@ class Source(Protocol):
         """Anonymous memory that reading may take at once, beside the caller's own buffers; for `Budget`."""
 
     def files(self) -> Mapping[str, FileStat]:
-        """Every regular file below the root, by path with forward slashes, in sorted order."""
+        """Return every regular file below the root, by path with forward slashes, in sorted order."""
 
     def notes(self) -> tuple[str, ...]:
-        """What came out about the files while they were read, in words for people."""
+        """Return what came out about the files while they were read, in words for people."""
 
     @property
     def promised(self) -> Collection[str]:
         """The files that are compared with a hash while they are read."""
 
     def proofs(self) -> FileProofs:
-        """Which files were compared with their hashes, as far as they were read by now."""
+        """Return which files were compared with their hashes, as far as they were read by now."""
 
     def prove(
         self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
@@ -82,13 +82,13 @@ class Source(Protocol):
         """
 
     def cautions(self) -> tuple[str, ...]:
-        """What may go wrong with reading these files, to be said before it is begun."""
+        """Return what may go wrong with reading these files, to be said before it is begun."""
 
     def restat(self, path: str) -> FileStat | None:
-        """The file's state now, to see whether it changed under the reader; None if it is gone."""
+        """Return the file's state now, to see whether it changed under the reader; None if it is gone."""
 
     def beside(self, name: str) -> bytes | None:
-        """Where the source is one file: the content of a small file beside it, if there is one of that name."""
+        """Return where the source is one file: the content of a small file beside it, if there is one of that name."""
 
     def expect(self, spans: Iterable[Span]) -> None:
         """Be told what will be read next: what is far away may fetch it at once and together; may do nothing."""
@@ -109,17 +109,17 @@ class UnpromisedSource:
     promised: Collection[str] = ()
 
     def cautions(self) -> tuple[str, ...]:
-        """Nothing is known to go wrong."""
+        """Return nothing: nothing is known to go wrong."""
         return ()
 
     def proofs(self) -> FileProofs:
-        """Nothing was promised."""
+        """Return nothing: nothing was promised."""
         return FileProofs()
 
     def prove(
         self, whole: Collection[str] = (), *, earlier: Collection[str] = (), allow_unverified: bool = False
     ) -> None:
-        """Nothing to compare with."""
+        """Do nothing: there is nothing to compare with."""
 
 
 class WriteTarget(Protocol):
@@ -142,7 +142,7 @@ class WriteTarget(Protocol):
 
 
 def read_bytes(source: Source, path: str, offset: int = 0, size: int | None = None) -> bytes:
-    """`size` bytes (default: to the end) of a file, as one object; for headers and side files only."""
+    """Read `size` bytes (default: to the end) of a file, as one object; for headers and side files only."""
     if size is None:
         size = source.files()[path].size - offset
     buffer = bytearray(size)

@@ -22,7 +22,7 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9
 
 
 def open_source(text: str | Path) -> Source:
-    """The place that a SRC names; only what can be said without reading a file is found out.
+    """Return the place that a SRC names; only what can be said without reading a file is found out.
 
     A bare ``owner/name`` is the Hub's only if there is no such path here.
 
@@ -93,7 +93,7 @@ def _suggest_place(scheme: str | None, place: str) -> str:
 
 
 def _open_local(path: Path) -> LocalSource:
-    """A directory or file that is here; what Orbax wrote is read through tensorstore."""
+    """Return a directory or file that is here; what Orbax wrote is read through tensorstore."""
     if os.path.isfile(path / "_METADATA"):  # noqa: PTH113 - which is False where it cannot be known
         from shardctl.storage.orbax import OrbaxSource, is_orbax
 

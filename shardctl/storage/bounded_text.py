@@ -71,13 +71,13 @@ RULE_TEXT: Final = TextLimits(size=4 << 20, memory=256 << 20, depth=16)
 
 
 def read_text(source: Source, path: str, limits: TextLimits) -> bytes:
-    """The bytes of a small file of a source; raises SourceError if they are too many, before it reads any."""
+    """Read the bytes of a small file of a source; raises SourceError if they are too many, before it reads any."""
     check_size(source.files()[path].size, path, limits)
     return read_bytes(source, path)
 
 
 def read_file(path: Path, limits: TextLimits, error: type[ShardctlError] = SourceError) -> bytes:
-    """The bytes of a file that a person named; raises `error` if they are too many, and OSError as `open` does."""
+    """Read the bytes of a file that a person named; raises `error` if they are too many, and OSError as `open` does."""
     with path.open("rb") as file:  # a pipe has no size until it is read
         data = file.read(limits.size + 1)
     check_size(len(data), str(path), limits, error)
@@ -85,14 +85,14 @@ def read_file(path: Path, limits: TextLimits, error: type[ShardctlError] = Sourc
 
 
 def read_json(source: Source, path: str, limits: TextLimits) -> Any:  # noqa: ANN401 - any JSON
-    """What a JSON file of a source says; raises SourceError if it is none or exceeds `limits`."""
+    """Read what a JSON file of a source says; raises SourceError if it is none or exceeds `limits`."""
     return parse_json(read_text(source, path, limits), path, limits)
 
 
 def parse_json(
     data: bytes, where: str, limits: TextLimits, error: type[ShardctlError] = SourceError, *, hint: str | None = None
 ) -> Any:  # noqa: ANN401 - any JSON
-    """What a JSON text says; `where` names it in messages.
+    """Parse what a JSON text says; `where` names it in messages.
 
     Raises `error`, with `hint` if it is malformed, if it is no JSON or exceeds `limits`.
     """
@@ -120,7 +120,7 @@ def check_json(data: bytes, where: str, limits: TextLimits, error: type[Shardctl
 
 
 def parse_toml(data: bytes, where: str, limits: TextLimits, error: type[ShardctlError]) -> dict[str, Any]:
-    """What a TOML text says; `where` names it in messages. Raises `error` if it is none or exceeds `limits`."""
+    """Parse what a TOML text says; `where` names it in messages. Raises `error` if it is none or exceeds `limits`."""
     check_size(len(data), where, limits, error)
     try:
         text = data.decode("utf-8")

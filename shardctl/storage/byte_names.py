@@ -20,7 +20,7 @@ _MARK: Final = "\0"
 
 
 def is_name(text: str) -> bool:
-    """Whether the operating system can be asked for this: it has no NUL, and no surrogate but for a byte."""
+    """Return whether the operating system can be asked for this: it has no NUL, and no surrogate but for a byte."""
     try:
         return b"\0" not in name_to_bytes(text)
     except UnicodeEncodeError:
@@ -28,7 +28,7 @@ def is_name(text: str) -> bool:
 
 
 def is_unicode(name: str) -> bool:
-    """Whether a text is one that UTF-8 can encode: it has no lone surrogate."""
+    """Return whether a text is one that UTF-8 can encode: it has no lone surrogate."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -37,20 +37,20 @@ def is_unicode(name: str) -> bool:
 
 
 def name_to_bytes(name: str) -> bytes:
-    """The bytes that the file system has for a name."""
+    """Return the bytes that the file system has for a name."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def name_from_bytes(name: bytes) -> str:
-    """The name that Python has for these bytes."""
+    """Return the name that Python has for these bytes."""
     return name.decode("utf-8", "surrogateescape")
 
 
 def name_to_text(name: str) -> str:
-    """The name as valid text: as it is, unless it is not UTF-8."""
+    """Return the name as valid text: as it is, unless it is not UTF-8."""
     return name if is_unicode(name) else _MARK + quote_from_bytes(name_to_bytes(name), safe="/ ")
 
 
 def name_from_text(text: str) -> str:
-    """The name that `name_to_text` kept."""
+    """Return the name that `name_to_text` kept."""
     return name_from_bytes(unquote_to_bytes(text[1:])) if text.startswith(_MARK) else text

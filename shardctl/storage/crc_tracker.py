@@ -51,10 +51,10 @@ class CrcLists(Protocol):
     """What containers state of their files; may read a container's directory when it is asked."""
 
     def containers(self, path: str) -> Sequence[tuple[int, int]]:
-        """Offset and size of each container in a file, in order and disjoint; none in most files."""
+        """Return offset and size of each container in a file, in order and disjoint; none in most files."""
 
     def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
-        """The ranges of one of them, disjoint and in the order of their offsets."""
+        """Return the ranges of one of them, disjoint and in the order of their offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class StatedRanges:
     """By file."""
 
     def containers(self, path: str) -> Sequence[tuple[int, int]]:
-        """Where they are."""
+        """Return where they are."""
         return [(each.offset, each.size) for each in self.stated.get(path, ())]
 
     def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
-        """The one at `offset`."""
+        """Return the one at `offset`."""
         return [each for each in self.stated[path] if (each.offset, each.size) == (offset, size)]
 
 
@@ -168,7 +168,7 @@ class CrcTracker:
                     self._insert(place, piece)
 
     def shares(self) -> Iterator[CrcShare]:
-        """The ranges that were read in part, but for those that were read in too many places to keep."""
+        """Yield the ranges that were read in part, but for those that were read in too many places to keep."""
         for path, file in self._files.items():
             for container in filter(None, file.containers.values()):
                 for position, known in container.stretches.items():
@@ -177,7 +177,7 @@ class CrcTracker:
                         yield CrcShare(path, container.ranges[position], pieces)
 
     def unread(self, path: str) -> Iterator[tuple[int, int]]:
-        """Offset and size of the stretches of a file that lie in ranges and are not known."""
+        """Yield offset and size of the stretches of a file that lie in ranges and are not known."""
         for offset, size in self._file(path).spans:
             for place in list(self._touched(path, offset, offset + size)):
                 span = place[2]
@@ -195,7 +195,7 @@ class CrcTracker:
         return found
 
     def _touched(self, path: str, start: int, stop: int) -> Iterator[_Place]:
-        """The ranges that are not over and hold some of a stretch."""
+        """Yield the ranges that are not over and hold some of a stretch."""
         file = self._file(path)
         for number in range(max(bisect_right(file.starts, start) - 1, 0), len(file.spans)):
             offset, size = file.spans[number]
@@ -224,7 +224,7 @@ class CrcTracker:
     # What is known of one
 
     def _unknown(self, place: _Place, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of a stretch that were not read yet."""
+        """Return the parts of a stretch that were not read yet."""
         container, position, _ = place
         gaps, at = [], start
         with self._lock:
@@ -269,7 +269,7 @@ class CrcTracker:
 
 
 def find_damages(shares: Iterable[CrcShare]) -> list[CrcDamage]:
-    """The damaged ranges among those that several readers read together."""
+    """Find the damaged ranges among those that several readers read together."""
     pieces: dict[str, dict[CrcRange, list[CrcPiece]]] = {}
     for share in shares:
         pieces.setdefault(share.file, {}).setdefault(share.stated, []).extend(share.pieces)
@@ -304,7 +304,10 @@ class CrcReader:
             self._pieces += pieces
 
     def take_pieces(self) -> tuple[CrcPiece, ...]:
-        """What was read since the last call and had not been read before; nothing if it is too much to be kept."""
+        """Return what was read since the last call and had not been read before.
+
+        Nothing if it is too much to be kept.
+        """
         taken = tuple(self._pieces) if len(self._pieces) <= MOST_PIECES else ()
         self._pieces.clear()
         return taken
@@ -324,7 +327,7 @@ def _join_stretches(left: tuple[int, int, int], right: tuple[int, int, int]) -> 
 
 
 def combine_crcs(first: int, second: int, size: int) -> int:
-    """The CRC-32 of two stretches one after the other, the second of `size` bytes, from their own.
+    """Return the CRC-32 of two stretches one after the other, the second of `size` bytes, from their own.
 
     As `crc32_combine` of zlib (crc32.c), which Python's module lacks.
 
@@ -336,7 +339,7 @@ def combine_crcs(first: int, second: int, size: int) -> int:
 
 @lru_cache(maxsize=1 << 12)  # bands and records have few sizes
 def _compute_power(size: int) -> int:
-    """The power of x with the exponent 8 * `size`, modulo the polynomial."""
+    """Compute the power of x with the exponent 8 * `size`, modulo the polynomial."""
     power, bit = _ONE, 3
     while size:
         if size & 1:
@@ -348,12 +351,12 @@ def _compute_power(size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _square_repeatedly(times: int) -> int:
-    """The polynomial x, squared so many times."""
+    """Return the polynomial x, squared so many times."""
     return _multiply_polynomials(_square_repeatedly(times - 1), _square_repeatedly(times - 1)) if times else _ONE >> 1
 
 
 def _multiply_polynomials(one: int, other: int) -> int:
-    """The product of two polynomials, modulo that of CRC-32."""
+    """Return the product of two polynomials, modulo that of CRC-32."""
     product, bit = 0, _ONE
     while one:
         if one & bit:

@@ -32,7 +32,7 @@ class DescriptorPool:
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[int]:
-        """The descriptor of `path`, opened if it is not; it stays open for the length of the `with` block."""
+        """Give the descriptor of `path`, opened if it is not; it stays open for the length of the `with` block."""
         with self._lock:
             entry = self._open.get(path)
             if entry is None:
@@ -68,6 +68,6 @@ class DescriptorPool:
 
 
 def choose_descriptor_count() -> int:
-    """How many files each of the four sets may hold open."""
+    """Choose how many files each of the four sets may hold open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else min(max(soft // _SHARE, _FEWEST), _MOST)

@@ -135,7 +135,7 @@ class _HashedFile:
         return self.busy or any(start <= self.position < stop for start, stop in self.flights)
 
     def read_bytes(self) -> int:
-        """How much of the file was given out."""
+        """Read how much of the file was given out."""
         if self.forgotten or not self.promise.digest:
             return min(self.given, self.promise.size)
         end, total = self.position, self.position
@@ -314,11 +314,11 @@ class FileHashes:
             self._recheck(path, file)
 
     def begun(self) -> Iterator[str]:
-        """The files of which anything was read."""
+        """Yield the files of which anything was read."""
         return (path for path, file in self._files.items() if file.begun)
 
     def why_not(self, path: str) -> str:
-        """Why a file was not compared with its hash; empty if it was, and is as promised."""
+        """Return why a file was not compared with its hash; empty if it was, and is as promised."""
         file = self._files[path]
         with file.turn:
             if file.proved:
@@ -334,7 +334,7 @@ class FileHashes:
 
 
 def _compute_grace(distance: int, size: int) -> float:
-    """Seconds to wait for a thread that would fetch so many bytes before a stretch of this size."""
+    """Compute seconds to wait for a thread that would fetch so many bytes before a stretch of this size."""
     if distance <= _GAP:
         return _LOOK if distance >= _TENSOR else 0.0
     return _GRACE if size >= PIECE and distance < _NEAR else 0.0
@@ -342,7 +342,7 @@ def _compute_grace(distance: int, size: int) -> float:
 
 @contextmanager
 def _claim_hash(file: _HashedFile, start: int, stop: int) -> Iterator[tuple[int | None, list[_StretchNote]]]:
-    """For one thread at a time: where the hash is, None if it is not at `start` yet, and the notes up to `stop`."""
+    """Give one thread where the hash is, or None if it is not at `start` yet, and the notes up to `stop`."""
     with file.turn:
         while file.busy:
             file.turn.wait()
@@ -375,7 +375,7 @@ def _compare_hash(path: str, file: _HashedFile) -> None:
 
 
 def _list_spans(file: _HashedFile, notes: list[_StretchNote] | None = None) -> list[tuple[int, int]]:
-    """The stretches, from one known state of the hash to another, in which noted ones lie."""
+    """List the stretches, from one known state of the hash to another, in which noted ones lie."""
     places = [*(position for position, _ in file.marks), file.position]
     spans: list[tuple[int, int]] = []
     for note in sorted(file.behind, key=_BY_START) if notes is None else notes:
@@ -389,5 +389,5 @@ def _list_spans(file: _HashedFile, notes: list[_StretchNote] | None = None) -> l
 
 
 def is_almost_all(part: int, size: int) -> bool:
-    """Whether so many bytes of a file are as good as all of it, so that the rest is read for its hash."""
+    """Return whether so many bytes of a file are as good as all of it, so that the rest is read for its hash."""
     return (size - part) * _ALMOST <= size

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def find_existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
+    """Find the path itself, or the nearest directory above it that exists."""
     place = path.absolute()
     while not place.exists():
         place = place.parent

@@ -153,7 +153,7 @@ class LocalSource(UnpromisedSource):
         return self.root
 
     def files(self) -> Mapping[str, FileStat]:
-        """Every regular file, by path relative to the root, but for those in folders that programs keep."""
+        """Return every regular file, by path relative to the root, but for those in folders that programs keep."""
         if self._files is None:
             self._files = {self.path.name: _stat_file(self.path)} if self._single else dict(self._walk())
         return self._files
@@ -169,18 +169,18 @@ class LocalSource(UnpromisedSource):
                     yield path.relative_to(self.root).as_posix(), _stat_file(path)
 
     def notes(self) -> tuple[str, ...]:
-        """Nothing: the files are what they are."""
+        """Return nothing: the files are what they are."""
         return ()
 
     def restat(self, path: str) -> FileStat | None:
-        """The file's state now, to see whether it changed under the reader; None if it is gone."""
+        """Return the file's state now, to see whether it changed under the reader; None if it is gone."""
         try:
             return _stat_file(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def beside(self, name: str) -> bytes | None:
-        """The content of a file beside the one that was given; raises SourceError if it is large."""
+        """Return the content of a file beside the one that was given; raises SourceError if it is large."""
         file = self.root / name
         return read_file(file, CONFIG_TEXT) if self._single and file.is_file() else None
 

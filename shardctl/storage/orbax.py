@@ -74,7 +74,7 @@ class OrbaxSource(LocalSource):
         return self._arrays
 
     def files(self) -> Mapping[str, FileStat]:
-        """The files of the directory, and those of the arrays."""
+        """Return the files of the directory, and those of the arrays."""
         if self._all is None:
             real = super().files()
             version = real[METADATA].version
@@ -83,7 +83,7 @@ class OrbaxSource(LocalSource):
         return self._all
 
     def restat(self, path: str) -> FileStat | None:
-        """As of any file; an array has changed if the metadata has."""
+        """Return the state as of any file; an array has changed if the metadata has."""
         array = self.arrays.get(path)
         if array is None:
             return super().restat(path)
@@ -142,7 +142,7 @@ class OrbaxSource(LocalSource):
             yield StoredArray(name, dtype, tuple(map(int, store.shape)), store)
 
     def _tree(self) -> tuple[list[str], bool, str]:
-        """The names of the arrays, whether a database holds them, and tensorstore's driver for each."""
+        """Return the names of the arrays, whether a database holds them, and tensorstore's driver for each."""
         stat = super().files()[METADATA]
         if stat.size > RECORD_TEXT.size:
             raise SourceError(f"{METADATA} has {stat.size:,} bytes; more than {RECORD_TEXT.size:,} are not read")
@@ -167,14 +167,14 @@ class OrbaxSource(LocalSource):
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether a directory has Orbax's metadata, and a database or the folder of an array."""
+    """Return whether a directory has Orbax's metadata, and a database or the folder of an array."""
     if not (folder / METADATA).is_file():
         return False
     return (folder / "manifest.ocdbt").is_file() or any(folder.glob("*/.zarray")) or any(folder.glob("*/zarr.json"))
 
 
 def list_run_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """The boxes, in order, that elements `start` to `stop` of a row-major array fill: at most two a dim, less one.
+    """List the boxes, in order, that elements `start` to `stop` of a row-major array fill: at most two a dim, less one.
 
     >>> list(list_run_slices((4, 3), 2, 9))
     [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None),)]

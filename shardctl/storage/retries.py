@@ -37,7 +37,7 @@ class TroubleError(Exception):
 
 
 def make_retrying(doing: str, stop: StopRequest, tries: int = USUAL_TRIES) -> Retrying:
-    """What calls a function again that raises TroubleError, after ever longer waits, until it succeeds.
+    """Return what calls a function again that raises TroubleError, after ever longer waits, until it succeeds.
 
     When so many tries in a row have failed, it raises the trouble's `last`, or TransientError if that has none; after a
     signal, Interrupted.

@@ -209,7 +209,7 @@ def _note_shared_heads(checkpoint: OpenedCheckpoint, planned: PlanResult) -> lis
 def _build_unstored_model(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions, plan_options: PlanOptions
 ) -> EstimatedModel | None:
-    """The model where it would be other than stored: only described, quantised, or trained as it was before that."""
+    """Build the model if it would be other than stored: only described, quantised, or trained as it was before."""
     trained = decide_use(plan_options, reshard_options.mesh or Mesh.of()) == "train"
     if (
         checkpoint.hypothetical
@@ -225,7 +225,7 @@ def _build_unstored_model(
 def _apply_best_mesh(
     reshard_options: ReshardOptions, plan_options: PlanOptions, explored: MeshExploration
 ) -> tuple[ReshardOptions, PlanOptions]:
-    """The same for the mesh that a search found, or if none fits, for the one that comes closest."""
+    """Return the same for the mesh that a search found, or if none fits, for the one that comes closest."""
     found = explored.found.best
     if found is None or found.mesh is None:
         return reshard_options, plan_options
@@ -237,7 +237,10 @@ def _apply_best_mesh(
 def _plan_with_least_memory(
     checkpoint: OpenedCheckpoint, reshard_options: ReshardOptions
 ) -> tuple[PlannedConversion, str]:
-    """The conversion, and why the limit on host memory cannot hold it; then it is drafted for the least that can."""
+    """Return the conversion, and why the limit on host memory cannot hold it.
+
+    Then it is drafted for the least that can.
+    """
     try:
         return plan_conversion(checkpoint, reshard_options), ""
     except MemoryBudgetError as error:
@@ -247,7 +250,9 @@ def _plan_with_least_memory(
 def describe_conversion(
     path: str, work: PlannedConversion, near: Path, plan_options: PlanOptions | None = None, *, impossible: str = ""
 ) -> PlanResult:
-    """A worked-out conversion, as numbers; `near` is where free space is looked up. Without a purpose no forecast.
+    """Return a worked-out conversion, as numbers.
+
+    `near` is where free space is looked up. Without a purpose no forecast.
 
     `impossible` says why the limit on host memory cannot hold it, if so.
     """
@@ -269,7 +274,7 @@ def describe_conversion(
 
 
 def _note_extra_bytes(work: PlannedConversion, ranks: Sequence[RankPlan]) -> str:
-    """What another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
+    """Note what another library has a rank hold that is no part of the cut, such as TensorRT-LLM's whole embedding."""
     if work.plan.want.dialect is None:
         return ""
     most = max(ranks, key=lambda rank: rank.file_bytes - rank.weight_bytes)
@@ -289,7 +294,7 @@ def plan_unstored_model(
     plan_options: PlanOptions,
     about: EstimatedModel,
 ) -> PlanResult:
-    """What a model would need that is not stored so: there is only a config, or it would have to be quantised, or not.
+    """Plan a model that is not stored so: there is only a config, or it would have to be quantised, or not.
 
     `about` is that model.
     """

@@ -121,7 +121,7 @@ def _build_result(
     parts: Sequence[WorkerPart] | None,
     warnings: tuple[str, ...],
 ) -> ReshardResult:
-    """What was done; without parts, an earlier run had done all of it."""
+    """Build what was done; without parts, an earlier run had done all of it."""
     training = work.checkpoint.stored.training
     tensor_bytes = sum(copy.write_bytes for copy in work.plan.copies)
     return ReshardResult(

@@ -111,7 +111,7 @@ def _count_data_files(work: PlannedConversion) -> int:
 
 
 def _make_paths_absolute(source_options: SourceOptions) -> SourceOptions:
-    """The same from any working directory."""
+    """Return the same from any working directory."""
     return replace(
         source_options,
         config=source_options.config.absolute() if source_options.config else None,
@@ -120,7 +120,7 @@ def _make_paths_absolute(source_options: SourceOptions) -> SourceOptions:
 
 
 def _count_begun_workers(destination: str | Path) -> int:
-    """Of how many workers an interrupted run had been; 0 if there is none."""
+    """Count the workers of an interrupted run; 0 if there is none."""
     if is_bucket(destination):
         from shardctl.conversion.bucket_crew import workers_begun
 
@@ -130,7 +130,7 @@ def _count_begun_workers(destination: str | Path) -> int:
 
 
 def _choose_task_count(ray: Any, files: int, reshard_options: ReshardOptions) -> int:  # noqa: ANN401 - a module
-    """How many tasks: no more than there are files."""
+    """Choose how many tasks: no more than there are files."""
     processors = float(ray.cluster_resources().get("CPU", 1))
     places = max(int(processors // (reshard_options.threads or 1)), 1)
     return max(min(files, _ROUNDS * places), 1)
@@ -202,7 +202,7 @@ class _ProgressBoard:
             self._files.setdefault(path, False)
 
     def total(self) -> tuple[int, list[str]]:
-        """All bytes so far, and the files that were not told of before."""
+        """Return all bytes so far, and the files that were not told of before."""
         fresh = [path for path, told in self._files.items() if not told]
         self._files.update(dict.fromkeys(fresh, True))
         return sum(self._bytes.values()), fresh
@@ -218,7 +218,7 @@ class _TaskReporter:
         self._lock = threading.Lock()
 
     def begin(self, total_bytes: int, files: int) -> None:
-        """Nothing: the driver knows."""
+        """Do nothing: the driver knows."""
 
     def advance(self, nbytes: int, *, kept: bool = False) -> None:  # noqa: ARG002 - both are in place
         with self._lock:
@@ -236,7 +236,7 @@ class _TaskReporter:
 
 
 def _run_task(order: _TaskOrder, number: int, count: int, board: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - an actor
-    """One task; returns what went wrong, in words that cross processes."""
+    """Run one task; returns what went wrong, in words that cross processes."""
     reporter = _TaskReporter(number, board)
     try:
         contribute(

@@ -96,7 +96,7 @@ class _VerifyRun:
         return self.source_options.strict
 
     def of(self, path: str | Path) -> tuple[list[LevelResult], str]:
-        """The levels and the digest, which is empty if it was not computed."""
+        """Return the levels and the digest, which is empty if it was not computed."""
         first, began = LevelResult("structure", strict=self.strict), time.monotonic()
 
         def recorded(source: Source, record: CheckpointRecord) -> None:
@@ -153,12 +153,12 @@ class _VerifyRun:
         return levels, compute_checkpoint_digest((t.name, t.dtype, t.shape, digests[t.name]) for t in weights)
 
     def _cut_short(self, first: LevelResult, reason: str) -> list[LevelResult]:
-        """The levels when a failed first one makes the others meaningless."""
+        """Return the levels when a failed first one makes the others meaningless."""
         return [first, *(LevelResult(name, "skipped", reason) for name in self.names[1:])]
 
 
 def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[CheckFinding]:
-    """What was odd when headers were read, and `whose` they are if not those of the checkpoint that is verified."""
+    """List what was odd when headers were read, and `whose` they are if not the verified checkpoint's."""
     for warning in checkpoint.manifest.warnings:
         yield CheckFinding("warning", "reading", f"{whose}{warning}")
 
@@ -180,7 +180,7 @@ def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
 def _check_content(
     checkpoint: OpenedCheckpoint, effort: ExecutionOptions, *, strict: bool
 ) -> tuple[LevelResult, dict[str, str]]:
-    """The level, and the digest of each tensor as it is now."""
+    """Return the level, and the digest of each tensor as it is now."""
     level, began = LevelResult("content", strict=strict), time.monotonic()
     tensors = list(checkpoint.whole.tensors.values())
     tracker = build_crc_tracker(checkpoint)

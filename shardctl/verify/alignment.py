@@ -61,7 +61,7 @@ class _DimStretch:
     """Whether fsdp cuts the dim, so that a rank may have only a part of what it computes with."""
 
     def of(self, span: Sequence[Interval]) -> tuple[Interval, ...]:
-        """What lies in it of indices along its dim, in elements from its start."""
+        """Return what lies in it of indices along its dim, in elements from its start."""
         stop = self.start + self.size
         return tuple(
             (max(a, self.start) - self.start, min(b, stop) - self.start) for a, b in span if _has_overlap(a, b, self)
@@ -88,11 +88,11 @@ class _HeldDim:
         return tuple((a // unit, b // unit) for a, b in self.intervals)
 
     def is_just(self, units: Iterable[Interval]) -> bool:
-        """Whether it is these units."""
+        """Return whether it is these units."""
         return self.intervals == self._elements(units)
 
     def is_within(self, units: Iterable[Interval]) -> bool:
-        """Whether it is a part of these units."""
+        """Return whether it is a part of these units."""
         outer = self._elements(units)
         return all(any(a <= c and d <= b for a, b in outer) for c, d in self.intervals)
 
@@ -116,7 +116,9 @@ class _AlignmentScope:
 
 
 def check_alignment(manifest: Manifest, model: Model, mesh: Mesh | None) -> Iterator[CheckFinding]:
-    """What ranks have that does not belong together; one finding a tensor, none if the files are not those of ranks.
+    """Yield what ranks have that does not belong together.
+
+    One finding a tensor, none if the files are not those of ranks.
 
     `manifest` has canonical names. `mesh` is the recorded one; without it nothing is said of ranks that lack a tensor.
     """
@@ -173,7 +175,7 @@ class _AlignmentCheck:
                 scope.held.setdefault(stretch.label, {}).setdefault(holder, []).append(held)
 
     def _holder(self, file: str, spec: PartitionSpec) -> _Holder | None:
-        """Who has what is in `file`; None if no rank of the mesh does."""
+        """Find who has what is in `file`; None if no rank of the mesh does."""
         key = (file, spec.of_expert)
         if key not in self._holders:
             rank = find_rank(file)
@@ -193,7 +195,7 @@ class _AlignmentCheck:
         return self._known[key]
 
     def _one_owner(self, tensor: Tensor, axis: str, files: Mapping[_Holder, str]) -> Iterator[CheckFinding]:
-        """One of many is on one rank of the axis that divides them, and its replicas."""
+        """Check that one of many is on one rank of the axis that divides them, and on its replicas."""
         if self._mesh is None:
             return
         owners = {holder[_EXPERT.index(axis)]: file for holder, file in files.items()}
@@ -203,7 +205,7 @@ class _AlignmentCheck:
             yield CheckFinding("error", CHECK, message, tensor.name, next(iter(owners.values())))
 
     def compare(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
-        """What does not belong together in one layer."""
+        """Yield what does not belong together in one layer."""
         if self._mesh is not None:
             yield from self._absent(scope)
         grouped = set()
@@ -218,7 +220,7 @@ class _AlignmentCheck:
                     yield from self._same(label, held)
 
     def _absent(self, scope: _AlignmentScope) -> Iterator[CheckFinding]:
-        """Ranks that have some of a layer and nothing of one of its tensors."""
+        """Yield ranks that have some of a layer and nothing of one of its tensors."""
         every = {holder for holders in scope.holders.values() for holder in holders}
         for name, holders in scope.holders.items():
             missing = min(every - holders, default=None)
@@ -229,12 +231,12 @@ class _AlignmentCheck:
                 yield CheckFinding("error", CHECK, message, name)
 
     def _witness(self, held: Sequence[_HeldDim]) -> _HeldDim | None:
-        """The one that says which stretch of a logical dim its holder computes with; None if none can."""
+        """Return the one that says which stretch of a logical dim its holder computes with; None if none can."""
         sure = [one for one in held if self._mesh is not None or not one.stretch.spread]
         return next((one for one in sure if not one.stretch.spread), sure[0] if sure else None)
 
     def _same(self, label: _Label, held: Sequence[_HeldDim]) -> Iterator[CheckFinding]:
-        """One holder has the same stretch of a logical dim in all tensors."""
+        """Check that one holder has the same stretch of a logical dim in all tensors."""
         witness = self._witness(held)
         if witness is None:
             return
@@ -260,7 +262,7 @@ class _AlignmentCheck:
     def _grouped(
         self, share: int, queries: Mapping[_Holder, Sequence[_HeldDim]], keys: Mapping[_Holder, Sequence[_HeldDim]]
     ) -> Iterator[CheckFinding]:
-        """Each holder has the key/value heads that its queries use: one for `share` neighbouring queries."""
+        """Check that each holder has the key/value heads that its queries use: one for `share` neighbouring queries."""
         for holder, held in keys.items():
             witness = self._witness(queries.get(holder, ()))
             if witness is None or witness.units is None:
@@ -282,7 +284,7 @@ class _AlignmentCheck:
 
 
 def _list_stretches(known: ModelTensor) -> Iterator[_DimStretch]:
-    """The logical dims of a tensor that an axis divides exactly: those that other tensors share."""
+    """List the logical dims of a tensor that an axis divides exactly: those that other tensors share."""
     words = known.row.dims.split()
     for dim, cuts in enumerate(known.spec.cuts):
         cut = next((cut for cut in cuts if cut.sections), None)
@@ -304,12 +306,12 @@ def _has_overlap(start: int, stop: int, stretch: _DimStretch) -> bool:
 
 
 def _is_rectangular(boxes: Sequence[Box], spans: Sequence[Sequence[Interval]]) -> bool:
-    """Whether boxes are all elements with these indices."""
+    """Return whether boxes are all elements with these indices."""
     return prod(sum(b - a for a, b in span) for span in spans) == sum(part.size for _, part in make_disjoint(boxes))
 
 
 def _merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """The same indices in as few intervals as can be, in order."""
+    """Return the same indices in as few intervals as can be, in order."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):
         if found and start <= found[-1][1]:

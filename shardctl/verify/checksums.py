@@ -64,7 +64,7 @@ def check_downloads(source: Source, stop: StopRequest) -> Iterator[CheckFinding]
 
 
 def _read_noted_hash(root: Path, path: str) -> str | None:
-    """The SHA-256 in the note of a file that was downloaded into the directory."""
+    """Read the SHA-256 in the note of a file that was downloaded into the directory."""
     try:
         with (root / _NOTES / f"{path}.metadata").open("rb") as note:
             lines = note.read(_NOTE_BYTES).decode("ascii", "replace").splitlines()
@@ -74,7 +74,7 @@ def _read_noted_hash(root: Path, path: str) -> str | None:
 
 
 def _find_linked_hash(file: Path) -> str | None:
-    """The SHA-256 by which the cache calls a file: `snapshots/<commit>/<file> -> ../../blobs/<SHA-256>`.
+    """Find the SHA-256 by which the cache calls a file: `snapshots/<commit>/<file> -> ../../blobs/<SHA-256>`.
 
     What that is may be a link again, to a store of all repositories, where it has another name (its Xet hash).
     """

@@ -141,7 +141,7 @@ def compare_replicas(tensors: Sequence[Tensor], reader: ByteReader, effort: Exec
 
 
 def list_redundant_chunks(tensor: Tensor) -> Iterator[tuple[Chunk, tuple[Chunk, ...]]]:
-    """Every chunk that stores again what an earlier one stores, with the first copies."""
+    """List every chunk that stores again what an earlier one stores, with the first copies."""
     if len(tensor.chunks) < 2:  # noqa: PLR2004 - one chunk has no replica
         return
     first = cover_tensor(tensor)
@@ -233,7 +233,7 @@ def _find_file(chunks: ChunkIndex, unit: Box) -> str:
 
 
 def _count_nonfinite(data: NDArray[np.uint8], dtype: DType) -> tuple[int, int]:
-    """How many NaNs and infinities there are; 0 for types that are not IEEE-like floats."""
+    """Count how many NaNs and infinities there are; 0 for types that are not IEEE-like floats."""
     if dtype.name not in _EXPONENT or not prod(data.shape):
         return 0, 0
     words = data.view(f"<u{dtype.unit_bytes}")

@@ -69,7 +69,7 @@ class LevelResult:
             self.status = "failed"
 
     def skip(self, reason: str) -> LevelResult:
-        """The level, skipped, unless something has failed already."""
+        """Return the level, skipped, unless something has failed already."""
         self.reason = reason
         if self.status != "failed":
             self.status = "skipped"

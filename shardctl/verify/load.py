@@ -64,7 +64,10 @@ class BoxGrid:
 
     @classmethod
     def of(cls, name: str, boxes: Sequence[Box]) -> BoxGrid:
-        """The array of what one rank holds; raises SourceError if that overlaps, or has other columns in some rows."""
+        """Return the array of what one rank holds.
+
+        Raises SourceError if that overlaps, or has other columns in some rows.
+        """
         dims = range(len(boxes[0].origin))
         spans = [sorted({(box.origin[dim], box.stop[dim]) for box in boxes}) for dim in dims]
         apart = all(a[1] <= b[0] for span in spans for a, b in pairwise(span))
@@ -83,7 +86,7 @@ class BoxGrid:
         return cls(tuple(extents), tuple(places))
 
     def place(self, box: Box) -> tuple[int, ...]:
-        """Where in the array one of the boxes begins."""
+        """Return where in the array one of the boxes begins."""
         return tuple(starts[origin] for starts, origin in zip(self.at, box.origin, strict=True))
 
 
@@ -106,12 +109,12 @@ class WantedTensor:
 
     @classmethod
     def whole(cls, shape: Sequence[int], chunks: Sequence[Chunk]) -> WantedTensor:
-        """A global tensor of `shape`, from disjoint chunks."""
+        """Return a global tensor of `shape`, from disjoint chunks."""
         return cls(tuple(shape), tuple((chunk, chunk.box.origin) for chunk in chunks))
 
     @classmethod
     def part(cls, name: str, chunks: Sequence[Chunk]) -> WantedTensor:
-        """What one rank has of it, as an array of its own; raises SourceError if its boxes form none."""
+        """Return what one rank has of it, as an array of its own; raises SourceError if its boxes form none."""
         unique = {chunk.box: chunk for chunk in reversed(chunks)}
         grid = BoxGrid.of(name, list(unique))
         return cls(grid.shape, tuple((chunk, grid.place(box)) for box, chunk in unique.items()))
@@ -120,7 +123,7 @@ class WantedTensor:
 def load_tensors(
     wanted: Mapping[Key, WantedTensor], reader: ByteReader, device: str, effort: ExecutionOptions
 ) -> LoadedTensors[Key]:
-    """Each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
+    """Return each of `wanted` as a tensor on `device` (`cpu` or `cuda:N`).
 
     Raises Mismatch if the device has not the memory, CoverageError for elements that are stored nowhere,
     UnsupportedError for a type that torch does not have, Interrupted.
@@ -210,7 +213,7 @@ class HostStaging:
         self._turn = -1
 
     def next(self) -> Torch:
-        """A block that nothing is copied from any more, as bytes."""
+        """Return a block that nothing is copied from any more, as bytes."""
         self._turn = (self._turn + 1) % len(self._buffers)
         event = self._events[self._turn]
         if event is not None:
@@ -231,7 +234,7 @@ class HostStaging:
             event.record(self._stream)
 
     def differing(self, mine: Torch, block: Torch) -> tuple[int, int]:
-        """The place of the first element of the block that is not that of `mine`, on the device, and their number."""
+        """Return the place of the first element of the block that is not that of `mine`, and how many there are."""
         import torch
 
         if self._stream is None:
@@ -250,26 +253,26 @@ def _find_difference(mine: Torch, other: Torch) -> tuple[int, int]:
 
 
 def as_bytes(tensor: Torch) -> Torch:
-    """The bytes of a dense tensor, without a copy."""
+    """Return the bytes of a dense tensor, without a copy."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _get_integer_types() -> dict[int, Torch]:
-    """Integers by width in bytes: bits are moved and compared, not numbers."""
+    """Return integers by width in bytes: bits are moved and compared, not numbers."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: Torch) -> Torch:
-    """The same bits as integers: NaN equals NaN, and zero is not minus zero."""
+    """Return the same bits as integers: NaN equals NaN, and zero is not minus zero."""
     return tensor.view(_get_integer_types()[tensor.element_size()])
 
 
 def list_devices(kind: str) -> list[str]:
-    """The devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
+    """List the devices that `cpu`, `cuda`, `auto` or one device such as ``cuda:1`` stands for.
 
     Raises UnsupportedError if torch or the device is not there.
     """

@@ -33,13 +33,13 @@ Array = tuple[str, str, int]
 
 
 def identify_array(chunk: Chunk) -> Array:
-    """The array that a chunk is, of those that have stored names; it lies in a file."""
+    """Return the array that a chunk is, of those that have stored names; it lies in a file."""
     assert isinstance(chunk.where, Region)  # noqa: S101 - as promised
     return chunk.where.file, chunk.name, chunk.where.offset
 
 
 def collect_arrays(manifest: Manifest) -> dict[Array, Chunk]:
-    """The arrays of a checkpoint; `manifest` has stored names."""
+    """Collect the arrays of a checkpoint; `manifest` has stored names."""
     return {
         identify_array(chunk): chunk
         for tensor in manifest.tensors.values()
@@ -64,7 +64,7 @@ Parts = Mapping[Array, Sequence[tuple[Tensor, Chunk]]]
 
 
 def find_array_parts(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
-    """What `every` array of a checkpoint holds; `manifest` has canonical names."""
+    """Find what `every` array of a checkpoint holds; `manifest` has canonical names."""
     begins: dict[tuple[str, str], list[int]] = {}
     for file, name, offset in sorted(every):
         begins.setdefault((file, name), []).append(offset)
@@ -81,7 +81,7 @@ def find_array_parts(manifest: Manifest, every: Mapping[Array, Chunk]) -> Parts:
 def place_loaded_arrays(
     parts: Parts, stored: Mapping[Array, Chunk], loaded: Mapping[Array, Torch]
 ) -> Iterator[LoadedBox]:
-    """The tensors' boxes in the memory of loaded arrays.
+    """Yield the tensors' boxes in the memory of loaded arrays.
 
     Raises UnsupportedError for an array whose elements lie in its file in another order than in memory.
     """
@@ -93,7 +93,7 @@ def place_loaded_arrays(
 
 
 def _select_values(chunk: Chunk, array: Chunk, memory: Torch) -> Torch:
-    """The part of an array that is `chunk`: where it lies in the file says where in memory."""
+    """Select the part of an array that is `chunk`: where it lies in the file says where in memory."""
     assert isinstance(chunk.where, Region)  # noqa: S101 - arrays are stored
     assert isinstance(array.where, Region)  # noqa: S101
     if chunk.where == array.where and chunk.box.shape == array.box.shape:
@@ -208,7 +208,7 @@ class LoadedDigests:
         return wrong
 
     def of(self, tensor: Tensor) -> DigestSums:
-        """The sums over all of a tensor; what was stored more than once counts once."""
+        """Return the sums over all of a tensor; what was stored more than once counts once."""
         total = DigestSums.zero(tensor.dtype)
         for box in dict.fromkeys(chunk.box for chunk in tensor.chunks):
             total += self.sums.get((tensor.name, box), DigestSums.zero(tensor.dtype))
@@ -221,7 +221,7 @@ def _split_tasks(part: LoadedBox, block: int, theirs: ChunkIndex | None = None) 
 
 
 def _select_box(task: _CompareTask) -> Torch:
-    """The box's values."""
+    """Select the box's values."""
     chunk = task.placed.chunk
     return task.placed.values[build_unit_slices(task.box, chunk.dtype, chunk.box.origin)]
 

@@ -88,7 +88,7 @@ class RankProcess:
 
 
 def build_environment(world: int) -> dict[str, str]:
-    """What ranks that share this machine should find in their environment: a share of the cores, and no network."""
+    """Build the environment of ranks that share this machine: a share of the cores, and no network."""
     threads = str(max((os.cpu_count() or 1) // world, 1))
     return {
         "OMP_NUM_THREADS": threads,
@@ -211,7 +211,7 @@ class _ProcessRun:
         return code is not None and (code != 0 or not self.result(number).exists())
 
     def _failure(self) -> RankError:
-        """The error of the rank that failed first: others fail because it is gone."""
+        """Return the error of the rank that failed first: others fail because it is gone."""
         failed = [number for number in range(len(self.processes)) if self._failed(number)]
         gone = [number for number in failed if not self.result(number).exists()]
         if gone:
@@ -230,7 +230,7 @@ class _ProcessRun:
         )
 
     def _stuck(self, what: str) -> RankError:
-        """The error where nothing happens any more; who waits in a collective waits for another."""
+        """Return the error where nothing happens any more; who waits in a collective waits for another."""
         alive = [number for number, process in enumerate(self.processes) if process.exitcode is None]
         for number in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -252,7 +252,10 @@ class _ProcessRun:
         return ""
 
     def _activity(self) -> tuple[float, int, int, int] | None:
-        """Processor seconds of all ranks, and what else shows that work goes on; None where the system does not say."""
+        """Return processor seconds of all ranks, and what else shows that work goes on.
+
+        None where the system does not say.
+        """
         seconds, waits, beats = 0.0, 0, sum(list(self.beats))
         for process in self.processes:
             if process.pid is None or process.exitcode is not None:
@@ -281,7 +284,7 @@ class _ProcessRun:
 
 
 def _run_worker(pickled: bytes, rank: RankProcess, folder: str, environment: Mapping[str, str]) -> None:
-    """The life of a rank's process; it never returns."""
+    """Run a rank's process; it never returns."""
     _isolate_process(Path(folder, f"{rank.number}.log"))
     os.environ.update(environment)
     torch = sys.modules.get("torch")
@@ -308,7 +311,7 @@ def _run_worker(pickled: bytes, rank: RankProcess, folder: str, environment: Map
 
 
 def _isolate_process(log: Path) -> None:
-    """A process group of its own, output to a file, stacks on demand, and death with the parent."""
+    """Give the process a group of its own, output to a file, stacks on demand, and death with the parent."""
     import ctypes
     import faulthandler
 
@@ -341,7 +344,7 @@ def _end_with_parent() -> None:
 
 
 def _read_process_usage(pid: int) -> tuple[float, int] | None:
-    """Processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
+    """Read processor seconds of a process, and whether one of its threads waits for a disk; None if unknown.
 
     `proc(5)`: state is the third field of `stat`, after a name in parentheses; utime and stime are the 14th and 15th.
     """
@@ -379,18 +382,18 @@ def _quote_lines(lines: Sequence[str]) -> str:
 
 
 def _find_innermost_frame(output: str) -> str:
-    """Where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
+    """Find where the main thread is, in the last stack that faulthandler wrote: its innermost frame."""
     frames = _list_main_stack(output)
     found = re.search(r'File "([^"]*)", line (\d+) in (.+)', frames[0]) if frames else None
     return f"{found[3]} ({Path(found[1]).name}:{found[2]})" if found else ""
 
 
 def _is_in_collective(output: str) -> bool:
-    """Whether the main thread waits in torch's communication."""
+    """Return whether the main thread waits in torch's communication."""
     return any("torch/distributed" in frame for frame in _list_main_stack(output))
 
 
 def _list_main_stack(output: str) -> list[str]:
-    """The frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
+    """List the frames of the main thread, innermost first: faulthandler writes it last, and each thread from within."""
     dump = output.rpartition("(most recent call first):")[2]
     return [line for line in dump.splitlines() if line.lstrip().startswith("File ")]

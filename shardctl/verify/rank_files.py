@@ -22,7 +22,7 @@ _EXPERT: Final = ("pp", *EXPERT_AXES, EXPERT_FSDP)
 
 
 def find_rank(file: str) -> int | None:
-    """The rank, counted from 0, whose file this is; None for a file of no rank.
+    """Find the rank, counted from 0, whose file this is; None for a file of no rank.
 
     >>> find_rank("shard-00002-model-00001-of-00001.safetensors")
     1
@@ -32,13 +32,13 @@ def find_rank(file: str) -> int | None:
 
 
 def list_ranks(manifest: Manifest) -> list[int]:
-    """The ranks that have files, in order; none if the files are not those of ranks."""
+    """List the ranks that have files, in order; none if the files are not those of ranks."""
     found = {find_rank(path) for path in manifest.files}
     return sorted(rank for rank in found if rank is not None) if None not in found else []
 
 
 def list_distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
-    """The first of each group of ranks that hold the same; without a mesh those that have files."""
+    """List the first of each group of ranks that hold the same; without a mesh those that have files."""
     if mesh is None:
         return list_ranks(manifest)
     firsts: dict[tuple[int, ...], int] = {}
@@ -49,7 +49,7 @@ def list_distinct_ranks(manifest: Manifest, mesh: Mesh | None) -> list[int]:
 
 
 def list_expert_arrays(manifest: Manifest, model: Model) -> frozenset[str]:
-    """The stored names of arrays that ep divides; `manifest` has canonical names."""
+    """List the stored names of arrays that ep divides; `manifest` has canonical names."""
     return frozenset(
         chunk.name
         for name, tensor in manifest.tensors.items()
@@ -61,14 +61,14 @@ def list_expert_arrays(manifest: Manifest, model: Model) -> frozenset[str]:
 def list_held_chunks(
     rank: int, stored: Manifest, mesh: Mesh | None, experts: Collection[str]
 ) -> Iterator[tuple[str, Chunk]]:
-    """Each stored name and chunk that a rank computes with; what ranks of dp and cp share, only one of them wrote.
+    """List each stored name and chunk that a rank computes with; what ranks of dp and cp share, only one of them wrote.
 
     `stored` has stored names, of which `experts` are those that ep divides. Its own files come first.
     """
     places: dict[tuple[str, bool], int] = {}
 
     def distance(file: str, *, expert: bool) -> int:
-        """0 for the rank's own files, 1 for those of one that holds the same, 2 for others."""
+        """Return 0 for the rank's own files, 1 for those of one that holds the same, 2 for others."""
         key = (file, expert)
         if key not in places:
             other = find_rank(file)

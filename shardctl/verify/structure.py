@@ -24,7 +24,7 @@ _SHOWN: Final = 3
 
 
 def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
-    """Files that `shardctl.json` names and that are absent or of another size, and files that it does not name."""
+    """Check that files named by `shardctl.json` are there in their sizes, and yield files that it does not name."""
     for path, size in record.files.items():
         if path not in files:
             yield CheckFinding("error", "files", f"{path} is missing; {RECORD} lists it with {size:,} bytes", file=path)
@@ -43,7 +43,7 @@ def check_files(record: CheckpointRecord, files: Mapping[str, FileStat]) -> Iter
 
 
 def check_hashes(record: CheckpointRecord, source: Source) -> Iterator[CheckFinding]:
-    """Headers, indexes and side files whose bytes are not those that were written."""
+    """Yield headers, indexes and side files whose bytes are not those that were written."""
     for path, hashed in record.hashes.items():
         if hash_source_spans(source, path, hashed.spans) != hashed:
             part = "" if hashed.spans == ((0, record.files[path]),) else "the header of "
@@ -52,7 +52,7 @@ def check_hashes(record: CheckpointRecord, source: Source) -> Iterator[CheckFind
 
 
 def check_modes(root: Path, files: Mapping[str, FileStat]) -> Iterator[CheckFinding]:
-    """Files that only their owner can read, next to others that everyone can."""
+    """Yield files that only their owner can read, next to others that everyone can."""
     modes = {path: (root / path).stat().st_mode for path in files if (root / path).is_file()}  # Orbax's arrays are none
     if not any(mode & stat.S_IROTH for mode in modes.values()):
         return
@@ -64,7 +64,7 @@ def check_modes(root: Path, files: Mapping[str, FileStat]) -> Iterator[CheckFind
 
 
 def check_coverage(manifest: Manifest) -> Iterator[CheckFinding]:
-    """Elements stored nowhere, and chunks that overlap others in part."""
+    """Yield elements stored nowhere, and chunks that overlap others in part."""
     for tensor in manifest.tensors.values():
         if len(tensor.chunks) == 1 and tensor.chunks[0].box.shape == tensor.shape:
             continue
@@ -87,7 +87,7 @@ def _find_holes(tensor: Tensor) -> Iterator[CheckFinding]:
 
 
 def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
-    """The first place where two chunks overlap without being copies of each other, if there is one.
+    """Find the first place where two chunks overlap without being copies of each other, if there is one.
 
     Only chunks of one array in several files may not: an embedding that is whole in one array, and cut in that of a
     head that is tied to it, is stored twice on purpose, and so is a row that pads its own array.
@@ -118,7 +118,7 @@ def find_overlaps(tensor: Tensor) -> Iterator[CheckFinding]:
 
 
 def check_record(record: CheckpointRecord, manifest: Manifest) -> Iterator[CheckFinding]:
-    """Tensors, types, shapes and places as `shardctl.json` has them, against the headers."""
+    """Yield tensors, types, shapes and places as `shardctl.json` has them, against the headers."""
     for name, expected in record.tensors.items():
         tensor = manifest.tensors.get(name)
         if tensor is None:

@@ -111,7 +111,7 @@ def test_nothing_of_transformers_is_run(foreign):
 import sys
 from shardctl.verbs.inspect import inspect
 from shardctl.options import SourceOptions
-assert inspect({str(foreign("smollm3").path)!r}, reading=SourceOptions(rules_from="transformers")).rules
+assert inspect({str(foreign("smollm3").path)!r}, source_options=SourceOptions(rules_from="transformers")).rules
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)

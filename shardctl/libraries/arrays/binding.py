@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[str, int, int], bytes]) -> Manifest:
-    """`stored`, whose dialect is of `schema`, as the model's tensors; `read` gives bytes of a file from an offset.
+    """Return `stored`, whose dialect is of `schema`, as the model's tensors.
+
+    `read` gives bytes of a file from an offset.
 
     Raises SourceError, by name, for an array that is missing, has another shape than the model gives it, or a type
     unlike that of its neighbours; UnsupportedError for one that the schema does not know, and for a constant whose
@@ -71,7 +73,7 @@ def bind_arrays(schema: Schema, model: Model, stored: Manifest, read: Callable[[
 
 
 def _note_changed(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """What to say of tensors whose elements are not those that are stored."""
+    """Yield what to say of tensors whose elements are not those that are stored."""
     changed = [tensor for tensor in tensors if any(chunk.affine for chunk in tensor.chunks)]
     if changed:
         kinds = " and ".join(
@@ -84,7 +86,7 @@ def _note_changed(tensors: Iterable[Tensor]) -> Iterator[str]:
 
 
 def _is_zero(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int, int], bytes]) -> bool:
-    """Whether the first row behind the tensors of an array that is stored in one piece is zero, as padding is."""
+    """Return whether the first row behind the tensors of an array is stored in one piece and zero, as padding is."""
     rows = entry.content.shape[0] - entry.content.padding // (entry.content.size // entry.content.shape[0])
     for stored in tensor.chunks:
         chunk = _reshape_chunk(entry, stored)
@@ -97,7 +99,7 @@ def _is_zero(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int, int],
 
 
 def _note_dropped(padded: list[str]) -> Iterator[str]:
-    """What to say of arrays whose padding is none, or was trained."""
+    """Yield what to say of arrays whose padding is none, or was trained."""
     if padded:
         yield (
             f"the rows of {format_first_few(padded)} behind the last token are not zero, and are left "
@@ -120,7 +122,7 @@ def _build_tensor(model: Model, name: str, chunks: list[Chunk]) -> Tensor:
 
 
 def _pull_chunks(entry: SchemaEntry, tensor: Tensor) -> Iterator[tuple[str, Chunk]]:
-    """What an array that is stored holds of each tensor."""
+    """Yield what an array that is stored holds of each tensor."""
     if tensor.shape != entry.declared:
         raise SourceError(
             f"{tensor.name} has shape {list(tensor.shape)}, but the model gives it {list(entry.declared)}",
@@ -138,12 +140,12 @@ def _pull_chunks(entry: SchemaEntry, tensor: Tensor) -> Iterator[tuple[str, Chun
 
 @lru_cache(maxsize=256)
 def _build_index(images: tuple[Box, ...]) -> BoxIndex:
-    """Layers are alike, and so are the places of their tensors."""
+    """Build the index once: layers are alike, and so are the places of their tensors."""
     return BoxIndex(images)
 
 
 def _reshape_chunk(entry: SchemaEntry, chunk: Chunk) -> Chunk:
-    """A chunk of the declared array as one of the content's shape."""
+    """Return a chunk of the declared array as one of the content's shape."""
     if entry.declared == entry.content.shape:
         return chunk
     dense = compute_dense_strides(chunk.dtype, chunk.box.shape)
@@ -172,7 +174,10 @@ def _check_constant(entry: SchemaEntry, tensor: Tensor, read: Callable[[str, int
 
 
 def _bind_training(schema: Schema, model: Model, dialect: LibraryDialect, stored: TrainingState) -> TrainingState:
-    """Optimizer states that have the shape of an array are taken apart as it is; others are those of its first part."""
+    """Return optimizer states that have the shape of an array are taken apart as it is.
+
+    Others are those of its first part.
+    """
     by_array: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in stored.states.items():
         state, parameter = split_state_name(name) or ("", name)

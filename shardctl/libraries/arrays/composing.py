@@ -56,7 +56,7 @@ class ComposedArray:
         return self.entry.content.padding * self.dtype.unit_bytes
 
     def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
-        """What each tensor has in the array, which is stored densely from where `region` begins."""
+        """Yield what each tensor has in the array, which is stored densely from where `region` begins."""
         content = self.entry.content
         where = replace(region, strides=compute_dense_strides(self.dtype, content.shape))
         stored = Chunk(Box.whole(content.shape), self.dtype, where, self.name)
@@ -64,7 +64,7 @@ class ComposedArray:
 
 
 def compose_arrays(order: PackRequest, schema: Schema, dialect: LibraryDialect) -> dict[int, list[ComposedArray]]:
-    """The arrays of every rank that has some.
+    """Return the arrays of every rank that has some.
 
     Raises as `Schema.arrays`, and UnsupportedError, by name, for a tensor that was filtered out, or tensors of several
     types in one array.
@@ -107,7 +107,7 @@ def build_manifest(
     files: Mapping[str, CheckpointFile],
     stored: Iterable[tuple[str, Chunk]],
 ) -> Manifest:
-    """The manifest of `files` in which the parts of tensors are `stored`.
+    """Build the manifest of `files` in which the parts of tensors are `stored`.
 
     Buffers are left out, for they are computed from the config, and layers that predict further tokens, which is said.
     Raises UnsupportedError, by name, for any other tensor that is not stored whole, and for one that is stored in
@@ -138,5 +138,5 @@ def build_manifest(
 
 @lru_cache(maxsize=4096)
 def _count_stored_elements(boxes: tuple[Box, ...]) -> int:
-    """How many elements are in at least one of the boxes; layers are alike."""
+    """Count how many elements are in at least one of the boxes; layers are alike."""
     return sum(box.size for _, box in make_disjoint(boxes))

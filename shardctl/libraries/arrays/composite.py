@@ -36,7 +36,7 @@ class Piece:
     """A *named* element-wise change between the array and the tensor, as `Chunk.affine`."""
 
     def pulled(self, chunk: Chunk) -> Chunk | None:
-        """What a chunk of the array, stored or yet to be written, holds of it; None if nothing."""
+        """Return what a chunk of the array, stored or yet to be written, holds of it; None if nothing."""
         found = self.view.pull(chunk, self.box)
         return replace(found, affine=self.affine) if found is not None and self.affine else found
 
@@ -57,7 +57,7 @@ class CompositeArray:
 
     @classmethod
     def whole(cls, tensor: str, shape: tuple[int, ...], affine: str = "") -> CompositeArray:
-        """A tensor as it is."""
+        """Return a tensor as it is."""
         return cls(shape, (Piece(tensor, Box.whole(shape), ArrayView.whole(len(shape)), affine),))
 
     @property
@@ -82,14 +82,14 @@ class CompositeArray:
         return free
 
     def pulled(self, chunk: Chunk) -> Iterator[tuple[str, Chunk]]:
-        """What a chunk of the array holds of each tensor, by the tensor's name."""
+        """Yield what a chunk of the array holds of each tensor, by the tensor's name."""
         for piece in self.pieces:
             found = piece.pulled(chunk)
             if found is not None:
                 yield piece.tensor, found
 
     def part(self, dim: int, start: int, stop: int) -> CompositeArray:
-        """Indices `start` to `stop` along a dim."""
+        """Return indices `start` to `stop` along a dim."""
         if (start, stop) == (0, self.shape[dim]):
             return self
         if not 0 <= start <= stop <= self.shape[dim]:
@@ -100,7 +100,7 @@ class CompositeArray:
         )
 
     def share(self, dim: int, index: int, count: int) -> CompositeArray:
-        """The part of rank `index` of `count`; raises CutError, naming a tensor, if parts would not be equal."""
+        """Return the part of rank `index` of `count`; raises CutError, naming a tensor, if parts would not be equal."""
         extent = self.shape[dim]
         if extent % count:
             raise CutError(
@@ -110,11 +110,11 @@ class CompositeArray:
         return self.part(dim, index * extent // count, (index + 1) * extent // count)
 
     def shares(self, dim: int, count: int) -> list[CompositeArray]:
-        """The parts of all ranks; raises as `share`."""
+        """Return the parts of all ranks; raises as `share`."""
         return [self.share(dim, index, count) for index in range(count)]
 
     def permuted(self, axes: Sequence[int]) -> CompositeArray:
-        """The array with its dims in another order: dim `d` of the result is dim ``axes[d]`` of this."""
+        """Return the array with its dims in another order: dim `d` of the result is dim ``axes[d]`` of this."""
         place = {old: new for new, old in enumerate(axes)}
         pieces = (
             replace(
@@ -136,18 +136,18 @@ class CompositeArray:
         return self.permuted((*range(last - 1), last, last - 1))
 
     def padded(self, extent: int) -> CompositeArray:
-        """The array with zeros behind it along dim 0, up to `extent` rows."""
+        """Return the array with zeros behind it along dim 0, up to `extent` rows."""
         if extent < self.shape[0]:
             raise CutError(f"an array of {list(self.shape)} cannot be padded to {extent} rows")
         return CompositeArray(_replace_at(self.shape, 0, extent), self.pieces)
 
     def padded_with_last(self, extent: int) -> CompositeArray:
-        """The array with its last row behind it, again and again, up to `extent` rows."""
+        """Return the array with its last row behind it, again and again, up to `extent` rows."""
         rows = self.shape[0]
         return join_arrays([self, *[self.part(0, rows - 1, rows)] * (extent - rows)])
 
     def at(self, dim: int, index: int) -> CompositeArray:
-        """The array of one index along a dim, without that dim."""
+        """Return the array of one index along a dim, without that dim."""
         kept = [d for d in range(len(self.shape)) if d != dim]
         place = {old: new for new, old in enumerate(kept)}
         pieces = []
@@ -184,12 +184,12 @@ class SchemaEntry:
 
 
 def build_constant_entry(name: str, shape: tuple[int, ...], dtype: DType, data: bytes) -> SchemaEntry:
-    """An array of `data`, which is made of no tensor."""
+    """Build an array of `data`, which is made of no tensor."""
     return SchemaEntry(name, CompositeArray(shape, ()), dtype=dtype, constant=data)
 
 
 def join_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
-    """Arrays one behind another along a dim."""
+    """Return arrays one behind another along a dim."""
     pieces: list[Piece] = []
     start = 0
     for part in parts:
@@ -199,7 +199,7 @@ def join_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray
 
 
 def stack_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
-    """Arrays of one shape, one a index of a new dim 0."""
+    """Return arrays of one shape, one a index of a new dim 0."""
     pieces = [
         replace(
             piece,
@@ -212,7 +212,7 @@ def stack_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
 
 
 def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> CompositeArray:
-    """Arrays of one shape that take turns along a dim: the first of each, the second of each, and so on.
+    """Return arrays of one shape that take turns along a dim: the first of each, the second of each, and so on.
 
     >>> even, odd = CompositeArray.whole("even", (2,)), CompositeArray.whole("odd", (2,))
     >>> [piece.view for piece in interleave_arrays([even, odd]).pieces]
@@ -231,7 +231,7 @@ def interleave_arrays(parts: Sequence[CompositeArray], dim: int = 0) -> Composit
 
 
 def round_up_to_multiple(rows: int, unit: int) -> int:
-    """The least multiple of `unit` that is no less, as vocabularies are padded to.
+    """Return the least multiple of `unit` that is no less, as vocabularies are padded to.
 
     >>> round_up_to_multiple(63, 2), round_up_to_multiple(64, 2)
     (64, 64)
@@ -240,7 +240,7 @@ def round_up_to_multiple(rows: int, unit: int) -> int:
 
 
 def _cut_piece(piece: Piece, dim: int, start: int, stop: int) -> Piece | None:
-    """What a piece has between two indices of a dim of the array, counted from the first of them."""
+    """Return what a piece has between two indices of a dim of the array, counted from the first of them."""
     view, box = piece.view, piece.box
     at = view.origin[dim]
     if dim not in view.axes:
@@ -266,7 +266,7 @@ def _move_pieces(part: CompositeArray, dim: int, by: int) -> Iterator[Piece]:
 
 
 def _fuse_pieces(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
-    """Pieces one behind another, those joined that go on where the one before ends, in the tensor and in the array."""
+    """Join pieces that go on where the one before ends, both in the tensor and in the array."""
     before: Piece | None = None
     for piece in pieces:
         if before is not None:
@@ -281,7 +281,7 @@ def _fuse_pieces(pieces: Sequence[Piece], dim: int) -> Iterator[Piece]:
 
 
 def _fuse_pair(one: Piece, other: Piece, dim: int) -> Piece | None:
-    """Two pieces as one, if they are one stretch along a dim of the array, in steps of one."""
+    """Return two pieces as one, if they are one stretch along a dim of the array, in steps of one."""
     same = one.tensor == other.tensor and one.affine == other.affine and one.view.axes == other.view.axes
     if not same or one.view.steps != other.view.steps or dim not in one.view.axes:
         return None

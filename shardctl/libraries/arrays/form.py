@@ -41,7 +41,7 @@ class ArrayForm:
     """By tensor: its place in an array that it shares; then its names do not count."""
 
     def array(self, name: str) -> str:
-        """The array that holds a tensor, the first of several; one that was filtered out keeps its own name."""
+        """Return the array that holds a tensor, the first of several; one that was filtered out keeps its own name."""
         place = self.places.get(name)
         return place.array if place is not None else next(iter(self.names.get(name, ())), name)
 
@@ -49,7 +49,7 @@ class ArrayForm:
 def choose_form(
     have: Manifest, fusions: Mapping[str, TensorFusion], dtypes: Mapping[str, DType], *, experts: str, spelled: bool
 ) -> ArrayForm:
-    """The form that `experts` asks for.
+    """Choose the form that `experts` asks for.
 
     `spelled` keeps the source's own names, and its form; else both are those of the state dict of transformers' class.
     An array some of whose tensors were filtered out is not written: those that are left have names of their own.
@@ -89,7 +89,7 @@ def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, F
 
 
 def _find_stored_name(fusion: TensorFusion, tensors: list[Tensor]) -> str | None:
-    """The name of the one array in which the original checkpoint had them, or None if it had several.
+    """Find the name of the one array in which the original checkpoint had them, or None if it had several.
 
     An array that differs from its one tensor by being transposed has the same name: a tensor that was stored so has its
     own name as a spelling.

@@ -36,7 +36,7 @@ class Schema:
     """
 
     def arrays(self, model: Model, dialect: LibraryDialect) -> Iterator[tuple[int, SchemaEntry]]:
-        """The arrays of all ranks, each with its rank.
+        """Yield the arrays of all ranks, each with its rank.
 
         Raises as `check` and `entries`, and at last UnsupportedError, by name, if a tensor of the model is in none.
         """
@@ -67,7 +67,7 @@ class ModelParts:
         return self.model.aliases.get(name, name) in self.model.tensors
 
     def __getitem__(self, name: str) -> CompositeArray:
-        """A tensor, whole; raises UnsupportedError if the model has none of that name."""
+        """Return a tensor, whole; raises UnsupportedError if the model has none of that name."""
         known = self.model.tensors.get(self.model.aliases.get(name, name))
         if known is None:
             raise UnsupportedError(f"{self.title} needs {name}, which {self.model.architecture or 'the model'} lacks")
@@ -75,7 +75,7 @@ class ModelParts:
         return CompositeArray.whole(known.name, known.shape, affine)
 
     def unit(self, name: str, dim: int = 0) -> int:
-        """Elements along a dim of a tensor that stay together when it is cut: those of a head."""
+        """Return elements along a dim of a tensor that stay together when it is cut: those of a head."""
         cuts = self.model.tensors[self.model.aliases.get(name, name)].spec.cuts
         return cuts[dim][0].sections[0].unit if cuts and cuts[dim] and cuts[dim][0].sections else 1
 
@@ -94,25 +94,25 @@ class SchemaRank:
         return name in self.parts
 
     def __getitem__(self, name: str) -> CompositeArray:
-        """A tensor, whole."""
+        """Return a tensor, whole."""
         return self.parts[name]
 
     def rows(self, name: str) -> CompositeArray:
-        """This rank's rows of a projection whose outputs are cut."""
+        """Return this rank's rows of a projection whose outputs are cut."""
         return self[name].share(0, self.index, self.tp)
 
     def columns(self, name: str) -> CompositeArray:
-        """This rank's columns of a projection whose inputs are cut."""
+        """Return this rank's columns of a projection whose inputs are cut."""
         return self[name].share(1, self.index, self.tp)
 
     def column_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
-        """A layer whose outputs are cut, its bias with them."""
+        """Yield a layer whose outputs are cut, its bias with them."""
         for kind in _KINDS:
             if f"{name}.{kind}" in self:
                 yield SchemaEntry(f"{new or name}.{kind}", self.rows(f"{name}.{kind}"))
 
     def row_layer(self, name: str, new: str = "") -> Iterator[SchemaEntry]:
-        """A layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
+        """Yield a layer whose inputs are cut; its bias is whole everywhere, and added by the first rank only."""
         yield SchemaEntry(f"{new or name}.weight", self.columns(f"{name}.weight"))
         if f"{name}.bias" in self:
             yield SchemaEntry(f"{new or name}.bias", self[f"{name}.bias"])

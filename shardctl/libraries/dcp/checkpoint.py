@@ -39,7 +39,7 @@ class DcpCollector:
         self.objects: list[OpaqueObject] = []
 
     def manifest(self, name: str, model: Sequence[DcpMetadata], optimizer: Sequence[DcpMetadata]) -> Manifest:
-        """The manifest of a source whose `model` may hold an optimizer, too.
+        """Return the manifest of a source whose `model` may hold an optimizer, too.
 
         Several metadata are those of the ranks of one save.
         """
@@ -88,7 +88,7 @@ class _SortedSave(DcpSave):
     # What only a trainer needs
 
     def training(self, weights: Mapping[str, Tensor], model: _SortedSave) -> TrainingState:
-        """Optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
+        """Return optimizer states and settings; `weights` are those of the same training, by name, saved in `model`."""
         version = self.metadata[0].version
         return TrainingState(
             writer="torch.distributed.checkpoint" + (f" (format {version})" if version else ""),
@@ -100,7 +100,7 @@ class _SortedSave(DcpSave):
         )
 
     def notes(self) -> Iterable[str]:
-        """How the keys were understood."""
+        """Return how the keys were understood."""
         yield from self.sorted.notes()
         if not self.alone:
             yield f"{len(self.metadata)} ranks saved without talking to each other; copies of a box must be equal"

@@ -28,7 +28,7 @@ _INFO: Final = PickleName("torch.distributed.checkpoint.filesystem", "_StorageIn
 
 
 def format_file_prefix(rank: int) -> str:
-    """What the names of a rank's files begin with."""
+    """Format what the names of a rank's files begin with."""
     return f"__{rank}_"
 
 
@@ -66,7 +66,7 @@ class DcpFiles:
         self._size = self._held = 0
 
     def _end(self) -> None:
-        """The file as it is; one without items is none."""
+        """End the file; one without items is none."""
         if self._size:
             path = self._folder + self._path
             self.files[path] = CheckpointFile(path, self._size, tuple(self._literals), tuple(self._blanks))
@@ -76,14 +76,16 @@ class DcpFiles:
         return f"{format_file_prefix(self._rank)}{self._number}.distcp"
 
     def object(self, key: str, item: bytes) -> None:
-        """An object, as `object_item` has it."""
+        """Add an object, as `object_item` has it."""
         self._literals.append((self._size, item))
         self._note(key, None, len(item), None)
         self._described[key] = None
         self._size += len(item)
 
     def tensor(self, key: str, shape: tuple[int, ...], dtype: DType, box: Box, padding: int = 0) -> Region | None:
-        """Where a box of a tensor is to be written; None if an item has it already: a checkpoint has each box once.
+        """Return where a box of a tensor is to be written.
+
+        None if an item has it already: a checkpoint has each box once.
 
         The last `padding` bytes of it stay zero.
         """
@@ -109,7 +111,7 @@ class DcpFiles:
         return Region(self._folder + self._path, start, compute_dense_strides(dtype, box.shape))
 
     def _note(self, key: str, origin: tuple[int, ...] | None, length: int, number: int | None) -> None:
-        """Where the next item is."""
+        """Note where the next item is."""
         index: dict[str, Value] = {"fqn": key, "index": number}
         if origin is not None:
             index["offset"] = _build_torch_size(origin)
@@ -117,7 +119,7 @@ class DcpFiles:
         self._stored[PickleObject(PickleName(_CLASSES, "MetadataIndex"), index)] = PickleObject(_INFO, place)
 
     def finished(self, planner: Value) -> dict[str, CheckpointFile]:
-        """All files, the metadata last; without a `StorageMeta`, which older versions of torch do not know.
+        """Return all files, the metadata last; without a `StorageMeta`, which older versions of torch do not know.
 
         `planner` is what the planner of torch's own saves keeps: the way to each value through the dicts that it was
         in, by key.

@@ -59,7 +59,7 @@ class ItemReader:
         self._values: dict[bytes, tuple[Setting] | None] = {}
 
     def region(self, item: StoredItem, key: str, dtype: DType, shape: tuple[int, ...]) -> Region:
-        """Where the elements of a tensor's box are.
+        """Return where the elements of a tensor's box are.
 
         Raises:
             SourceError: the item is not what torch.save writes, or holds another tensor than the metadata says.
@@ -107,7 +107,7 @@ class ItemReader:
             )
 
     def number(self, item: StoredItem, key: str, dtype: str) -> float | int | None:
-        """The value of a tensor of one element; None if its type is not one of numbers."""
+        """Return the value of a tensor of one element; None if its type is not one of numbers."""
         kind = BY_TORCH.get(dtype)
         if kind is None or kind.name not in NUMBERS:
             return None
@@ -115,7 +115,9 @@ class ItemReader:
         return decode_number(kind.name, read_bytes(self._source, region.file, region.offset, kind.unit_bytes))
 
     def value(self, item: StoredItem) -> tuple[Setting] | None:
-        """The number, text or list of those that was saved as an object, alone in a tuple; None for anything else.
+        """Return the number, text or list of those that was saved as an object, alone in a tuple.
+
+        None for anything else.
 
         Raises HostileError if it tries to run code.
         """
@@ -135,6 +137,6 @@ class ItemReader:
 
 
 def decode_number(dtype: str, data: bytes) -> float | int:
-    """The number that little-endian `data` is."""
+    """Return the number that little-endian `data` is."""
     value: float | int = struct.unpack(NUMBERS[dtype], data)[0]
     return value

@@ -62,14 +62,14 @@ class SortedKeys:
     """Where in the nested dicts the weights were."""
 
     def notes(self) -> tuple[str, ...]:
-        """How the keys of weights were understood."""
+        """Return how the keys of weights were understood."""
         return (f"weights are named by what follows {'.'.join(self.model)!r} in the keys",) if self.model else ()
 
 
 def sort_keys(
     tensors: Collection[str], objects: Iterable[str], places: Mapping[str, tuple[str | int, ...]]
 ) -> SortedKeys:
-    """What each key is, from its place alone; a key without a place is one of the outermost dict."""
+    """Return what each key is, from its place alone; a key without a place is one of the outermost dict."""
     ways = {key: tuple(map(str, places.get(key, (key,)))) for key in (*tensors, *objects)}
     found = SortedKeys()
     roots = _list_optimizer_roots(ways.values())
@@ -94,7 +94,7 @@ def sort_keys(
 
 
 def split_flat_key(text: str, parameters: Collection[str]) -> tuple[str, str]:
-    """The parameter and the name in the `<parameter>.<name>` of a flattened optimizer.
+    """Return the parameter and the name in the `<parameter>.<name>` of a flattened optimizer.
 
     The longest known parameter counts, because names may have dots too; without one, the last word is the name.
 
@@ -117,7 +117,7 @@ def build_named_states(
     made: Callable[[str, str], Tensor],
     warnings: list[str],
 ) -> dict[str, Tensor]:
-    """Optimizer states by name, each `made` of its key, which is one of `tensors`, and its name.
+    """Build optimizer states by name, each `made` of its key, which is one of `tensors`, and its name.
 
     What is left behind is added to `warnings`, but for steps that are no tensors: `find_steps_done` finds those.
     Raises SourceError for two states of one name.
@@ -151,7 +151,7 @@ def build_named_states(
 
 
 def find_steps_done(found: SortedKeys, value: Callable[[str], Setting]) -> int | None:
-    """How many steps were done, by what `value` finds under a trainer's key, else under an optimizer's."""
+    """Find how many steps were done, by what `value` finds under a trainer's key, else under an optimizer's."""
     named = [key for key in found.others if key.rpartition(".")[2] in STEPS]
     steps = [key for key, (_, state) in found.states.items() if state.rpartition(".")[2] == _STEP]
     return next((done for key in (*named, *steps[:1]) if (done := as_steps(value(key))) is not None), None)
@@ -160,7 +160,7 @@ def find_steps_done(found: SortedKeys, value: Callable[[str], Setting]) -> int |
 def build_parameter_groups(
     found: SortedKeys, parameters: Collection[str], value: Callable[[str], Setting]
 ) -> tuple[ParameterGroup, ...]:
-    """The groups of an optimizer, with what `value` finds under each key of their settings.
+    """Build the groups of an optimizer, with what `value` finds under each key of their settings.
 
     A flattened optimizer has the settings of every parameter; those with the same ones are a group.
     """
@@ -179,7 +179,7 @@ def build_parameter_groups(
 
 
 def _list_optimizer_roots(ways: Iterable[Way]) -> list[Way]:
-    """Where optimizers are: what leads to `param_groups`, or to a `state` of three levels."""
+    """List where optimizers are: what leads to `param_groups`, or to a `state` of three levels."""
     roots: dict[Way, None] = {}
     for way in ways:
         for at, word in enumerate(way):
@@ -213,7 +213,7 @@ def _sort_state(found: SortedKeys, key: str, way: Way) -> None:
 
 
 def _find_model_root(ways: Collection[Way]) -> Way:
-    """The dict that holds the weights: down through dicts of one entry, or of one with a name that models have."""
+    """Find the dict that holds the weights: down through dicts of one entry, or of one with a name that models have."""
     at: Way = ()
     while True:
         inside = [way for way in ways if way[: len(at)] == at and way[len(at)] not in _OTHERS]

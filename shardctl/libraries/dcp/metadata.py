@@ -119,7 +119,7 @@ class DcpMetadata:
     """By key, the shape of a tensor whose boxes are runs of flattened parts of it, as Megatron-LM saves some."""
 
     def list_unused_items(self) -> Iterator[str]:
-        """The keys of items that are neither a box of a tensor nor an object."""
+        """List the keys of items that are neither a box of a tensor nor an object."""
         used: set[tuple[str, tuple[int, ...] | None]] = {(key, None) for key in self.objects}
         used.update((key, box.origin) for key, tensor in self.tensors.items() for box in tensor.boxes)
         return (key for key, origin in self.items if (key, origin) not in used)
@@ -166,7 +166,7 @@ def _check_names(path: str, names: tuple[GlobalNode, ...]) -> None:
 
 
 def _is_dtype(name: GlobalNode) -> bool:
-    """A type is a name in torch itself; which of them are types is for the reader of tensors to say."""
+    """Return whether it is a name in torch itself; which of them are types is for the reader of tensors to say."""
     return name.module == "torch" and "." not in name.name
 
 
@@ -207,7 +207,7 @@ class _MetadataReader:
         )
 
     def fields(self, node: object, what: str, *kinds: str) -> dict[Any, Any]:
-        """The attributes of an object of a class of torch that is one of `kinds`."""
+        """Return the attributes of an object of a class of torch that is one of `kinds`."""
         if not isinstance(node, CallNode) or str(node.function) not in kinds or not isinstance(node.state, dict):
             self.malformed(f"it holds something else in place of {what}")
         return node.state
@@ -231,7 +231,7 @@ class _MetadataReader:
         return DeclaredTensor(self.dtype(state.get("properties"), key), shape, tuple(boxes))
 
     def dtype(self, node: object, key: str) -> str:
-        """Of the properties only the type means anything."""
+        """Return the type, which alone of the properties means anything."""
         state = node.state if isinstance(node, CallNode) and str(node.function) in _PROPERTIES else None
         if isinstance(state, dict):  # before torch 2.0 there was no __getstate__
             state = (state.get("dtype"),)
@@ -240,7 +240,7 @@ class _MetadataReader:
         return state[0].name
 
     def size(self, node: object, key: str) -> tuple[int, ...]:
-        """The numbers of a `torch.Size`, or of a tuple or list in its place."""
+        """Return the numbers of a `torch.Size`, or of a tuple or list in its place."""
         found = as_sizes(node)
         if found is None:
             self.malformed(f"tensor {key!r} has something else in place of sizes")
@@ -258,7 +258,7 @@ class _MetadataReader:
         }
 
     def flattened(self, node: object) -> dict[str, tuple[int, ...]]:
-        """What Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
+        """Return what Megatron-LM core 0.12 to 0.15 says beside torch's own fields (`strategies/torch.py`)."""
         if not isinstance(node, dict):
             return {}
         said = ((key, value.get(_FLATTENED)) for key, value in node.items() if isinstance(value, dict))
@@ -301,5 +301,5 @@ def _is_call_of(node: object, kind: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _build_box(origin: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """The layers of a model are alike, and so are their boxes."""
+    """Build the box once: the layers of a model are alike, and so are their boxes."""
     return Box(origin, shape)

@@ -24,7 +24,7 @@ _OPTIMIZER: Final = re.compile(r"optimizer(_[0-9]+)?|optim")
 
 
 def detect_dcp(source: Source) -> bool:
-    """Whether the directory, or that of a model in it, has the metadata or the files of such a save.
+    """Detect whether the directory, or that of a model in it, has the metadata or the files of such a save.
 
     Megatron-LM's are such saves, too, and have a reader of their own.
     """
@@ -65,7 +65,7 @@ def scan_dcp(source: Source) -> Manifest:
 
 
 def _list_saves(source: Source) -> dict[str, list[str]]:
-    """The metadata files of each folder that holds a save: one of all ranks, else one of each."""
+    """List the metadata files of each folder that holds a save: one of all ranks, else one of each."""
     found: dict[str, list[str]] = {}
     for path in source.files():
         folder, _, name = path.rpartition("/")

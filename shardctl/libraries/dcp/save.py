@@ -49,7 +49,7 @@ class DcpSave:
             budget_of(source).leftovers.note(each.path, UNUSED_ITEMS, map(ascii, each.list_unused_items()))
 
     def _check_items(self) -> None:
-        """Every file is there, every item inside it, and no two share a byte."""
+        """Check that every file is there, every item inside it, and that no two share a byte."""
         by_file: dict[str, list[tuple[int, int, str]]] = {}
         archives: dict[str, list[tuple[int, int]]] = {}
         for each in self.metadata:
@@ -88,7 +88,7 @@ class DcpSave:
         budget_of(source).leftovers.note(path, UNUSED_BYTES, [f"{unused:,} bytes"] if unused else [])
 
     def tensor(self, key: str, name: str) -> Tensor:
-        """The tensor of a key, called `name`."""
+        """Return the tensor of a key, called `name`."""
         declared = self.tensors[key]
         dtype = BY_TORCH.get(declared.dtype)
         if dtype is None:
@@ -110,14 +110,17 @@ class DcpSave:
             raise SourceError(f"{key!r} {list(declared.shape)} is described without a box that holds any of it")
 
     def item(self, metadata: DcpMetadata, key: str, origin: tuple[int, ...] | None) -> StoredItem:
-        """Where the box of a key that begins at `origin` is; raises SourceError if the metadata does not say it."""
+        """Return where the box of a key that begins at `origin` is.
+
+        Raises SourceError if the metadata does not say it.
+        """
         item = metadata.items.get((key, origin))
         if item is None:
             raise SourceError(f"{metadata.path} does not say where {key!r} at {list(origin or ())} is")
         return item
 
     def value(self, key: str) -> Setting:
-        """A number or text that was saved under a key, as an object or as a tensor of one element."""
+        """Return a number or text that was saved under a key, as an object or as a tensor of one element."""
         for each in self.metadata:
             if key in each.tensors and each.tensors[key].shape == ():
                 return self.items.number(self.item(each, key, ()), key, each.tensors[key].dtype)
@@ -128,12 +131,12 @@ class DcpSave:
 
 
 def count_writers(files: Iterable[str]) -> int | None:
-    """How many processes wrote files, by their names; None if no name says it."""
+    """Count how many processes wrote files, by their names; None if no name says it."""
     return len({match[1] for path in files if (match := _WRITTEN.fullmatch(path))}) or None
 
 
 def _unite_tensors(metadata: Sequence[DcpMetadata]) -> dict[str, DeclaredTensor]:
-    """Every tensor, its boxes disjoint but for copies of one that several ranks saved each by itself."""
+    """Return every tensor, its boxes disjoint but for copies of one that several ranks saved each by itself."""
     found: dict[str, DeclaredTensor] = {}
     for each in metadata:
         for key, declared in each.tensors.items():
@@ -206,7 +209,7 @@ def _compare_boxes(key: str, boxes: list[Box], most: int) -> int:
 
 
 def _divide_boxes(boxes: list[Box]) -> list[list[Box]]:
-    """The boxes in groups, each of which begins, along some dim, where the one before has ended.
+    """Return the boxes in groups, each of which begins, along some dim, where the one before has ended.
 
     A grid falls apart into single boxes so, and so does one whose columns are cut in rows of their own.
     """

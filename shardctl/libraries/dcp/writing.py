@@ -34,7 +34,7 @@ _Way = tuple[str | int, ...]
 
 
 def pack_dcp(request: PackRequest) -> Manifest:
-    """The files of every rank of a mesh, or of the only one."""
+    """Return the files of every rank of a mesh, or of the only one."""
     have, form, dtypes = request.have, request.form, request.dtypes
     builder = _DcpBuilder(request.max_shard_size or USUAL_SHARD)
     if have.training is not None:
@@ -62,7 +62,7 @@ class _DcpBuilder:
         self.ways: dict[Value, Value] = {}
 
     def settings(self, training: TrainingState, form: ArrayForm) -> None:
-        """Hyper-parameters, in front of the first rank's tensors."""
+        """Add hyper-parameters, in front of the first rank's tensors."""
         for number, group in enumerate(training.groups):
             members: list[Value] = list(dict.fromkeys(map(form.array, group.parameters)))
             for name, value in (*group.settings.items(), ("params", members)):
@@ -71,7 +71,7 @@ class _DcpBuilder:
                 self.ways[_join_key_path(way)] = way
 
     def rank(self, rank: int, arrays: Iterable[TensorArray]) -> None:
-        """The boxes of one rank that no earlier rank holds, too."""
+        """Add the boxes of one rank that no earlier rank holds, too."""
         self.files.rank(rank)
         for array in arrays:
             way = _find_key_path(array.name)
@@ -83,7 +83,7 @@ class _DcpBuilder:
 
 
 def _find_key_path(name: str) -> _Way:
-    """Where in the nested dicts an array is."""
+    """Find where in the nested dicts an array is."""
     state = split_state_name(name)
     if state is None:
         return (_MODEL, name)

@@ -78,7 +78,7 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
 
 
 def _place_tensor(name: str, model: Model) -> tuple[str, int | None]:
-    """What a tensor is called here, and the dim along which ranks cut it, None for one that is whole where it is.
+    """Return what a tensor is called here, and the dim along which ranks cut it, or None if it is whole.
 
     Raises UnsupportedError for a tensor that DeepSeek's code has not.
     """
@@ -113,7 +113,7 @@ def _check_cut(tensor: ModelTensor, dim: int, model: Model, ranks: int) -> None:
 
 
 def _count_experts(model: Model) -> int:
-    """Routed experts of a layer; 0 for a model without."""
+    """Count routed experts of a layer; 0 for a model without."""
     member = next((t.spec.member for t in model.tensors.values() if t.spec.member is not None), None)
     return member.count if member is not None else 0
 

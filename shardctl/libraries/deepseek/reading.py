@@ -23,7 +23,7 @@ _FILE: Final = re.compile(r"model(0|[1-9][0-9]{0,4})-mp([1-9][0-9]{0,4})\.safete
 
 
 def detect_deepseek_mp(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files."""
+    """Detect whether the directory holds such files and no other safetensors files."""
     return has_only_rank_files(source, _FILE)
 
 
@@ -55,7 +55,7 @@ def scan_deepseek_mp(source: Source) -> Manifest:
 
 
 def _list_rank_files(source: Source) -> list[str]:
-    """The files in the order of ranks; raises SourceError for a gap, and for files of several conversions."""
+    """List the files in the order of ranks; raises SourceError for a gap, and for files of several conversions."""
     found: dict[int, dict[int, str]] = {}
     for match in match_files(source, _FILE, _TITLE):
         found.setdefault(int(match[2]), {})[int(match[1])] = match[0]

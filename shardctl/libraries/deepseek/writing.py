@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pack_deepseek_mp(order: PackRequest) -> Manifest:
-    """The file of every rank.
+    """Return the file of every rank.
 
     Raises as `Layout.pack` says.
     """

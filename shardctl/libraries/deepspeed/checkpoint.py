@@ -88,7 +88,10 @@ class DeepSpeedReader:
     # Which copy
 
     def _uses_master(self) -> bool:
-        """Whether the optimizer's copy is read; raises UnsupportedError if the one that was asked for is not there."""
+        """Return whether the optimizer's copy is read.
+
+        Raises UnsupportedError if the one that was asked for is not there.
+        """
         found = self.found
         absent = [name for name in found.parameters if name not in found.module.held]
         if self.weights == "module" and absent:

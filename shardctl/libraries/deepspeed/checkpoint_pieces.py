@@ -40,5 +40,5 @@ class CheckpointPieces:
         self.master, self.states, self.parameters, self.groups = TensorPieces(), {}, {}, {}
 
     def state(self, name: str) -> TensorPieces:
-        """The pieces of one kind of state."""
+        """Return the pieces of one kind of state."""
         return self.states.setdefault(name, TensorPieces())

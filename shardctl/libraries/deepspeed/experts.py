@@ -36,7 +36,7 @@ class ExpertNames:
         """Experts of each layer on one rank."""
 
     def name(self, name: str, part: FlatPartition, held: OptimizerState) -> str:
-        """What the whole model calls a parameter that a rank has in a part of its own.
+        """Return what the whole model calls a parameter that a rank has in a part of its own.
 
         Raises UnsupportedError for parameters that are divided among ranks in a way that the names do not tell.
         """

@@ -48,7 +48,7 @@ class DeepSpeedFiles:
     """Files of DeepSpeed that nothing is read from."""
 
     def paths(self) -> set[str]:
-        """All of them."""
+        """Return all of them."""
         own = (self.model, self.optimizer, self.experts, self.layers)
         states = {path for held in self.universal.values() for path in held.values()}
         return {*(path for held in own for path in held.values()), *states, *self.others}
@@ -58,7 +58,7 @@ class DeepSpeedFiles:
 
 
 def sort_files(source: Source) -> dict[str, DeepSpeedFiles]:
-    """The files of DeepSpeed in each folder that has any: the root, and those directly below it."""
+    """Return the files of DeepSpeed in each folder that has any: the root, and those directly below it."""
     found: dict[str, DeepSpeedFiles] = {}
     for path in source.files():
         for folder in _list_folders(path):
@@ -70,7 +70,7 @@ def sort_files(source: Source) -> dict[str, DeepSpeedFiles]:
 
 
 def is_deepspeed_file(path: str) -> bool:
-    """Whether the name alone says that DeepSpeed wrote this."""
+    """Return whether the name alone says that DeepSpeed wrote this."""
     name = path.rpartition("/")[2]
     if any(_STATE.fullmatch(path[len(folder) :]) for folder in _list_folders(path)):
         return True
@@ -108,7 +108,7 @@ def _sort_file(files: DeepSpeedFiles, path: str, name: str) -> bool:
 
 
 def choose_checkpoint(source: Source, found: dict[str, DeepSpeedFiles]) -> DeepSpeedFiles:
-    """The checkpoint that is meant: the folder that `latest` names, else the only one.
+    """Choose the checkpoint that is meant: the folder that `latest` names, else the only one.
 
     Raises:
         SourceError: the named folder is not there, or nothing says which of several is meant.

@@ -40,7 +40,7 @@ class FlatPartition(NamedTuple):
 def list_joined_runs(
     shapes: Mapping[str, tuple[int, ...]], part: FlatPartition, length: int, paddings: Sequence[int] = ()
 ) -> Iterator[tuple[str, ElementRun]]:
-    """What is in a part of stages 1 and 2: the parameters follow one another, and the whole is cut in equal parts.
+    """List what is in a part of stages 1 and 2: the parameters follow one another, and the whole is cut in equal parts.
 
     Args:
         shapes: The parameters, in order.
@@ -66,7 +66,7 @@ def list_joined_runs(
 
 
 def list_scattered_runs(shapes: Mapping[str, tuple[int, ...]], part: FlatPartition) -> Iterator[tuple[str, ElementRun]]:
-    """What is in a part of stage 3: each parameter by itself is cut in equal parts, the last ones shorter or empty.
+    """List what is in a part of stage 3: each parameter is cut in equal parts, the last ones shorter or empty.
 
     >>> list(list_scattered_runs({"a": (5,), "b": (2, 2)}, FlatPartition(1, 2)))
     [('a', ElementRun(start=3, stop=5, at=0)), ('b', ElementRun(start=2, stop=4, at=3))]

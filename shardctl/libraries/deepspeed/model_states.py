@@ -103,7 +103,7 @@ def read_model_state(source: Source, path: str) -> ModelState:
 
 
 def collect_tensors(saved: SavedFile, node: object) -> tuple[dict[str, FileArray], list[str]]:
-    """The tensors in a mapping by name, and the names of what else is in it."""
+    """Collect the tensors in a mapping by name, and the names of what else is in it."""
     found: dict[str, FileArray] = {}
     others: list[str] = []
     for name, value in as_dict(node).items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_models(source: Source, files: DeepSpeedFiles) -> dict[int, ModelState]:
-    """The module's state of each model-parallel rank; at stage 3 that of its first data-parallel one.
+    """Read the module's state of each model-parallel rank; at stage 3 that of its first data-parallel one.
 
     A Universal Checkpoint may have it twice, for engines of every stage; the one that is of no rank has the tensors.
     Raises SourceError if one is missing.
@@ -69,7 +69,7 @@ def read_modules(
 
 
 def _read_frozen(source: Source, files: DeepSpeedFiles, rank: int, state: ModelState, found: CheckpointPieces) -> None:
-    """Parameters that are not trained: whole at stage 2; at stage 3 each rank's file has a part."""
+    """Read parameters that are not trained: whole at stage 2; at stage 3 each rank's file has a part."""
     for name, array in state.frozen.items():
         if state.frozen_shapes.get(name) == array.shape and rank not in found.module.held.get(name, {}):
             found.module.add_array(name, rank, array)
@@ -97,7 +97,7 @@ def _read_frozen(source: Source, files: DeepSpeedFiles, rank: int, state: ModelS
 
 
 def _find_ties(state: ModelState, found: CheckpointPieces) -> None:
-    """Names that share one storage, and those that the file says are shared."""
+    """Find names that share one storage, and those that the file says are shared."""
     places: dict[FileArray, str] = {}
     for name in found.parameters:
         if name in state.module and state.module[name].size:

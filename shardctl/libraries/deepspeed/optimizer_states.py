@@ -103,13 +103,13 @@ def read_optimizer_state(source: Source, path: str, rank: int, world: int) -> Op
 
 
 def _is_shuffled(tree: Mapping[Any, Any]) -> bool:
-    """Whether parameters were handed to ranks in turn: DeepSpeed then maps them as if they had not been."""
+    """Return whether parameters were handed to ranks in turn: DeepSpeed then maps them as if they had not been."""
     zero = as_dict(as_dict(tree.get("ds_config")).get("zero_optimization"))
     return bool(zero.get("round_robin_gradients"))
 
 
 def _parse_joined_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, world: int) -> OptimizerState:
-    """Stages 1 and 2, and BF16_Optimizer, whose parts keep their padding and which says no stage."""
+    """Parse stages 1 and 2, and BF16_Optimizer, whose parts keep their padding and which says no stage."""
     stage = as_integer(state.get("zero_stage"))
     base = state.get(_BASE)
     elastic = isinstance(base, list)
@@ -134,7 +134,7 @@ def _parse_joined_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, w
 
 
 def _parse_scattered_state(saved: SavedFile, state: Mapping[Any, Any], rank: int, world: int) -> OptimizerState:
-    """Stage 3."""
+    """Parse stage 3."""
     base = as_dict(state.get(_STATE))
     by_group = as_dict(base.get("state"))
     parts = as_list(state.get("ds_zero_partition_groups"))
@@ -172,7 +172,7 @@ def _sort_states(saved: SavedFile, found: FlatGroup, node: object) -> None:
 
 
 def parse_group_settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
-    """Per group of parameters the numbers of its flat groups, of which there are `groups`, and hyper-parameters."""
+    """Parse, per group of parameters, the numbers of its flat groups (of `groups`) and its hyper-parameters."""
     found = []
     for node in nodes:
         held = as_dict(node)
@@ -189,7 +189,7 @@ def parse_group_settings(nodes: list[Any], groups: int) -> list[tuple[tuple[int,
 def _parse_settings_and_steps(
     nodes: list[Any], groups: list[FlatGroup]
 ) -> list[tuple[tuple[int, ...], dict[str, Setting]]]:
-    """Hyper-parameters; some optimizers keep the member of steps among them."""
+    """Parse hyper-parameters; some optimizers keep the member of steps among them."""
     found = parse_group_settings(nodes, len(groups))
     for members, values in found:
         step = as_integer(values.get(_STEP))
@@ -199,7 +199,7 @@ def _parse_settings_and_steps(
 
 
 def _locate_partition(path: str, count: object, rank: int, world: int) -> FlatPartition:
-    """Which part a rank has. Experts are in fewer parts than there are ranks, each on ranks of different experts."""
+    """Find which part a rank has. Experts are in fewer parts than ranks, each on ranks of different experts."""
     parts = as_integer(count) or world
     if world % parts:
         raise SourceError(f"{path} is of {world} data-parallel ranks, but has a group in {parts} parts")
@@ -208,7 +208,7 @@ def _locate_partition(path: str, count: object, rank: int, world: int) -> FlatPa
 
 
 def _parse_fragment_address(path: str, node: object) -> tuple[int, int]:
-    """The numbers of a pickled `fragment_address`: how many, from which on."""
+    """Parse the numbers of a pickled `fragment_address`: how many, from which on."""
     state = as_mapping(node.state) if isinstance(node, CallNode) else None
     if isinstance(node, CallNode) and state is None and node.kwargs:
         state = node.kwargs
@@ -219,12 +219,12 @@ def _parse_fragment_address(path: str, node: object) -> tuple[int, int]:
 
 
 def _list_part_counts(node: object) -> list[Any]:
-    """Parts per group, or the one number for all."""
+    """List parts per group, or the one number for all."""
     return as_list(node) or [node]
 
 
 def _take_integer(node: object, place: int) -> int | None:
-    """The number at a place of a list, or the one number that is there in place of a list."""
+    """Return the number at a place of a list, or the one number that is there in place of a list."""
     return as_integer(_take_item(node, place)) if isinstance(node, list | tuple) else as_integer(node)
 
 

@@ -71,7 +71,7 @@ class _RankPartitions:
         """The parameters of each flat group."""
 
     def read(self, paths: dict[int, str]) -> None:
-        """The files of all data-parallel ranks."""
+        """Read the files of all data-parallel ranks."""
         least = min(paths)
         first = read_optimizer_state(self.source, paths[least], least, self.state.data_parallel or max(paths) + 1)
         for data in range(first.world):

@@ -61,7 +61,7 @@ class NamePatterns:
                 self._others.append((pattern, atoms, whole))
 
     def find(self, name: str) -> str | None:
-        """The pattern that describes what `name` begins with, as `re.match` says it; None if none does.
+        """Return the pattern that describes what `name` begins with, as `re.match` says it; None if none does.
 
         Raises HostileError if patterns and names were made to take long.
         """
@@ -87,7 +87,7 @@ class NamePatterns:
 
 
 def _close_states(active: set[int], atoms: tuple[_PatternAtom, ...]) -> set[int]:
-    """With what can be reached by leaving out what may be there no time."""
+    """Add the states that can be reached by leaving out what may be absent."""
     found = set()
     for at in active:
         reached = at
@@ -99,7 +99,7 @@ def _close_states(active: set[int], atoms: tuple[_PatternAtom, ...]) -> set[int]
 
 
 def _parse_pattern(pattern: str) -> tuple[tuple[_PatternAtom, ...], bool]:
-    """The atoms of a pattern, and whether it describes the whole name."""
+    """Parse the atoms of a pattern, and whether it describes the whole name."""
     text = pattern.removeprefix("^")
     whole = text.endswith("$") and not text.endswith("\\$")
     text = text[:-1] if whole else text

@@ -113,11 +113,11 @@ class TensorPieces:
             local.chunks.append(Chunk(Box.whole(shape), dtype, ConstantFill(bytes(dtype.unit_bytes)), name))
 
     def shapes(self, name: str) -> dict[int, tuple[int, ...]]:
-        """The shape that each model-parallel rank has of a tensor."""
+        """Return the shape that each model-parallel rank has of a tensor."""
         return {rank: local.shape for rank, local in self.held[name].items()}
 
     def tensor(self, name: str, called: str, cut: TensorCut | None = None, ties: tuple[str, ...] = ()) -> Tensor:
-        """The whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
+        """Return the whole tensor, under the name `called`; without a cut there is one rank's, or all have the same."""
         by_rank = self.held[name]
         first = next(iter(by_rank.values()))
         for local in by_rank.values():
@@ -141,7 +141,7 @@ class TensorPieces:
 
 
 def _move_chunk(chunk: Chunk, cut: TensorCut, rank: int) -> Iterator[Chunk]:
-    """A chunk of one rank's tensor as chunks of the whole."""
+    """Yield a chunk of one rank's tensor as chunks of the whole."""
     for box, origin in cut.parts[rank]:
         common = chunk.box.intersect(box)
         if common is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def detect_deepspeed(source: Source) -> bool:
-    """Whether the directory, or one in it, has files that are named as DeepSpeed names them."""
+    """Detect whether the directory, or one in it, has files that are named as DeepSpeed names them."""
     return any(is_deepspeed_file(path) for path in source.files())
 
 

@@ -51,7 +51,7 @@ class ParallelCuts:
         """The same for each state of a parameter."""
 
     def cut(self, name: str, shapes: Shapes, *, trained: bool) -> TensorCut | None:
-        """How a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
+        """Return how a tensor is cut that model-parallel ranks have in these shapes; None if all have it whole.
 
         Raises:
             SourceError: a rank has none of it, or one of a strange shape.
@@ -77,7 +77,7 @@ class ParallelCuts:
         return self._known[key]
 
     def _parts(self, name: str, shapes: Shapes) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]] | None:
-        """The whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""
+        """Return the whole shape, and by rank its boxes with where each begins; None if all ranks have it whole."""
         if not self._info:
             raise UnsupportedError(
                 f"{name!r} is on {self.ranks} tensor-parallel ranks, and the checkpoint does not say how their parts "
@@ -109,7 +109,7 @@ class ParallelCuts:
         )
 
     def _widths(self, name: str, pattern: str, held: dict[Any, Any], dim: int) -> list[list[int]]:
-        """Of each of several parts that are cut by themselves, the extents that ranks have."""
+        """Return the extents that ranks have of each of several parts that are cut by themselves."""
         said = as_dict(self._info.get(_WIDTHS)).get(pattern)
         if said is not None:
             return [[as_integer(n) or 0 for n in as_list(part)] for part in as_list(said)]
@@ -138,7 +138,10 @@ class ParallelCuts:
 def _interleave_parts(
     name: str, shapes: Shapes, dim: int, widths: list[list[int]]
 ) -> tuple[Shape, dict[int, tuple[tuple[Box, Shape], ...]]]:
-    """Several parts one after another along `dim`, each cut among the ranks; `widths` are extents by part and rank."""
+    """Return several parts one after another along `dim`, each cut among the ranks.
+
+    `widths` are extents by part and rank.
+    """
     order = sorted(shapes)
     shapes = {rank: shapes[rank] for rank in order}
     rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes.values()}

@@ -73,7 +73,7 @@ def read_universal(
 def _read_settings(
     source: Source, files: DeepSpeedFiles, models: Mapping[int, ModelState], found: CheckpointPieces
 ) -> None:
-    """Hyper-parameters, and at stage 3 the steps, from the file that has the rest of one rank's optimizer."""
+    """Read hyper-parameters, and at stage 3 the steps, from the file that has the rest of one rank's optimizer."""
     path = f"{files.folder}{_REST}"
     state = next(iter(models.values()), None)
     if path not in source.files() or state is None or state.groups is None:

@@ -39,19 +39,19 @@ class FileArray:
 
 
 def locate_array(saved: SavedFile, view: StorageView, name: str) -> FileArray:
-    """Where a tensor of a file is; raises SourceError if it is not inside its storage."""
+    """Locate where a tensor of a file is; raises SourceError if it is not inside its storage."""
     region = saved.region(view, name)
     return FileArray(region.file, region.offset, region.strides, view.dtype, view.shape)
 
 
 def as_array(saved: SavedFile, node: object, name: str) -> FileArray | None:
-    """The tensor that a node is; None if it is something else."""
+    """Return the tensor that a node is; None if it is something else."""
     view = as_tensor(node, f"{saved.path}: {name!r}")
     return locate_array(saved, view, name) if view is not None else None
 
 
 def parse_flat_array(saved: SavedFile, node: object, name: str) -> FileArray:
-    """A flat array without gaps; raises SourceError for anything else."""
+    """Parse a flat array without gaps; raises SourceError for anything else."""
     found = as_array(saved, node, name)
     if found is None or len(found.shape) != 1 or (found.size > 1 and found.strides != (found.dtype.unit_bytes,)):
         raise SourceError(f"{saved.path} is malformed: {name} is not a flat tensor")
@@ -59,31 +59,31 @@ def parse_flat_array(saved: SavedFile, node: object, name: str) -> FileArray:
 
 
 def as_dict(node: object) -> dict[Any, Any]:
-    """The items of a mapping; none for anything else."""
+    """Return the items of a mapping; none for anything else."""
     return as_mapping(node) or {}
 
 
 def as_list(node: object) -> list[Any]:
-    """The parts of a list or tuple; none for anything else."""
+    """Return the parts of a list or tuple; none for anything else."""
     return list(node) if isinstance(node, list | tuple) else []
 
 
 def as_integer(node: object) -> int | None:
-    """A whole number, or that of a pickled enum (`ZeroStageEnum(2)`)."""
+    """Return a whole number, or that of a pickled enum (`ZeroStageEnum(2)`)."""
     if isinstance(node, CallNode) and isinstance(node.function, GlobalNode) and len(node.args) == 1:
         node = node.args[0]
     return node if type(node) is int and 0 <= node < _FAR else None
 
 
 def as_number(node: object) -> float | None:
-    """A number that a float of 32 bits can be near; None for anything else."""
+    """Return a number that a float of 32 bits can be near; None for anything else."""
     if isinstance(node, bool) or not isinstance(node, int | float) or not abs(node) <= _LARGEST:
         return None
     return float(node)
 
 
 def parse_shape(node: object, where: str) -> tuple[int, ...]:
-    """The numbers of a `torch.Size`, or of a tuple or list in its place; raises SourceError for anything else."""
+    """Parse the numbers of a `torch.Size`, or of a tuple or list in its place; raises SourceError for anything else."""
     found = as_sizes(node)
     if found is None:
         raise SourceError(f"{where} has something else in place of a shape")
@@ -91,7 +91,7 @@ def parse_shape(node: object, where: str) -> tuple[int, ...]:
 
 
 def parse_shapes(node: object, where: str) -> dict[str, tuple[int, ...]]:
-    """By name the shapes in a mapping of a pickle; raises SourceError if it is malformed."""
+    """Parse the shapes in a mapping of a pickle, by name; raises SourceError if it is malformed."""
     found = {}
     for name, value in as_dict(node).items():
         if not is_name(name):
@@ -101,5 +101,5 @@ def parse_shapes(node: object, where: str) -> dict[str, tuple[int, ...]]:
 
 
 def is_name(node: object) -> bool:
-    """Whether this can name a tensor."""
+    """Return whether this can name a tensor."""
     return is_text(node) and bool(node)

@@ -80,7 +80,7 @@ def _collect_arrays(state: ModelState, node: object) -> dict[str, Any]:
 
 
 def _list_parameters(state: ModelState) -> list[str]:
-    """The module's parameters, in its order; a tied one once."""
+    """List the module's parameters, in its order; a tied one once."""
     seen = set()
     names = []
     for name, array in state.module.items():
@@ -93,7 +93,7 @@ def _list_parameters(state: ModelState) -> list[str]:
 def _has_fitting_states(
     state: ModelState, names: list[str], numbers: list[Any], states: dict[Any, dict[str, Any]]
 ) -> bool:
-    """Whether every state is as its parameter or one number."""
+    """Return whether every state is as its parameter or one number."""
     for number, name in zip(numbers, names, strict=True):
         if type(number) is not int:
             return False

@@ -54,7 +54,7 @@ _Groups = list[tuple[list[str], dict[str, Value]]]
 
 
 def pack_universal(request: PackRequest) -> Manifest:
-    """A file for every parameter and every state, and what the engine has besides.
+    """Return a file for every parameter and every state, and what the engine has besides.
 
     What is trained has a folder: what has states, or, if nothing has, every float. The rest is in the module's file.
     Raises UnsupportedError for states that Universal Checkpoints have no place for, and names that no folder can have.
@@ -90,7 +90,7 @@ def pack_universal(request: PackRequest) -> Manifest:
 
 
 def _find_step_state(request: PackRequest) -> _Number | None:
-    """The state `step` of the first parameter that has one, which engines of stage 3 take as that of all."""
+    """Find the state `step` of the first parameter that has one, which engines of stage 3 take as that of all."""
     states = request.have.training.states if request.have.training is not None else {}
     for name, tensor in states.items():
         if (split_state_name(name) or ("", name))[0] == _STEP and tensor.size == 1 and tensor.chunks:
@@ -102,7 +102,7 @@ def _find_step_state(request: PackRequest) -> _Number | None:
 
 
 def _list_groups(training: TrainingState | None, form: ArrayForm, trained: Mapping[str, object]) -> _Groups:
-    """Per group of the optimizer the arrays of its parameters, and its settings; none if none are known."""
+    """List, per group of the optimizer, the arrays of its parameters and its settings; none if none are known."""
     found: _Groups = []
     left = dict.fromkeys(trained)
     for group in training.groups if training is not None else ():
@@ -121,7 +121,7 @@ class _UniversalBuilder:
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
 
     def parameter(self, array: TensorArray, parameter: str, kind: str) -> None:
-        """The master or a state of a parameter, in a file of its own; a step is a bare tensor."""
+        """Add the master or a state of a parameter, in a file of its own; a step is a bare tensor."""
         if kind not in {_MASTER, *_STATES}:
             raise UnsupportedError(
                 f"{parameter} has a state {kind}, and Universal Checkpoints have {', '.join(sorted(_STATES))} only",
@@ -134,7 +134,7 @@ class _UniversalBuilder:
         self.saved(f"zero/{parameter}/{kind}.pt", tree, [replace(array, name=parameter)])
 
     def optimizer(self, groups: _Groups, step: _Number | None, parameters: int) -> None:
-        """What all parameters share: each loader looks for it at another place.
+        """Add what all parameters share: each loader looks for it at another place.
 
         Stages 1 and 2 load as many groups as there are here, so where none are known there is an empty one for every
         parameter, and an engine has no more. Stage 3 takes the step of all parameters from here.
@@ -152,7 +152,7 @@ class _UniversalBuilder:
     def module(
         self, rest: list[TensorArray], groups: list[dict[str, tuple[int, ...]]], aliases: dict[str, str], done: int
     ) -> None:
-        """The shapes of what is trained, in the optimizer's order, and the tensors that are not."""
+        """Add the shapes of what is trained, in the optimizer's order, and the tensors that are not."""
         shapes = [
             {name: PickleCall(PickleName("torch", "Size"), (shape,)) for name, shape in group.items()}
             for group in groups
@@ -181,7 +181,7 @@ class _UniversalBuilder:
         self.saved(_MODULE_3, state | {"module": {}}, [])
 
     def saved(self, name: str, value: Value, arrays: list[TensorArray]) -> None:
-        """A file of torch.save with these arrays, each the storage of its number."""
+        """Add a file of torch.save with these arrays, each the storage of its number."""
         path = f"{FOLDER}/{name}"
         item = build_archive(value, [array.nbytes for array in arrays])
         for array, start in zip(arrays, item.starts, strict=True):
@@ -191,7 +191,7 @@ class _UniversalBuilder:
         self.files[path] = CheckpointFile(path, item.size, item.literals)
 
     def text(self, path: str, content: str) -> None:
-        """A file of text."""
+        """Add a file of text."""
         data = content.encode()
         self.files[path] = CheckpointFile(path, len(data), ((0, data),))
 

@@ -24,7 +24,7 @@ class FileChoice:
 
 
 def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
-    """Prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
+    """Parse prefix, number (usually from 1) and count of one file of several, as written; None for any other name.
 
     >>> # DeepSeek writes numbers of two widths
     >>> parse_numbered_name("model-00001-of-000163.safetensors", ".safetensors")
@@ -36,7 +36,7 @@ def parse_numbered_name(name: str, suffix: str) -> tuple[str, str, str] | None:
 
 
 def describe_missing(names: Sequence[str], noun: str = "files") -> str:
-    """What to say of files, or of what `noun` says, that are not there.
+    """Return what to say of files, or of what `noun` says, that are not there.
 
     >>> describe_missing(["a.pt"]), describe_missing(["a.pt", "b.pt", "c.pt"])
     ('a.pt is missing', 'a.pt and 2 more files are missing')
@@ -46,7 +46,7 @@ def describe_missing(names: Sequence[str], noun: str = "files") -> str:
 
 
 def choose_given_file(path: str, suffix: str) -> FileChoice:
-    """The choice where one file was given; raises SourceError for an index, which has no weights."""
+    """Choose where one file was given; raises SourceError for an index, which has no weights."""
     if path.endswith(f"{suffix}.index.json"):
         raise SourceError(f"{path} is an index, not the weights", hint="give the directory that holds it")
     parts = parse_numbered_name(path, suffix)
@@ -56,7 +56,10 @@ def choose_given_file(path: str, suffix: str) -> FileChoice:
 
 
 def choose_index(indexes: Sequence[str], standard: str) -> str:
-    """The index that counts: the one called `standard`, or the only one; raises SourceError if that cannot be said."""
+    """Choose the index that counts: the one called `standard`, or the only one.
+
+    Raises SourceError if that cannot be said.
+    """
     if standard in indexes or len(indexes) == 1:
         return standard if standard in indexes else indexes[0]
     raise SourceError(

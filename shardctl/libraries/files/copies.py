@@ -28,7 +28,7 @@ _ALTERNATIVES: Final = (
 
 
 def place_tensors(held: Mapping[str, Iterable[str]], index: WeightIndex | None) -> dict[str, str]:
-    """The file of each tensor, given the names that each file holds: what the index says, else the first of them."""
+    """Choose the file of each tensor, given the names that each file holds: the one in the index, else the first."""
     placed: dict[str, str] = {}
     for path, names in held.items() if len(held) > 1 else ():
         for name in names:
@@ -61,7 +61,7 @@ class CopyCollector:
         self._undecided: list[_StoredTwice] = []
 
     def add(self, tensor: Tensor, copy: Chunk) -> Tensor:
-        """The tensor with a copy in another file, unless an index chooses between them and is preferred.
+        """Return the tensor with a copy in another file, unless an index chooses between them and is preferred.
 
         Raises SourceError if they cannot be equal.
         """

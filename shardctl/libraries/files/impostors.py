@@ -65,7 +65,7 @@ def refuse_unfinished(source: Source, path: str) -> None:
 
 
 def list_unfinished_downloads(source: Source, suffix: str) -> list[str]:
-    """What the root's files that end in `suffix` and are not completely downloaded will be called."""
+    """List what the root's files that end in `suffix` and are not completely downloaded will be called."""
     return [
         path.removesuffix(ending)
         for path in source.files()

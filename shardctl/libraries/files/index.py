@@ -119,7 +119,7 @@ def read_index(source: Source, path: str) -> WeightIndex:
 
 
 def shard_path(source: Source, index: str, file: str) -> str:
-    """The path of a shard that the index calls `file`, such as ``./x`` for ``x``: a regular, complete file inside.
+    """Return the path of a shard that the index calls `file`, such as ``./x`` for ``x``, a regular, complete file.
 
     Raises:
         SourceError: there is no such file.

@@ -43,7 +43,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_integer(digits: str) -> int | float:
-    """An int only if it can be a size: a negative number (`-0` too) or one beyond 64 bits becomes a float."""
+    """Parse an int only if it can be a size: a negative number (`-0` too) or one beyond 64 bits becomes a float."""
     return float(digits) if digits[0] == "-" or len(digits) > 20 else int(digits)  # noqa: PLR2004 - 2**64 has 20 digits
 
 
@@ -92,7 +92,7 @@ def walk_object(
 
 
 def parse_string(text: str, at: int) -> tuple[str, int]:
-    """The string that starts at `at`, and the position after it; a lone surrogate is refused."""
+    """Parse the string that starts at `at`, and the position after it; a lone surrogate is refused."""
     if text[at : at + 1] != '"':
         raise MalformedError(f"expected a string, found {quote_excerpt(text, at)}")
     try:
@@ -105,12 +105,15 @@ def parse_string(text: str, at: int) -> tuple[str, int]:
 
 
 def parse_value(text: str, at: int, longest: int) -> tuple[Any, int]:
-    """Whatever value starts at `at`, and the position after it; one longer than `longest` characters is refused."""
+    """Parse whatever value starts at `at`, and the position after it.
+
+    One longer than `longest` characters is refused.
+    """
     return _decode_value(text[at : at + longest], at, f"is malformed, or longer than {longest:,} characters")
 
 
 def parse_flat_object(text: str, at: int, longest: int) -> tuple[dict[str, Any], int]:
-    """The object that starts at `at`, and the position after it; it holds no object and no brace.
+    """Parse the object that starts at `at`, and the position after it; it holds no object and no brace.
 
     Such an object ends at the first closing brace, so reading many costs time linear in the text. Integers that can
     be sizes arrive as `int`, all other numbers as `float`.
@@ -136,7 +139,7 @@ def _decode_value(piece: str, at: int, complaint: str) -> tuple[Any, int]:
 
 
 def skip_space(text: str, at: int) -> int:
-    """The position of the first character from `at` that is not JSON white space."""
+    """Return the position of the first character from `at` that is not JSON white space."""
     if text[at : at + 1] not in _SPACES:
         return at
     space = _SPACE.match(text, at)
@@ -152,7 +155,7 @@ def check_end_of_text(text: str, at: int) -> None:
 
 
 def quote_excerpt(text: str, at: int) -> str:
-    """A few characters from `at`, quoted, for a message."""
+    """Return a few characters from `at`, quoted, for a message."""
     if at >= len(text):
         return "the end"
     return repr(text[at : at + _EXCERPT] + ("..." if at + _EXCERPT < len(text) else ""))

@@ -45,7 +45,7 @@ def check_link(source: Source, path: str) -> None:
 
 
 def _list_folders(root: Path, path: str) -> Iterator[Path]:
-    """The folders between the root and a file."""
+    """List the folders between the root and a file."""
     return (root / folder for folder in PurePosixPath(path).parents if folder.name)
 
 

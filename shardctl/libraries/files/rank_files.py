@@ -49,12 +49,12 @@ class RankFileName:
         return (self.before, self.after)
 
     def of(self, rank: int) -> str:
-        """The name of another rank's file."""
+        """Return the name of another rank's file."""
         return f"{self.before}{rank}{self.after}"
 
 
 def parse_rank_file_name(path: str) -> RankFileName | None:
-    """The parts of such a name; None if it is another name, or one of DeepSpeed's, or in a folder."""
+    """Parse the parts of such a name; None if it is another name, or one of DeepSpeed's, or in a folder."""
     found = _NAME.fullmatch(path)
     if found is None or "/" in path or _DEEPSPEED.fullmatch(path):
         return None
@@ -62,5 +62,5 @@ def parse_rank_file_name(path: str) -> RankFileName | None:
 
 
 def list_rank_files(paths: Iterable[str]) -> list[RankFileName]:
-    """Those of the paths that have such a name."""
+    """List those of the paths that have such a name."""
     return [found for path in paths if (found := parse_rank_file_name(path)) is not None]

@@ -42,7 +42,7 @@ class ShardedBackend:
 
 
 def read_sharded_backend(source: Source) -> ShardedBackend | None:
-    """What the source's `metadata.json` says, or that of the iteration that is the last; None if there is none."""
+    """Read what the source's `metadata.json` says, or that of the iteration that is the last; None if there is none."""
     for folder in _list_folders(source):
         said = _read_metadata(source, folder + MARK)
         if said is not None:
@@ -52,7 +52,7 @@ def read_sharded_backend(source: Source) -> ShardedBackend | None:
 
 
 def is_megatron(source: Source) -> bool:
-    """Whether there is such a file, or all else of such a checkpoint: nobody should take it for one of torch alone."""
+    """Return whether there is such a file, or all else of such a checkpoint, which must not pass for one of torch."""
     files = source.files()
     return read_sharded_backend(source) is not None or any(
         f"{folder}{COMMON}" in files and f"{folder}{DCP_METADATA}" in files for folder in _list_folders(source)
@@ -64,7 +64,7 @@ def _list_folders(source: Source) -> tuple[str, ...]:
 
 
 def read_tracker(source: Source) -> str | None:
-    """The folder that the tracker names, with a slash; None if there is no tracker, or it names none.
+    """Read the folder that the tracker names, with a slash; None if there is no tracker, or it names none.
 
     See `get_checkpoint_name` in `megatron/training/checkpointing.py`.
     """

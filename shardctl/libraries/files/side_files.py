@@ -42,7 +42,7 @@ _WEIGHTS: Final = re.compile(f".+({'|'.join(map(re.escape, (*WEIGHT_SUFFIXES, '.
 
 
 def list_side_files(source: Source, weights: set[str]) -> tuple[tuple[OpaqueObject, ...], tuple[str, ...]]:
-    """Every file of the source that is not one of `weights`, with its policy; and what deserves a warning.
+    """List every file of the source that is not one of `weights`, with its policy; and what deserves a warning.
 
     Configs, tokenizers, chat templates, code, `.gitattributes` and whole sub-folders are carried. The weights in a
     sub-folder are carried too, because they are a module of their own (`2_Dense/model.safetensors` of
@@ -87,7 +87,7 @@ def _is_remade(path: str) -> bool:
 
 
 def _choose_policy(path: str) -> tuple[Policy, bool]:
-    """Whether to carry the file, and whether leaving it behind may surprise."""
+    """Return whether to carry the file, and whether leaving it behind may surprise."""
     *folders, name = path.split("/")
     top = folders[0] if folders else ""
     if _TRAINER_FOLDERS.fullmatch(top):

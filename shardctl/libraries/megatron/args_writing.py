@@ -27,7 +27,7 @@ DIVISIBLE: Final = 128
 
 
 def build_arguments(order: PackRequest, mesh: Mesh, dtype: DType, more: Mapping[str, Value]) -> PickleObject:
-    """The namespace for a model on a mesh whose weights are of `dtype`; `more` is what one format has beside.
+    """Build the namespace for a model on a mesh whose weights are of `dtype`; `more` is what one format has beside.
 
     Raises UnsupportedError for a model that Megatron-LM's arguments cannot say.
     """

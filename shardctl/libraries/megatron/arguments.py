@@ -62,7 +62,7 @@ _LATENT: Final = {
 
 
 def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool) -> OwnConfig | None:
-    """The config that `args` describe; `tied` if no head is stored beside the embedding, or a copy of it is.
+    """Return the config that `args` describe; `tied` if no head is stored beside the embedding, or a copy of it is.
 
     None if they say too little, or describe a model that no config here can. `vocab_size` is None where they only tell
     to how many rows the vocabulary was padded.
@@ -98,12 +98,12 @@ def convert_arguments_to_config(arguments: Mapping[str, Setting], *, tied: bool)
 
 
 def has_zero_centred_norms(arguments: Mapping[str, Setting]) -> bool:
-    """Whether norms keep their weights less one."""
+    """Return whether norms keep their weights less one."""
     return any(arguments.get(name) is True for name in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"))
 
 
 def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:  # noqa: PLR0911 - one for each
-    """The model type of transformers that has all of this; None if there is none here."""
+    """Find the model type of transformers that has all of this; None if there is none here."""
     said = ModelConfig(arguments)
     learned = said.text("position_embedding_type", "learned_absolute") == "learned_absolute"
     if said.switch("use_rotary_position_embeddings", default=False):
@@ -132,7 +132,7 @@ def _find_model_type(arguments: Mapping[str, Setting]) -> str | None:  # noqa: P
 
 
 def _count_dense_layers(said: ModelConfig) -> int | None:
-    """How many of the first layers have no routed experts; None if others have none, too."""
+    """Count how many of the first layers have no routed experts; None if others have none, too."""
     pattern = said.values.get("moe_layer_freq", 1)
     if pattern in (None, 1):
         return 0
@@ -217,7 +217,7 @@ def _build_expert_config(said: ModelConfig, family: str, ffn: int) -> dict[str, 
 
 
 def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> dict[str, Setting]:
-    """Those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
+    """Return those of `args` that say what the model is, from which Megatron-LM builds it with `--use-checkpoint-args`.
 
     Raises UnsupportedError for rotary embeddings, biases, windows or activations that it does not have.
     """
@@ -330,7 +330,7 @@ def _build_gpt2_arguments(config: Mapping[str, object], model: Model) -> dict[st
 
 
 def _build_rope_arguments(config: Mapping[str, object], *, latent: bool) -> dict[str, Setting]:
-    """Theta and scaling; raises UnsupportedError for what the args cannot say.
+    """Build theta and scaling; raises UnsupportedError for what the args cannot say.
 
     Of `--use-rope-scaling` the factor alone can be given (`rotary_pos_embedding.py`).
     """
@@ -350,7 +350,7 @@ def _build_rope_arguments(config: Mapping[str, object], *, latent: bool) -> dict
 
 
 def _find_window(config: Mapping[str, object], model: Model) -> tuple[int, int] | None:
-    """How far back tokens look, as Megatron-LM counts it: without themselves; None if to the first.
+    """Find how far back tokens look, as Megatron-LM counts it: without themselves; None if to the first.
 
     Raises UnsupportedError where only some layers have a window.
     """

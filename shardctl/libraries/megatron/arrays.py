@@ -52,12 +52,12 @@ class _RankShare:
 
 
 def count_chunks(dialect: LibraryDialect) -> int:
-    """Chunks of layers on each stage: more than one in a virtual pipeline."""
+    """Count chunks of layers on each stage: more than one in a virtual pipeline."""
     return len(dialect.numbers(LAYERS)) // dialect.mesh.degree("pp")
 
 
 def format_chunk_prefix(chunk: int, chunks: int) -> str:
-    """What stands before the names of a chunk's arrays, where there are several chunks."""
+    """Format what stands before the names of a chunk's arrays, where there are several chunks."""
     return f"model{chunk}/" if chunks > 1 else ""
 
 
@@ -76,7 +76,7 @@ def _list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[
 def _list_chunk_entries(
     parts: ModelParts, dialect: LibraryDialect, rank: int, numbers: range, prefix: str
 ) -> Iterator[SchemaEntry]:
-    """The arrays of the layers of some numbers, and of what is before and behind them, `prefix` before their names."""
+    """List the arrays of layers of some numbers and of what is before and behind them, with `prefix` in their names."""
     at, mesh = dialect.mesh.coordinate(rank), dialect.mesh
     shared = _RankShare(at["tp"], mesh.degree("tp"))
     variant = LayerVariant(dialect.text(ROWS, BY_GROUP), dialect.switch(LATENTS_CUT))
@@ -100,7 +100,7 @@ def _list_chunk_entries(
 
 
 def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:
-    """The experts of a place on the ep axis; None for a model without any."""
+    """Find the experts of a place on the ep axis; None for a model without any."""
     count = layers.count_experts(model)
     if count % mesh.ep:
         raise CutError(f"{count} experts cannot be divided over ep={mesh.ep}")
@@ -110,7 +110,7 @@ def _find_held_experts(model: Model, mesh: Mesh, group: int) -> range | None:
 def _list_layer_entries(
     arrays: Iterator[WholeArray], prefix: str, dialect: LibraryDialect, shared: _RankShare, within: _RankShare
 ) -> Iterator[SchemaEntry]:
-    """A rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
+    """List a rank's part of a layer, `shared` of what all ranks of tp divide, `within` of each expert."""
     grouped: dict[str, list[CompositeArray]] = {}
     first = None
     for whole in arrays:
@@ -128,7 +128,7 @@ def _list_layer_entries(
 
 
 def _group_experts(mine: dict[str, list[CompositeArray]], prefix: str) -> Iterator[SchemaEntry]:
-    """The two arrays of `GroupedMLP`: transposed experts one behind another, in two dims by declaration alone.
+    """Yield the two arrays of `GroupedMLP`: transposed experts one behind another, in two dims by declaration alone.
 
     Core's own `sharded_state_dict` views `weight1` as ``[experts, hidden, gate and up]``, though it is declared
     ``[hidden, experts * (gate and up)]``.
@@ -144,7 +144,7 @@ def _group_experts(mine: dict[str, list[CompositeArray]], prefix: str) -> Iterat
 def _build_vocabulary_entry(
     name: str, tokens: CompositeArray, dialect: LibraryDialect, shared: _RankShare
 ) -> SchemaEntry:
-    """A rank's rows of the vocabulary."""
+    """Build a rank's rows of the vocabulary."""
     rows = dialect.number(VOCABULARY) or tokens.shape[0]
     if rows < tokens.shape[0]:
         raise SourceError(

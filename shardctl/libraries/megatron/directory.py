@@ -37,12 +37,12 @@ class RankDirectory:
 
 
 def has_ranks(source: Source) -> bool:
-    """Whether there is a folder of a rank with its weights."""
+    """Return whether there is a folder of a rank with its weights."""
     return any(found[3] in FILES for path in source.files() if (found := _FOLDER.fullmatch(path)))
 
 
 def choose_iteration(source: Source) -> RankDirectory:
-    """The ranks of the iteration that the tracker names, or of the only one.
+    """Choose the ranks of the iteration that the tracker names, or of the only one.
 
     Raises SourceError if there are several and nothing says which, or the one that is named is not there.
     """
@@ -72,7 +72,7 @@ def choose_iteration(source: Source) -> RankDirectory:
 
 
 def list_rank_folders(found: RankDirectory, mesh: Mesh) -> dict[int, str]:
-    """The folders of a mesh's ranks; raises SourceError, naming it, for one that is missing or one too many."""
+    """List the folders of a mesh's ranks; raises SourceError, naming it, for one that is missing or one too many."""
     wanted = list(islice(list_mesh_folders(mesh), len(found.files) + 1))  # the args may say any number
     said = ", ".join(f"{axis}={mesh.degree(axis)}" for axis in ("tp", "pp", "ep", "etp"))
     missing = [name for name in wanted if name not in found.files]

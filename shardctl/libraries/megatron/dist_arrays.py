@@ -84,7 +84,7 @@ class StackCell:
 
 
 def list_cells(model: Model, dialect: LibraryDialect) -> Iterator[StackCell]:
-    """Everything that the arrays are made of, in the model's order.
+    """List everything that the arrays are made of, in the model's order.
 
     Raises SourceError for a padded vocabulary that is smaller than the model's.
     """
@@ -139,7 +139,10 @@ def _list_array_cells(
     *,
     optional: bool = False,
 ) -> Iterator[StackCell]:
-    """An array's cell, at an index of some extent in each dim of the stack; those of gate and up, if they are two."""
+    """List an array's cell, at an index of some extent in each dim of the stack.
+
+    Those of gate and up, if they are two.
+    """
     place, counts = tuple(index for index, _ in stacked), tuple(count for _, count in stacked)
     pieces = whole.pieces if _FIRST in name else (whole.content,)
     halves = _HALVES if dialect.switch(HALVES) and _FIRST in name and len(pieces) == len(_HALVES) else ()
@@ -150,7 +153,7 @@ def _list_array_cells(
 
 
 def _list_array_names(local: str, *, experts: bool, latent: bool, spelt: bool) -> tuple[str, ...]:
-    """The names that versions of the layers have for an array: one, but for norms.
+    """List the names that versions of the layers have for an array: one, but for norms.
 
     If `spelt`, those that local layers and Transformer Engine's ask for; else local layers' own name, too.
     """
@@ -181,7 +184,7 @@ def check_stack(same: list[StackCell]) -> None:
 
 
 def stack_cells(same: list[StackCell]) -> CompositeArray:
-    """The array that cells make up."""
+    """Return the array that cells make up."""
     first = same[0]
     if not first.counts:
         return first.content

@@ -37,7 +37,7 @@ _SHOWN: Final = 3
 
 
 def build_manifest(name: str, save: DcpSave, folder: str, weights: Weights) -> Manifest:
-    """The manifest of a save in `folder`; `weights` says which copy of them is meant where there are two.
+    """Build the manifest of a save in `folder`; `weights` says which copy of them is meant where there are two.
 
     Raises as `scan` of the format says.
     """
@@ -88,7 +88,7 @@ def _build_tensor(save: DcpSave, key: str, name: str) -> Tensor:
 def _build_states(
     save: DcpSave, keys: MegatronKeys, tensors: dict[str, Tensor], warnings: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """States by canonical name; those that cannot be told from each other, or have no weight, are left behind."""
+    """Build states by canonical name; those that cannot be told from each other, or have no weight, are left behind."""
     strange: list[str] = []
     seen: dict[str, str] = {}
     for key, (state, parameter) in keys.states.items():
@@ -112,7 +112,7 @@ def _build_states(
 
 
 def _list_side_objects(save: DcpSave, folder: str) -> tuple[list[OpaqueObject], tuple[str, ...]]:
-    """Files beside the checkpoint's own; those of other iterations are not even listed."""
+    """List files beside the checkpoint's own; those of other iterations are not even listed."""
     own = {*save.files, *(each.path for each in save.metadata)}
     files = save.source.files()
     own |= {path for path in files if path.startswith(folder) and path.removeprefix(folder) in _FRAMEWORK}
@@ -144,7 +144,7 @@ def _find_step(common: CommonState | None) -> int | None:
 def _list_notes(
     keys: MegatronKeys, common: CommonState | None, masters: dict[str, Tensor], weights: Weights
 ) -> Iterator[str]:
-    """How the keys were understood."""
+    """List how the keys were understood."""
     if keys.wrapper:
         yield f"arrays are named by what follows {keys.wrapper!r} in the keys"
     if common is None:

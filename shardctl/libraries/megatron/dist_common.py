@@ -53,7 +53,7 @@ class CommonState:
 
 
 def read_common(save: DcpSave, folder: str) -> CommonState | None:
-    """What is common to all ranks; None if the checkpoint has no such thing.
+    """Read what is common to all ranks; None if the checkpoint has no such thing.
 
     Raises as `open_saved`, and SourceError for what is no dict.
     """
@@ -86,7 +86,7 @@ def _parse_common(where: str, saved: SavedFile, tree: object, source: Source, fi
 
 
 def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | None:
-    """The number of steps, which groups of parameters or their common state say."""
+    """Find the number of steps, which groups of parameters or their common state say."""
     for node in _walk_dicts(optimizer, _DEPTH, VisitCounter(saved.path)):
         for name in ("common_step", "step"):
             done = as_steps(_read_number(node.get(name), saved, source))
@@ -96,7 +96,7 @@ def _find_step(optimizer: object, saved: SavedFile, source: Source) -> int | Non
 
 
 def _read_number(node: object, saved: SavedFile, source: Source) -> float | None:
-    """A number, also one in a tensor."""
+    """Read a number, also one in a tensor."""
     if isinstance(node, int | float) and not isinstance(node, bool):
         return node
     view = as_tensor(node, saved.path) if isinstance(node, CallNode) else None
@@ -107,7 +107,7 @@ def _read_number(node: object, saved: SavedFile, source: Source) -> float | None
 
 
 def _walk_dicts(node: object, depth: int, visits: VisitCounter) -> Iterator[dict[Any, Any]]:
-    """The dicts in dicts and lists, the outermost first, few enough to be looked at."""
+    """Yield the dicts in dicts and lists, the outermost first, few enough to be looked at."""
     found = as_mapping(node)
     visits.visit(1)
     if found is not None:

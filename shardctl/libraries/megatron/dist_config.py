@@ -18,14 +18,14 @@ _MOST: Final = 1 << 20
 
 
 def build_own_config(common: CommonState | None, names: Collection[str]) -> OwnConfig | None:
-    """The config of transformers that follows from arguments; `names` are those of arrays."""
+    """Build the config of transformers that follows from arguments; `names` are those of arrays."""
     if common is None or not common.arguments:
         return None
     return convert_arguments_to_config(common.arguments, tied="output_layer.weight" not in names)
 
 
 def build_written_mesh(common: CommonState | None) -> Mesh:
-    """The mesh; one device if nothing says what it was."""
+    """Build the mesh; one device if nothing says what it was."""
     arguments = common.arguments if common is not None else {}
 
     def degree(name: str, default: int = 1) -> int:

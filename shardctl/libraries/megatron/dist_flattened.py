@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def unflatten_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that was saved so, in the `shape` that it has.
+    """Return a tensor that was saved so, in the `shape` that it has.
 
     Raises SourceError if the shape does not fit, UnsupportedError for runs that are not stored one element after
     another.

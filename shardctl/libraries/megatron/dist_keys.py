@@ -46,7 +46,7 @@ class MegatronKeys:
 
 
 def sort_keys(tensors: Collection[str]) -> MegatronKeys:
-    """What each key is, from its name alone."""
+    """Return what each key is, from its name alone."""
     found = MegatronKeys(next((w for w in _WRAPPERS if any(k.startswith(w) and _is_ours(k, w) for k in tensors)), ""))
     for key in tensors:
         state = _STATE.fullmatch(key)
@@ -64,7 +64,7 @@ def _is_ours(key: str, wrapper: str) -> bool:
 
 
 def build_dialect(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, *, centred: bool = False) -> LibraryDialect:
-    """The variant that weights of these names and shapes are in.
+    """Build the variant that weights of these names and shapes are in.
 
     `mesh` is the one that wrote them, and `centred` says whether norms keep their weights less one.
     """

@@ -22,7 +22,7 @@ _VERSION: Final = 1
 
 
 def detect_torch_dist(source: Source) -> bool:
-    """Whether Megatron-LM's files are there, or in a folder: that of the last iteration, or NeMo's."""
+    """Detect whether Megatron-LM's files are there, or in a folder: that of the last iteration, or NeMo's."""
     return is_megatron(source)
 
 

@@ -65,7 +65,7 @@ _STATELESS: Final = ("router", "embeddings", "output_layer")
 
 
 def pack_torch_dist(order: PackRequest) -> Manifest:
-    """The files of every rank that holds weights no earlier replica holds.
+    """Return the files of every rank that holds weights no earlier replica holds.
 
     Raises as `Layout.pack` says.
     """
@@ -90,7 +90,7 @@ def pack_torch_dist(order: PackRequest) -> Manifest:
 
 
 def _has_unlike_layers(order: PackRequest) -> bool:
-    """Whether layers are of several kinds, so that Megatron-LM gives each arrays of its own (`moe_layer_freq`)."""
+    """Return whether layers are of several kinds, so that Megatron-LM gives each its own arrays (`moe_layer_freq`)."""
     kinds: dict[str, set[str]] = {}
     for tensor in order.model.own():
         found = _LAYER.fullmatch(tensor.name)
@@ -139,7 +139,7 @@ class _CellWriter:
                         self.files.object(key, _NOTHING)
 
     def _shares(self, cell: StackCell) -> Iterator[tuple[int, int, int]]:
-        """The ranks that write a part of a cell, each with the part's index among how many."""
+        """Yield the ranks that write a part of a cell, each with the part's index among how many."""
         first = cell.name.startswith("embedding.")
         stage = self.stage_of[cell.layer if cell.layer is not None else 0 if first else -1]
         axis, group = "tp", 0
@@ -152,7 +152,7 @@ class _CellWriter:
             yield self.ranks[axis, stage, group, index], index, count
 
     def _part(self, cell: StackCell, index: int, count: int) -> None:
-        """What a rank writes of a cell: a box of each piece, because gate and up are apart in the whole array."""
+        """Add what a rank writes of a cell: a box of each piece, because gate and up are apart in the whole array."""
         dtype = self.dtypes[cell.name]
         start = 0
         for piece in cell.pieces:
@@ -169,7 +169,7 @@ class _CellWriter:
                 self.stored += part.pulled(Chunk(Box.whole(part.shape), dtype, where, cell.name))
 
     def _dtype(self, same: list[StackCell]) -> DType:
-        """The one type of an array."""
+        """Return the one type of an array."""
         kinds: dict[DType, str] = {}
         for cell in same:
             for piece in (each for composite in cell.pieces for each in composite.pieces):
@@ -189,7 +189,7 @@ class _CellWriter:
 
 
 def _list_extra_states(cell: StackCell) -> Iterator[str]:
-    """The keys of the extra states of a cell's module, and of attention's own, which has no weights.
+    """List the keys of the extra states of a cell's module, and of attention's own, which has no weights.
 
     Loaders do not look at those that their layers do not ask for (`StrictHandling.ASSUME_OK_UNEXPECTED`).
     """
@@ -203,7 +203,7 @@ def _list_extra_states(cell: StackCell) -> Iterator[str]:
 
 
 def _build_common_state(order: PackRequest, padded: int, dtypes: Mapping[str, DType]) -> bytes:
-    """The content of `common.pt`."""
+    """Build the content of `common.pt`."""
     more: dict[str, Value] = {
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": DIVISIBLE,

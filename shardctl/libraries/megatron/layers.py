@@ -84,7 +84,7 @@ class WholeArray:
         return self._group_by_group(range(self.groups)) if self.groups else join_arrays(self.pieces)
 
     def share(self, index: int, count: int) -> CompositeArray:
-        """What rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
+        """Return what rank `index` of `count` has; raises CutError, naming a tensor, if parts would not be equal."""
         if self.dim is None or count == 1:
             return self.content
         if not self.groups:
@@ -108,14 +108,14 @@ class LayerVariant:
 
 
 def build_model_parts(model: Model, dialect: LibraryDialect) -> ModelParts:
-    """The model's tensors, as the dialect's norms keep them."""
+    """Build the model's tensors, as the dialect's norms keep them."""
     return ModelParts(model, TITLE, GAMMA_LESS_ONE if dialect.switch(ZERO_CENTRED) else "")
 
 
 def list_layer_arrays(
     parts: ModelParts, number: int, variant: LayerVariant, held: range | None = None
 ) -> Iterator[WholeArray]:
-    """The arrays of a layer; of its routed experts only those that are `held`, if that is given."""
+    """List the arrays of a layer; of its routed experts only those that are `held`, if that is given."""
     if parts.model.family == "gpt2":
         yield from _list_gpt2_layer(parts, f"transformer.h.{number}", variant)
         return
@@ -131,19 +131,22 @@ def list_layer_arrays(
 
 
 def get_embedding_name(model: Model) -> str:
-    """The embedding of tokens."""
+    """Return the embedding of tokens."""
     return "transformer.wte.weight" if model.family == "gpt2" else "model.embed_tokens.weight"
 
 
 def list_embeddings(parts: ModelParts) -> Iterator[tuple[str, CompositeArray]]:
-    """The arrays before the first layer; that of tokens is the first, and is padded and cut along the vocabulary."""
+    """List the arrays before the first layer.
+
+    That of tokens is the first, and is padded and cut along the vocabulary.
+    """
     yield "embedding.word_embeddings.weight", parts[get_embedding_name(parts.model)]
     if parts.model.family == "gpt2":
         yield "embedding.position_embeddings.weight", parts["transformer.wpe.weight"]
 
 
 def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
-    """The arrays of the norm after the last layer."""
+    """List the arrays of the norm after the last layer."""
     have = "transformer.ln_f" if parts.model.family == "gpt2" else "model.norm"
     for kind in _KINDS:
         if f"{have}.{kind}" in parts:
@@ -151,17 +154,17 @@ def list_last_norm(parts: ModelParts) -> Iterator[WholeArray]:
 
 
 def get_output_layer(parts: ModelParts) -> CompositeArray:
-    """What makes logits."""
+    """Return what makes logits."""
     return parts["lm_head.weight"]
 
 
 def is_tied(model: Model) -> bool:
-    """Whether the head is the embedding."""
+    """Return whether the head is the embedding."""
     return "lm_head.weight" in model.aliases
 
 
 def count_experts(model: Model) -> int:
-    """Routed experts of a layer; 0 for a model without any."""
+    """Count routed experts of a layer; 0 for a model without any."""
     for number in reversed(range(model.layers)):
         for module, _ in _ROUTED:
             router = model.tensors.get(f"model.layers.{number}.{module}.gate.weight")
@@ -267,5 +270,5 @@ def _list_gpt2_layer(parts: ModelParts, have: str, variant: LayerVariant) -> Ite
 
 
 def _choose_input_dim(kind: str) -> int | None:
-    """How a projection is divided along its inputs: biases are added once, after the parts' sum, and are whole."""
+    """Choose how a projection is divided along its inputs: biases are whole, and added once, after the parts' sum."""
     return 1 if kind == "weight" else None

@@ -42,7 +42,7 @@ _MOST: Final = 1 << 20
 
 
 def detect_megatron(source: Source) -> bool:
-    """Whether there are folders of ranks with files of their weights, of one iteration or below it."""
+    """Detect whether there are folders of ranks with files of their weights, of one iteration or below it."""
     return has_ranks(source)
 
 
@@ -101,7 +101,7 @@ def scan_megatron(source: Source) -> Manifest:
 
 
 def _build_mesh(file: MegatronRankFile) -> Mesh:
-    """The mesh that the args describe, without replicas."""
+    """Build the mesh that the args describe, without replicas."""
     said = file.arguments
     if not said:
         raise SourceError(f"{file.path} has no args of {TITLE}, so its mesh is not known")
@@ -123,7 +123,7 @@ def _build_mesh(file: MegatronRankFile) -> Mesh:
 
 
 def _choose_etp(said: Mapping[str, Setting], etp: int | None, tp: int) -> int:
-    """Over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
+    """Choose over how many ranks an expert is divided; without experts it means nothing, and tp fits any mesh."""
     return tp if etp is None or not said.get("num_experts") else etp
 
 
@@ -137,7 +137,7 @@ def _check_version(file: MegatronRankFile) -> None:
 
 
 def _count_layers(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> tuple[int, ...]:
-    """Layers of each chunk of each stage, in the order in which data flows: every stage's first chunk, then the next.
+    """Count the layers of each chunk, in the order in which data flows: every stage's first chunk, then the next.
 
     The files do not say which layers of the model theirs are; what `get_transformer_layer_offset` computes from the
     args is this order in any case. Raises SourceError if the ranks of a stage differ, or not all layers are there.
@@ -165,7 +165,7 @@ def _count_layers(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str
 def _is_tied(
     first: MegatronRankFile, files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh
 ) -> bool:
-    """Whether the head is the embedding: as the args say, else as the files have none."""
+    """Return whether the head is the embedding: as the args say, else as the files have none."""
     untied = first.arguments.get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         return not untied
@@ -176,7 +176,7 @@ def _is_tied(
 def _collect_facts(
     first: MegatronRankFile, files: Mapping[str, MegatronRankFile], mesh: Mesh
 ) -> dict[str, str | int | bool]:
-    """What else decides how the arrays are made."""
+    """Collect what else decides how the arrays are made."""
     rows = next((view.shape[0] for name, view in first.views.items() if name.endswith(_EMBEDDING)), 0)
     latents = next((v.shape[0] for n, v in first.views.items() if n.endswith("linear_kv_down_proj.weight")), None)
     whole = [first.arguments.get(name) for name in ("kv_lora_rank", "qk_pos_emb_head_dim")]
@@ -200,7 +200,7 @@ def _build_tensors(folder: str, file: MegatronRankFile) -> Iterator[Tensor]:
 
 
 def _set_policy(side: OpaqueObject) -> OpaqueObject:
-    """Files of ranks and of the training loop are left behind."""
+    """Leave the files of ranks and of the training loop behind."""
     loop = side.name == TRACKER or _OF_RANKS.fullmatch(side.name) is not None
     return replace(side, policy="drop") if loop else side
 
@@ -217,7 +217,7 @@ def _note_other_iterations(found: RankDirectory) -> Iterator[str]:
 
 
 def _note_swapped_ranks(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str], mesh: Mesh) -> Iterator[str]:
-    """Where the ranks that the args name, if each file has its own, are not of the folders: tp is always innermost."""
+    """Note where the ranks that the args of each file name are not those of the folders: tp is always innermost."""
     said = {name: files[name].arguments.get("rank") for name in ranks.values()}
     if len({value for value in said.values() if isinstance(value, int)}) < len(said):
         return
@@ -234,7 +234,7 @@ def _note_further_layers(files: Mapping[str, MegatronRankFile]) -> Iterator[str]
 
 
 def _list_notes(source: Source, found: RankDirectory, files: Mapping[str, MegatronRankFile]) -> Iterator[str]:
-    """How the files were understood."""
+    """List how the files were understood."""
     first = next(iter(files.values()))
     if first.before_core:
         yield f"names from before megatron-core, checkpoint_version {first.version:g}"

@@ -65,7 +65,7 @@ class MegatronOptions:
 
     @classmethod
     def parse(cls, text: str) -> MegatronOptions:
-        """From text such as ``layers=local,virtual=2``; raises UsageError for anything else.
+        """Parse text such as ``layers=local,virtual=2``; raises UsageError for anything else.
 
         >>> MegatronOptions.parse("layers=local,multiple=16")
         MegatronOptions(local=True, grouped=False, last_row=False, chunks=1, multiple=16)
@@ -91,7 +91,7 @@ class MegatronOptions:
 
 
 def pack_megatron(order: PackRequest) -> Manifest:
-    """The file of every rank that has one of its own, and the tracker.
+    """Return the file of every rank that has one of its own, and the tracker.
 
     Raises as `Layout.pack` says.
     """
@@ -128,7 +128,7 @@ def pack_megatron(order: PackRequest) -> Manifest:
 
 
 def _build_mesh(order: PackRequest) -> Mesh:
-    """The mesh without replicas."""
+    """Build the mesh without replicas."""
     mesh = order.mesh
     if mesh.degree("fsdp") > 1:
         raise CutError(f"{TITLE}'s directories are those of tp, pp and ep ranks, not of fsdp", hint="use --dp instead")
@@ -144,7 +144,7 @@ def _build_mesh(order: PackRequest) -> Mesh:
 
 
 def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
-    """Rows of the vocabulary with its padding.
+    """Compute rows of the vocabulary with its padding.
 
     Raises CutError where copies of the last row would be all that some rank has: nobody could tell them from remains.
     """
@@ -158,7 +158,7 @@ def _compute_padded_rows(tokens: int, tp: int, wanted: MegatronOptions) -> int:
 
 
 def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[int, ...]:
-    """Layers of each chunk of each stage, as data flows."""
+    """Count layers of each chunk of each stage, as data flows."""
     stages = order.mesh.degree("pp")
     turns = stages * wanted.chunks
     if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
@@ -176,7 +176,10 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
 
 
 def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
-    """What `--decoder-first-pipeline-num-layers` and its sibling are, if anything; raises CutError for other cuts."""
+    """Find what `--decoder-first-pipeline-num-layers` and its sibling are, if anything.
+
+    Raises CutError for other cuts.
+    """
     middle = stages[1:-1]
     if len(set(middle)) > 1:
         raise CutError(
@@ -194,7 +197,7 @@ def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
 
 
 def _build_arguments(order: PackRequest, wanted: MegatronOptions, dialect: LibraryDialect) -> PickleObject:
-    """The `args` of the run that might have written this."""
+    """Build the `args` of the run that might have written this."""
     counts = dialect.numbers(megatron.LAYERS)
     several = dialect.mesh.degree("pp") > 1
     first, last = _find_end_stages(counts) if wanted.chunks == 1 and several else (None, None)
@@ -226,7 +229,7 @@ class _ArrayNamer:
         self._latent = any(name.endswith("kv_b_proj.weight") for name in order.model.tensors)
 
     def __call__(self, arrays: Sequence[ComposedArray]) -> Iterator[tuple[str, str, ComposedArray]]:
-        """The chunk's key, the name and the array of each."""
+        """Yield the chunk's key, the name and the array of each."""
         routed = {a.name.partition(".mlp.router.")[0] for a in arrays if ".mlp.router.weight" in a.name}
         for array in arrays:
             chunk, _, name = array.name.rpartition("/")
@@ -245,7 +248,7 @@ def _build_file(
     wanted: MegatronOptions,
     stored: list[tuple[str, Chunk]],
 ) -> CheckpointFile:
-    """A rank's file; what it holds of each tensor is added to `stored`."""
+    """Build a rank's file; what it holds of each tensor is added to `stored`."""
     models: dict[str, dict[str, Value]] = {}
     names: list[str] = []
     for number, (chunk, name, array) in enumerate(namer(arrays)):

@@ -41,12 +41,12 @@ _BEFORE_CORE: Final = (
 
 
 def is_before_core(name: str) -> bool:
-    """Whether a name, its dictionaries joined by dots, is of a model from before megatron-core."""
+    """Return whether a name, its dictionaries joined by dots, is of a model from before megatron-core."""
     return name.startswith(("language_model.", "word_embeddings_for_head."))
 
 
 def find_local_name(name: str) -> str:
-    """The name that local layers have for an array, whatever it is called.
+    """Find the name that local layers have for an array, whatever it is called.
 
     >>> find_local_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
     'decoder.layers.0.pre_mlp_layernorm.weight'
@@ -67,7 +67,7 @@ def find_local_name(name: str) -> str:
 
 
 def find_engine_name(name: str, *, experts: bool, latent: bool, grouped: bool = False) -> str:
-    """The name that Transformer Engine's layers have for an array of local ones.
+    """Find the name that Transformer Engine's layers have for an array of local ones.
 
     `experts` says whether the layer has routed ones, before which the norm stays a module of its own; `latent` whether
     its attention has latents, where the first norm does, and those of the latents do not; `grouped` whether experts are

@@ -57,7 +57,7 @@ class MegatronRankFile:
 
 
 def read_rank_file(source: Source, path: str) -> MegatronRankFile:
-    """One rank's file.
+    """Read one rank's file.
 
     Raises SourceError if it is not of this kind or damaged, HostileError if it tries to run code, UnsupportedError for
     a tensor that cannot be read as it is.
@@ -112,7 +112,7 @@ def read_rank_file(source: Source, path: str) -> MegatronRankFile:
 
 
 def _walk_leaves(node: object, depth: int, visits: VisitCounter) -> Iterator[tuple[str, Any]]:
-    """What a model's dictionaries hold, their keys joined by dots; a wrapper's ``module.`` is left out."""
+    """Yield what a model's dictionaries hold, their keys joined by dots; a wrapper's ``module.`` is left out."""
     held = as_mapping(node) or {}
     visits.visit(len(held))
     for key, value in held.items():

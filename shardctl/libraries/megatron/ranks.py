@@ -21,7 +21,7 @@ FILE: Final = "model_optim_rng.pt"
 
 
 def format_folder_name(tp: int, pp: int | None, ep: int | None) -> str:
-    """The folder of a rank; None for an axis of one.
+    """Format the folder of a rank; None for an axis of one.
 
     >>> format_folder_name(1, None, 0), format_folder_name(0, 3, 1)
     ('mp_rank_01_000', 'mp_rank_00_003_001')
@@ -30,13 +30,13 @@ def format_folder_name(tp: int, pp: int | None, ep: int | None) -> str:
 
 
 def build_least_mesh(*, tp: int, pp: int, ep: int, etp: int) -> Mesh:
-    """The mesh of as few ranks as hold everything: where etp divides tp, each has a folder of its own."""
+    """Build the mesh of as few ranks as hold everything: where etp divides tp, each has a folder of its own."""
     stage = lcm(tp, ep * etp)
     return Mesh.of(pp=pp, dp=stage // tp, tp=tp, ep=ep, etp=etp)
 
 
 def list_mesh_folders(mesh: Mesh) -> Iterator[str]:
-    """The folder of every rank of a least mesh, in the order of ranks.
+    """List the folder of every rank of a least mesh, in the order of ranks.
 
     Raises UnsupportedError where different parts of experts would be in folders of the same name, as the format has no
     place for the rank inside an expert.

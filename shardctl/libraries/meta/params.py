@@ -50,7 +50,7 @@ class MetaParams:
     """All that the file says."""
 
     def config(self, shapes: Mapping[str, tuple[int, ...]]) -> OwnConfig | None:
-        """The config of transformers' `LlamaForCausalLM`; None if the file says more than such a config can.
+        """Return the config of transformers' `LlamaForCausalLM`; None if the file says more than such a config can.
 
         `shapes` are those of the tensors, by Meta's names.
         """
@@ -98,7 +98,7 @@ class MetaParams:
         return OwnConfig(config, (warning,))
 
     def _ffn(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Inner elements of the MLP, by the tensors, else by the rule of `FeedForward`."""
+        """Return inner elements of the MLP, by the tensors, else by the rule of `FeedForward`."""
         stored = shapes.get("layers.0.feed_forward.w1.weight")
         if stored is not None:
             return stored[0]
@@ -108,7 +108,7 @@ class MetaParams:
 
 
 def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tuple[str, int]:
-    """Which Llama this seems to be, and the longest context it was trained for."""
+    """Return which Llama this seems to be, and the longest context it was trained for."""
     if scaled:
         return "Llama 3.1", 131_072
     if vocabulary == _LLAMA3_VOCABULARY or theta == LLAMA3_THETA:
@@ -119,7 +119,7 @@ def _guess_llama_version(vocabulary: int, theta: float, *, scaled: bool) -> tupl
 
 
 def read_params(source: Source) -> MetaParams | None:
-    """What `params.json` says; None if there is none.
+    """Read what `params.json` says; None if there is none.
 
     Raises SourceError if it is malformed, or numbers are missing or not positive.
     """

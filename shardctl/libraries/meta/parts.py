@@ -61,7 +61,7 @@ class JoinedParts:
 
 
 def join_parts(parts: Sequence[MetaRankFile], params: MetaParams | None) -> JoinedParts:
-    """The tensors of the files of all ranks, in the order of ranks.
+    """Return the tensors of the files of all ranks, in the order of ranks.
 
     Raises:
         SourceError: files have different tensors, parts do not fit together, or a rank's file is missing.
@@ -83,7 +83,7 @@ def join_parts(parts: Sequence[MetaRankFile], params: MetaParams | None) -> Join
 
 
 def _find_cut(name: str, parts: Sequence[MetaRankFile], params: MetaParams | None) -> tuple[int | None, int]:
-    """The dim along which a tensor is cut, None for not at all, and on how many ranks each part is."""
+    """Find the dim along which a tensor is cut, None for not at all, and on how many ranks each part is."""
     if len(parts) == 1 or _WHOLE.fullmatch(name):
         return None, len(parts)
     if name == EMBEDDING:
@@ -99,7 +99,7 @@ def _find_cut(name: str, parts: Sequence[MetaRankFile], params: MetaParams | Non
 
 
 def _find_embedding_dim(parts: Sequence[MetaRankFile], params: MetaParams | None) -> int | None:
-    """How the embedding is cut, by its shape alone; raises SourceError if that fits no known way."""
+    """Find how the embedding is cut, by its shape alone; raises SourceError if that fits no known way."""
     rows, columns = parts[0].views[EMBEDDING].shape
     hidden = parts[0].views[NORM].shape[0]
     if columns * len(parts) == hidden:
@@ -122,7 +122,7 @@ def _describe_embedding_cut(dim: int | None) -> str:
 
 
 def _join_tensor(name: str, parts: Sequence[MetaRankFile], dim: int | None, times: int) -> Tensor:
-    """The whole tensor; `times` ranks have the same part."""
+    """Return the whole tensor; `times` ranks have the same part."""
     first = parts[0].views[name]
     shape = list(first.shape)
     if dim is not None:

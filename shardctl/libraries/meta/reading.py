@@ -26,7 +26,7 @@ _LEFT: Final = frozenset({PARAMS, "checklist.chk", "orig_params.json"})
 
 
 def detect_meta(source: Source) -> bool:
-    """Whether the directory holds files of these names; one of them given alone is a file of torch.save."""
+    """Detect whether the directory holds files of these names; one of them given alone is a file of torch.save."""
     return find_given_file(source) is None and any(_FILE.fullmatch(path) for path in source.files())
 
 
@@ -75,7 +75,7 @@ def scan_meta(source: Source) -> Manifest:
 
 
 def _list_rank_files(source: Source) -> list[str]:
-    """The files in the order of ranks; raises SourceError for a gap."""
+    """List the files in the order of ranks; raises SourceError for a gap."""
     numbers = {int(found[1]): path for path in source.files() if (found := _FILE.fullmatch(path))}
     if not numbers:
         raise SourceError(f"{source.name} holds no {_TITLE}")

@@ -37,7 +37,7 @@ _MULTIPLIERS: Final = (None, 1.3, 1.5, 1.0, 1.2, 1.4)
 
 
 def pack_meta(request: PackRequest) -> Manifest:
-    """The file of every tp rank, or of the only one.
+    """Return the file of every tp rank, or of the only one.
 
     Raises:
         UnsupportedError: a model that Meta's code has no place for.
@@ -80,14 +80,14 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
 
 
 def _number_file(rank: int) -> str:
-    """What the name of a rank's file begins with."""
+    """Return what the name of a rank's file begins with."""
     return f"consolidated.{rank:02d}."
 
 
 def _list_rank_boxes(
     have: Manifest, placed: PlacedCheckpoint | None, *, hidden: bool
 ) -> Iterator[tuple[int, list[tuple[Tensor, Box]]]]:
-    """Every rank with its box of each tensor; `hidden` cuts the embedding along the hidden dim."""
+    """List every rank with its box of each tensor; `hidden` cuts the embedding along the hidden dim."""
     if placed is None:
         yield 0, [(tensor, Box.whole(tensor.shape)) for tensor in have.tensors.values()]
         return
@@ -116,7 +116,10 @@ def _name_for_meta(name: str, model: Model) -> str:
 
 
 def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object]]:
-    """The theta, and what `params.json` says of rotary embeddings; raises UnsupportedError for other scalings."""
+    """Return the theta, and what `params.json` says of rotary embeddings.
+
+    Raises UnsupportedError for other scalings.
+    """
     said = parse_rope(config)
     scaled: dict[str, object] = {"use_scaled_rope": True, "rope_scaling_factor": said.settings.get("factor", 8.0)}
     if said.part != 1.0 or not (said.kind == "default" or said.as_llama3):
@@ -129,7 +132,7 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
 def _build_params(
     config: Mapping[str, object], model: Model, have: Manifest, positions: Mapping[str, object]
 ) -> dict[str, object]:
-    """The content of `params.json`."""
+    """Build the content of `params.json`."""
     vocabulary, dim = model.tensors[_EMBEDDING].shape
     inner = model.tensors["model.layers.0.mlp.up_proj.weight"].shape[0]
     heads = config.get("num_attention_heads")
@@ -157,7 +160,7 @@ def _build_params(
 
 
 def _solve_ffn_settings(dim: int, inner: int) -> tuple[int, float | None]:
-    """`multiple_of` and `ffn_dim_multiplier` from which Meta's `FeedForward` makes `inner`.
+    """Return `multiple_of` and `ffn_dim_multiplier` from which Meta's `FeedForward` makes `inner`.
 
     >>> _solve_ffn_settings(4096, 11008), _solve_ffn_settings(4096, 14336)
     ((256, None), (256, 1.3))

@@ -19,14 +19,14 @@ _DATABASE: Final = ("d/", "ocdbt.process_", "array_metadatas/")
 
 
 def detect_orbax(source: Source) -> bool:
-    """Whether the directory has Orbax's metadata and a database, or an array's folder."""
+    """Detect whether the directory has Orbax's metadata and a database, or an array's folder."""
     files = source.files()
     marks = any(path == "manifest.ocdbt" or path.endswith(("/.zarray", "/zarr.json")) for path in files)
     return find_given_file(source) is None and METADATA in files and marks
 
 
 def scan_orbax(source: Source) -> Manifest:
-    """What the metadata lists; each array is one file of row-major elements, whatever its chunks are.
+    """Return what the metadata lists; each array is one file of row-major elements, whatever its chunks are.
 
     Raises as `OrbaxSource.arrays`, and UnsupportedError for a source that is not a local directory.
     """
@@ -51,7 +51,7 @@ def scan_orbax(source: Source) -> Manifest:
 
 
 def _is_own(side: OpaqueObject, folders: tuple[str, ...]) -> bool:
-    """Whether a file is part of how Orbax stores arrays."""
+    """Return whether a file is part of how Orbax stores arrays."""
     return side.name in _OWN or side.name.startswith((*_DATABASE, *folders))
 
 

@@ -92,7 +92,7 @@ class RankCollector:
         known.chunks += (_build_chunk(key, piece, saved) for piece in part.pieces if piece.box.size)
 
     def tensor(self, key: str, name: str, files: Sequence[RankFileName]) -> Tensor:
-        """The tensor of a key, called `name`; `files` are those of all ranks that could have it.
+        """Return the tensor of a key, called `name`; `files` are those of all ranks that could have it.
 
         Raises CoverageError, naming box and file, if no rank has some of it.
         """
@@ -124,14 +124,14 @@ class RankCollector:
 
 
 def _list_missing_files(files: Sequence[RankFileName], ranks: set[int]) -> list[str]:
-    """Names of files that are not there: of ranks that are spoken of, or of a gap in the numbers."""
+    """List names of files that are not there: of ranks that are spoken of, or of a gap in the numbers."""
     there = {file.rank for file in files}
     expected = ranks | set(range(max(there, default=0)))
     return [files[0].of(rank) for rank in sorted(expected - there)] if files else []
 
 
 def _build_chunk(key: str, piece: LocalPiece, saved: SavedFile) -> Chunk:
-    """Where the elements of a box are."""
+    """Build where the elements of a box are."""
     view = piece.view
     if view.dtype.unit_elements > 1 and piece.box.shape != view.shape:
         raise UnsupportedError(f"{saved.path}: {key!r} is {view.dtype}, of which several elements share a byte")
@@ -141,7 +141,7 @@ def _build_chunk(key: str, piece: LocalPiece, saved: SavedFile) -> Chunk:
 
 
 def _walk_leaves(tree: object, path: str) -> Iterator[tuple[Way, Any]]:
-    """Every value in nested dicts, and in lists of dicts or of tensors, with the keys that lead to it."""
+    """Yield every value in nested dicts, and in lists of dicts or of tensors, with the keys that lead to it."""
     todo: list[tuple[Way, Any]] = [((), tree)]
     if as_mapping(tree) is None:
         raise UnsupportedError(

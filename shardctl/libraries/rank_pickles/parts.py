@@ -71,7 +71,7 @@ _Found = tuple[tuple[LocalPiece, ...], frozenset[int]]
 
 
 def as_tensor_part(node: object, where: str) -> TensorPart | None:
-    """What a node stands for, None if it is no tensor. `where` begins messages.
+    """Return what a node stands for, None if it is no tensor. `where` begins messages.
 
     Raises:
         SourceError: malformed, or the local tensor is not the one that the description is of.
@@ -94,7 +94,7 @@ def as_tensor_part(node: object, where: str) -> TensorPart | None:
 
 
 def _is_wrapper(node: object) -> bool:
-    """Whether it is a call that makes a DTensor or a ShardedTensor: `(rebuild, class, arguments, state)`."""
+    """Return whether it is a call that makes a DTensor or a ShardedTensor: `(rebuild, class, arguments, state)`."""
     if not isinstance(node, CallNode) or str(node.function) not in _WRAPPED:
         return False
     match node.args:
@@ -152,7 +152,7 @@ def _parse_dtensor(state: object, shape: tuple[int, ...], where: str) -> _Found:
 
 
 def _parse_mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
-    """Ranks along each axis: since torch 2.9 of a layout, before of the tensor of ranks."""
+    """Parse ranks along each axis: since torch 2.9 of a layout, before of the tensor of ranks."""
     layout = mesh.get("_layout")
     if isinstance(layout, CallNode):
         state = _parse_attributes(layout.state, where)
@@ -176,7 +176,7 @@ def _parse_mesh_shape(mesh: dict[Any, Any], where: str) -> tuple[int, ...]:
 
 
 def _multiply_extents(extent: object, depth: int = _NESTED) -> int | None:
-    """The ranks of one axis, which may be several axes flattened."""
+    """Return the ranks of one axis, which may be several axes flattened."""
     if isinstance(extent, tuple | list) and len(extent) <= _AXES and depth:
         parts = [_multiply_extents(part, depth - 1) for part in extent]
         known = [part for part in parts if part is not None]
@@ -208,7 +208,7 @@ def _parse_placement(node: object, size: int, index: int, ndim: int, where: str)
 
 
 def _parse_sharded_tensor(state: object, shape: tuple[int, ...], where: str) -> _Found:
-    """`state` is `(local shards, metadata, process group, sharding spec, init_rrefs)`."""
+    """Parse a `state` of `(local shards, metadata, process group, sharding spec, init_rrefs)`."""
     if not isinstance(state, tuple | list) or not state or not isinstance(state[0], tuple | list):
         _raise_malformed(where, "has no list of shards")
     pieces = []
@@ -230,7 +230,7 @@ def _parse_sharded_tensor(state: object, shape: tuple[int, ...], where: str) -> 
 
 
 def _list_shard_ranks(state: Any) -> Iterator[int]:  # noqa: ANN401 - a node of a tree
-    """The ranks that the metadata of all shards names."""
+    """List the ranks that the metadata of all shards names."""
     metadata = state[1].state if len(state) > 1 and isinstance(state[1], CallNode) else None
     shards = metadata.get("shards_metadata") if isinstance(metadata, dict) else None
     for shard in shards if isinstance(shards, tuple | list) else ():
@@ -245,7 +245,7 @@ def _list_shard_ranks(state: Any) -> Iterator[int]:  # noqa: ANN401 - a node of 
 
 
 def _merge_attributes(state: object) -> dict[Any, Any] | None:
-    """The attributes in a pickled state: a dict, or one and that of the slots."""
+    """Return the attributes in a pickled state: a dict, or one and that of the slots."""
     if isinstance(state, dict):
         return state
     if isinstance(state, tuple) and all(part is None or isinstance(part, dict) for part in state):

@@ -41,7 +41,7 @@ class AxisPlacement:
 def list_local_boxes(
     shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]
 ) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """The boxes that a rank has of a tensor of `shape`, and where each begins in its own, local tensor.
+    """List the boxes that a rank has of a tensor of `shape`, and where each begins in its own, local tensor.
 
     >>> [str(b) for b, _ in list_local_boxes((8, 3), (AxisPlacement(2, 1, 0, 2), AxisPlacement(2, 0, 0)))]
     ['[2:4, 0:3]']
@@ -60,12 +60,12 @@ def list_local_boxes(
 
 @lru_cache(maxsize=1 << 14)
 def compute_local_shape(shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]) -> tuple[int, ...]:
-    """The shape of what a rank has of a tensor of `shape`."""
+    """Compute the shape of what a rank has of a tensor of `shape`."""
     return tuple(sum(count for _, count in each) for each in _compute_runs(shape, placements))
 
 
 def _compute_runs(shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]) -> list[_Runs]:
-    """The stretches of each dim that a rank has."""
+    """Compute the stretches of each dim that a rank has."""
     runs: list[_Runs] = [((0, extent),) if extent else () for extent in shape]
     for placement in placements:
         if placement.dim is not None:
@@ -74,7 +74,7 @@ def _compute_runs(shape: tuple[int, ...], placements: tuple[AxisPlacement, ...])
 
 
 def _share_runs(runs: _Runs, placement: AxisPlacement) -> _Runs:
-    """What one rank gets of the stretches that the axes before left."""
+    """Return what one rank gets of the stretches that the axes before left."""
     total = sum(count for _, count in runs)
     piece = -(-total // placement.factor)
     if total > piece * _MOST:
@@ -95,7 +95,7 @@ def _share_runs(runs: _Runs, placement: AxisPlacement) -> _Runs:
 
 
 def _slice_runs(runs: _Runs, start: int, stop: int) -> _Runs:
-    """The part of the stretches, taken as one, from `start` to `stop`."""
+    """Return the part of the stretches, taken as one, from `start` to `stop`."""
     found, at = [], 0
     for first, count in runs:
         low, high = max(start - at, 0), min(stop - at, count)

@@ -34,7 +34,7 @@ _CONFIG: Final = "huggingface/config.json"
 
 
 def detect_pickled_ranks(source: Source) -> bool:
-    """Whether the directory holds files with the numbers of ranks in their names, and no whole model."""
+    """Detect whether the directory holds files with the numbers of ranks in their names, and no whole model."""
     files = source.files()
     if find_given_file(source) is not None or any(path in files for path in _WHOLE):
         return False
@@ -85,7 +85,7 @@ def scan_pickled_ranks(source: Source) -> Manifest:
 
 
 def _select_one_save(source: Source, files: Sequence[RankFileName], what: str) -> list[RankFileName]:
-    """The files in the order of ranks; raises SourceError if they are those of several saves."""
+    """Select the files in the order of ranks; raises SourceError if they are those of several saves."""
     families = {file.family: file for file in sorted(files, key=lambda file: file.path, reverse=True)}
     if len(families) > 1:
         shown = " and ".join(file.path for file in [*families.values()][-2:])

@@ -28,7 +28,7 @@ def collect_training(
     files: Sequence[RankFileName],
     ranks: int,
 ) -> TrainingState:
-    """States and settings among what was collected; `files` are those that may hold states.
+    """Collect states and settings among what was collected; `files` are those that may hold states.
 
     States of parameters that are not among `weights`, by name, are left behind with a warning.
     """
@@ -45,7 +45,7 @@ def collect_training(
 
 
 def _read_value(collector: RankCollector, key: str) -> Setting:
-    """A number, a text or a list of those; also a number in a tensor. None for anything else."""
+    """Read a number, a text or a list of those; also a number in a tensor. None for anything else."""
     held = collector.held.get(key)
     if held is None:
         found = as_setting(collector.objects.get(key))

@@ -134,12 +134,12 @@ def read_header(source: Source, path: str) -> SafetensorsHeader:
 
 
 def estimate_header_size(names: Iterable[str] | None) -> int:
-    """How many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
+    """Estimate how many bytes of a file its header probably has; `names` are those of its arrays, if they are known."""
     return _FIRST_READ if names is None else sum(len(name.encode()) + _PER_ENTRY for name in names) + _BESIDES
 
 
 def looks_like_header(source: Source, path: str) -> bool:
-    """Whether the first bytes could be those of a safetensors file: a length that fits, then an opening brace."""
+    """Return whether the first bytes could begin a safetensors file: a length that fits, then an opening brace."""
     size = source.files()[path].size
     if size < _LENGTH_BYTES + 2:
         return False
@@ -229,7 +229,7 @@ class _ParsedHeader:
 
 
 def _parse_fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
-    """The dtype's name, the shape and the two offsets of an entry, each of the right JSON type."""
+    """Parse the dtype's name, the shape and the two offsets of an entry, each of the right JSON type."""
     if entry.keys() != _FIELDS:
         odd = min(entry.keys() ^ _FIELDS)
         raise MalformedError(f"tensor {name!r} has {'an unknown' if odd in entry else 'no'} field {odd!r}")
@@ -244,7 +244,7 @@ def _parse_fields(name: str, entry: dict[str, Any]) -> tuple[str, list[int], int
 
 
 def _build_array(name: str, dtype_name: str, shape: list[int], offset: int, span: int) -> HeaderArray:
-    """The array an entry describes: its `data_offsets` give the file's byte `offset` and `span` bytes from there."""
+    """Build the array of an entry: its `data_offsets` give the file's byte `offset` and `span` bytes from there."""
     dtype = BY_NAME.get(dtype_name)
     if dtype is None:
         raise UnsupportedError(
@@ -265,7 +265,10 @@ def _are_sizes(values: object) -> bool:
 
 
 def _compute_nbytes(name: str, dtype: DType, shape: list[int]) -> int:
-    """Bytes of the array; like the library, refuses a product that overflows 64 bits even if a later factor is 0."""
+    """Compute bytes of the array.
+
+    Like the library, refuses a product that overflows 64 bits even if a later factor is 0.
+    """
     bits = 1
     for extent in shape:
         bits *= extent

@@ -25,7 +25,7 @@ USUAL_SHARD: Final = 5_000_000_000
 
 
 def pack_hf(request: PackRequest) -> Manifest:
-    """Every array whole, in the source's order of tensors; raises nothing of its own."""
+    """Return every array whole, in the source's order of tensors; raises nothing of its own."""
     groups: list[list[TensorArray]] = [[]]
     room = max_shard_size = request.max_shard_size or USUAL_SHARD
     for array in list_whole_arrays(request.have, request.form, request.dtypes):
@@ -38,7 +38,7 @@ def pack_hf(request: PackRequest) -> Manifest:
 
 
 def list_whole_arrays(have: Manifest, form: ArrayForm, dtypes: dict[str, DType]) -> Iterator[TensorArray]:
-    """Every array once, where its first tensor is."""
+    """List every array once, where its first tensor is."""
     known: dict[int, ViewGroup] = {}
     for tensor in have.tensors.values():
         dtype, place = dtypes[tensor.name], form.places.get(tensor.name)

@@ -50,11 +50,11 @@ class TensorArray:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: DType, box: Box) -> TensorArray:
-        """A box of one tensor."""
+        """Return a box of one tensor."""
         return cls(name, dtype, tensor.shape, box, (tensor,))
 
     def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
-        """What each tensor has in the box, which is stored at `region`, by the tensor's name."""
+        """Yield what each tensor has in the box, which is stored at `region`, by the tensor's name."""
         dtype, name, tensors = self.dtype, self.name, self.tensors
         if self.views is None:
             yield tensors[0].name, Chunk(self.box, dtype, region, name)
@@ -103,7 +103,7 @@ class PackableArray(Protocol):
         """Bytes in the file."""
 
     def chunks(self, region: Region) -> Iterator[tuple[str, Chunk]]:
-        """What each tensor has in it, by the tensor's name, if it is stored at `region`."""
+        """Yield what each tensor has in it, by the tensor's name, if it is stored at `region`."""
 
 
 class FileBuilder:
@@ -115,7 +115,7 @@ class FileBuilder:
         self._chunks: dict[str, list[Chunk]] = {}
 
     def add(self, path: str, arrays: Sequence[PackableArray], metadata: Mapping[str, str] | None = None) -> None:
-        """A safetensors file with these arrays."""
+        """Add a safetensors file with these arrays."""
         said = {**self._metadata, **(metadata or {})}
         encoded = encode_header([(array.name, array.dtype, array.box.shape) for array in arrays], said)
         chunks = self._chunks
@@ -136,13 +136,13 @@ class FileBuilder:
         self.files[path] = CheckpointFile(path, encoded.size, tuple(literals), tuple(blanks))
 
     def stored(self) -> Iterator[tuple[str, Chunk]]:
-        """Every chunk of every file so far, by its tensor's name."""
+        """Yield every chunk of every file so far, by its tensor's name."""
         for name, found in self._chunks.items():
             for chunk in found:
                 yield name, chunk
 
     def manifest(self, layout: str, have: Manifest, dtypes: Mapping[str, DType]) -> Manifest:
-        """The target: the tensors of `have`, stored where they were packed."""
+        """Return the target: the tensors of `have`, stored where they were packed."""
         tensors = {
             name: Tensor(
                 tensor.name, dtypes[name], tensor.shape, tuple(self._chunks.get(name, ())), tensor.ties, tensor.spelling
@@ -153,6 +153,6 @@ class FileBuilder:
 
 
 def build_container_metadata(have: Manifest) -> dict[str, str]:
-    """The free-form metadata that travels along: the source's own, and the `format` that transformers demands."""
+    """Build the free-form metadata that travels along: the source's own, and the `format` that transformers demands."""
     kept = {key: value for key, value in have.metadata.items() if not key.startswith("DCP_")}
     return {"format": "pt", **kept}

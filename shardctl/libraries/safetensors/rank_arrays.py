@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def has_only_rank_files(source: Source, name: re.Pattern[str]) -> bool:
-    """Whether a directory holds files of that name and no other safetensors files; one given alone is one of those."""
+    """Return whether a directory holds files of that name and no other safetensors files.
+
+    One given alone is one of those.
+    """
     weights = [path for path in source.files() if "/" not in path and path.endswith(".safetensors")]
     return find_given_file(source) is None and bool(weights) and all(map(name.fullmatch, weights))
 
 
 def match_files(source: Source, name: re.Pattern[str], title: str) -> list[re.Match[str]]:
-    """The files of that name, which messages call `title`; raises SourceError if there are none."""
+    """Return the files of that name, which messages call `title`; raises SourceError if there are none."""
     found = [match for path in source.files() if (match := name.fullmatch(path)) is not None]
     if not found:
         raise SourceError(f"{source.name} holds no {title}")
@@ -37,7 +40,7 @@ def match_files(source: Source, name: re.Pattern[str], title: str) -> list[re.Ma
 def read_rank_arrays(
     source: Source, files: Mapping[int, list[str]]
 ) -> tuple[dict[str, Tensor], dict[str, CheckpointFile]]:
-    """Every array by its rank's prefix and its name, and the files by path; `files` are those of each rank.
+    """Read every array by its rank's prefix and its name, and the files by path; `files` are those of each rank.
 
     Raises as `read_header`, SourceError for a download that has not ended and for an array that two files of a rank
     have, HostileError for a link that leaves.

@@ -34,7 +34,7 @@ Known = dict[object, "_AlikeArrays"]
 
 
 def pack_ranks(request: PackRequest) -> Manifest:
-    """The files of every rank that holds weights no earlier dp or cp replica holds."""
+    """Return the files of every rank that holds weights no earlier dp or cp replica holds."""
     assert request.placed is not None  # noqa: S101 - as the layout says of its ranks
     have, dtypes = request.have, request.dtypes
     builder = FileBuilder(build_container_metadata(have))
@@ -53,14 +53,14 @@ def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
 
 
 def _number_files(rank: int) -> str:
-    """What the names of a rank's files begin with."""
+    """Return what the names of a rank's files begin with."""
     return f"shard-{rank + 1:05d}-"
 
 
 def list_rank_arrays(
     held: Sequence[TensorShard], form: ArrayForm, dtypes: dict[str, DType], known: Known
 ) -> Iterator[list[TensorArray]]:
-    """The rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
+    """List the rank's arrays, the boxes of one name together; those of experts stand where the first of them would."""
     order: list[TensorShard | list[tuple[TensorShard, FusedPlace]]] = []
     shared: dict[str, list[tuple[TensorShard, FusedPlace]]] = {}
     for piece in held:
@@ -82,7 +82,7 @@ def list_rank_arrays(
 
 
 def _join_experts(pieces: Sequence[tuple[TensorShard, FusedPlace]], dtype: DType, known: Known) -> list[TensorArray]:
-    """The fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
+    """Return the fewest boxes of an array of experts that hold `pieces` of them; `known` are those of arrays before."""
     name, fusion = pieces[0][1].array, pieces[0][1].fusion
     key = (id(fusion.places), *(place.position for _, place in pieces), *(id(piece.boxes) for piece, _ in pieces))
     alike = known.get(key)
@@ -105,7 +105,7 @@ class _AlikeArrays:
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[TensorShard, FusedPlace]]) -> _AlikeArrays:
-        """From those of one layer."""
+        """Make them from those of one layer."""
         views = ViewGroup(
             tuple(place.fusion.places.views[place.position] for _, place in pieces),
             tuple(piece.tensor.shape for piece, _ in pieces),
@@ -116,7 +116,7 @@ class _AlikeArrays:
 
 
 def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: int | None) -> list[list[TensorArray]]:
-    """The rank's arrays in files: a name at most once per file, and at most `max_shard_size` bytes unless alone."""
+    """Split the rank's arrays into files: a name once per file, and at most `max_shard_size` bytes unless alone."""
     files: list[list[TensorArray]] = []
     names: list[set[str]] = []
     sizes: list[int] = []
@@ -140,7 +140,7 @@ def _split_into_files(groups: Iterable[Sequence[TensorArray]], max_shard_size: i
 
 
 def _build_sharding_info(arrays: Sequence[TensorArray]) -> dict[str, str]:
-    """The metadata that says where in its global tensor each array is; what arrays share is spelled once."""
+    """Build the metadata that says where in its global tensor each array is; what arrays share is spelled once."""
     spelled: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
     entries = []
     for array in sorted(arrays, key=lambda a: a.name):

@@ -40,7 +40,7 @@ _RANK_FILE: Final = re.compile(r"shard-[0-9]{5}-(model-[0-9]{5}-of-[0-9]{5}\.saf
 
 
 def detect_safetensors(source: Source) -> bool:
-    """Whether the directory holds safetensors files or an index of some, or the file looks like one."""
+    """Detect whether the directory holds safetensors files or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
         return given.endswith((SAFETENSORS, _INDEXES)) or looks_like_header(source, given)
@@ -119,7 +119,7 @@ def _choose_files(source: Source) -> FileChoice:
 
 
 def _choose_whole_file(source: Source, indexes: Sequence[str]) -> FileChoice:
-    """The choice where `model.safetensors` exists; an index of other files beside it is a second checkpoint."""
+    """Choose where `model.safetensors` exists; an index of other files beside it is a second checkpoint."""
     if _STANDARD_INDEX not in indexes:
         return FileChoice((WHOLE_SAFETENSORS,))
     index = read_index(source, _STANDARD_INDEX)
@@ -134,7 +134,7 @@ def _choose_whole_file(source: Source, indexes: Sequence[str]) -> FileChoice:
 
 
 def _parse_numbers(name: str) -> tuple[str, str, str] | None:
-    """Prefix, number and count of one file of several, or None for a name without numbers; ranks are left out."""
+    """Parse prefix, number and count of one file of several, or None for a name without numbers; ranks are left out."""
     return parse_numbered_name(_RANK_FILE.sub(r"\1", name), SAFETENSORS)
 
 
@@ -175,7 +175,7 @@ def _check_one_save(names: Sequence[str]) -> None:
 
 
 def _list_header_spans(chosen: FileChoice) -> Iterator[Span]:
-    """Where the headers are: if there is an index, their sizes are known well enough to fetch little more."""
+    """List where the headers are: if there is an index, their sizes are known well enough to fetch little more."""
     if chosen.index is None:
         yield from ((path, 0, estimate_header_size(None)) for path in chosen.files)
         return
@@ -209,7 +209,7 @@ class _StoredPart:
 
 
 def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of files that hold each whole, from the one file where each is placed."""
+    """Build the tensors of files that hold each whole, from the one file where each is placed."""
     tensors: dict[str, Tensor] = {}
     alike: dict[tuple[str, tuple[int, ...]], tuple[Box, tuple[int, ...]]] = {}
     for path, header in headers.items():
@@ -227,7 +227,7 @@ def _build_whole_tensors(headers: Mapping[str, SafetensorsHeader], weight_map: M
 
 
 def _list_copies(headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str]) -> Iterator[Chunk]:
-    """What files hold of tensors that are placed in another one."""
+    """List what files hold of tensors that are placed in another one."""
     for path, header in headers.items():
         for array in header.arrays:
             if weight_map.get(array.name, path) != path:
@@ -240,7 +240,7 @@ def _build_sharded_tensors(
     placed: Mapping[str, Mapping[str, ArrayPlace] | None],
     weight_map: Mapping[str, str],
 ) -> dict[str, Tensor]:
-    """The global tensors that the arrays of each name make up."""
+    """Build the global tensors that the arrays of each name make up."""
     stored: dict[str, list[_StoredPart]] = {}
     for path, header in headers.items():
         info = placed[path]
@@ -256,7 +256,7 @@ def _build_sharded_tensors(
 
 
 def _find_global_shape(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
-    """The shape that the files declare, else the furthest extent of any box, as torch computes it."""
+    """Find the shape that the files declare, else the furthest extent of any box, as torch computes it."""
     first = parts[0]
     for part in parts:
         if part.array.dtype != first.array.dtype or len(part.array.shape) != len(first.array.shape):
@@ -305,7 +305,7 @@ def _compute_strides(dtype: DType, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _merge_metadata(headers: Mapping[str, SafetensorsHeader]) -> tuple[dict[str, str], list[str]]:
-    """The `__metadata__` of all files, without what belongs to the container, and warnings where files differ."""
+    """Merge the `__metadata__` of all files, without what belongs to the container, and warn where files differ."""
     merged: dict[str, tuple[str, str]] = {}
     warnings = []
     for path, header in headers.items():

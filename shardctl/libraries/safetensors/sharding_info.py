@@ -39,7 +39,7 @@ class ArrayPlace:
 
 
 def read_sharding_info(header: SafetensorsHeader) -> dict[str, ArrayPlace] | None:
-    """The place of each array of a file, by name; None if the file has no such information, so that all are whole.
+    """Read the place of each array of a file, by name; None if the file has no such information, so that all are whole.
 
     Entries for tensors that the file does not hold are ignored, as torch does.
 

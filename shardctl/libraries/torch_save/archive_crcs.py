@@ -47,7 +47,7 @@ class ArchiveCrcs:
         self._known: dict[int, _KnownDirectory] = {}
 
     def containers(self, path: str) -> Sequence[tuple[int, int]]:
-        """Offset and size of each archive in a file."""
+        """Return offset and size of each archive in a file."""
         file = self._files.get(path)
         if file is None or file.archives or not self._saved:
             return file.archives if file is not None else ()
@@ -55,7 +55,7 @@ class ArchiveCrcs:
         return ((0, file.size),) if head == LOCAL_MAGIC else ()
 
     def ranges(self, path: str, offset: int, size: int) -> Sequence[CrcRange]:
-        """The records of one of them; raises as `read_archive`."""
+        """Return the records of one of them; raises as `read_archive`."""
         known = self._known.get(size)
         if known is not None:
             tail = read_bytes(self._source, path, offset + size - len(known.tail), len(known.tail))

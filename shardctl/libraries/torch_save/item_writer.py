@@ -55,13 +55,13 @@ class ArchiveOutline:
 
 
 def encode_object(value: Value) -> bytes:
-    """A value of plain Python."""
+    """Encode a value of plain Python."""
     return build_archive(value).literals[0][1]
 
 
 @lru_cache(maxsize=4096)
 def encode_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What stands before and after the bytes of a row-major tensor.
+    """Encode what stands before and after the bytes of a row-major tensor.
 
     Raises UnsupportedError for a type that torch has not, or that keeps several elements in a byte.
     """
@@ -70,7 +70,7 @@ def encode_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def build_tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -> PickleCall:
-    """What stands in a pickle for a row-major tensor that is all of the storage of a number; raises as above."""
+    """Build what stands in a pickle for a row-major tensor that is all of the storage of a number; raises as above."""
     if not dtype.torch or dtype.unit_elements > 1:
         raise UnsupportedError(f"torch does not save tensors of {dtype} whose elements can be told apart")
     numel = dtype.nbytes(shape) // dtype.unit_bytes
@@ -92,7 +92,7 @@ def build_tensor_value(dtype: DType, shape: tuple[int, ...], storage: int = 0) -
 
 
 def build_archive(value: Value, storages: Sequence[int] = ()) -> ArchiveOutline:
-    """An archive of `value`, whose tensors have storages of so many bytes, in the order of their numbers."""
+    """Build an archive of `value`, whose tensors have storages of so many bytes, in the order of their numbers."""
     records = (("data.pkl", encode_pickle(value, 2)), ("byteorder", b"little"), ("version", b"3\n"))
     literal, directory = b"", bytearray()
     for name, content in records:
@@ -149,13 +149,13 @@ def _encode_central_header(name: str, crc: int, size: int, header: int) -> bytes
 
 
 def _encode_zip64_field(size: int, header: int = 0) -> bytes:
-    """The zip64 field, with what does not fit elsewhere: the size, twice, and where the header is."""
+    """Encode the zip64 field, with what does not fit elsewhere: the size, twice, and where the header is."""
     values = (*((size, size) if size >= FULL4 else ()), *((header,) if header >= FULL4 else ()))
     return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _encode_directory_end(count: int, length: int, first: int) -> bytes:
-    """What follows the directory of `count` records, `length` bytes from byte `first`."""
+    """Encode what follows the directory of `count` records, `length` bytes from byte `first`."""
     wide = b""
     if first >= FULL4 or count >= FULL2:
         wide = END64.pack(END64_MAGIC, END64.size - 12, 45, 45, 0, 0, count, count, length, first)

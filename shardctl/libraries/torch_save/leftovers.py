@@ -48,7 +48,7 @@ class LeftoverNotes:
         self._told.update(things)
 
     def list_warnings(self) -> tuple[str, ...]:
-        """One warning of each kind, which names a few things and how many files hold some."""
+        """List one warning of each kind, which names a few things and how many files hold some."""
         return tuple(chain.from_iterable(self._describe(kind, groups) for kind, groups in self._found.items()))
 
     def _describe(self, kind: str, groups: dict[tuple[str, ...], dict[str, None]]) -> Iterator[str]:

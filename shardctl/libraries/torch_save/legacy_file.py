@@ -82,7 +82,7 @@ def read_legacy(source: Source, path: str) -> SavedFile:
 
 
 def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
-    """Magic number, protocol, system, what was saved, and the keys of the storages."""
+    """Read magic number, protocol, system, what was saved, and the keys of the storages."""
     size = source.files()[path].size
     length = _FIRST_READ
     while True:  # at most four times
@@ -111,7 +111,7 @@ def _read_pickles(source: Source, path: str) -> Sequence[ParsedPickle]:
 def _read_extents(
     source: Source, path: str, keys: ParsedPickle, itemsizes: dict[str, int]
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Offset and bytes of each storage, and where the last ends."""
+    """Read offset and bytes of each storage, and where the last ends."""
     size = source.files()[path].size
     extents: dict[str, tuple[int, int]] = {}
     at = keys.end

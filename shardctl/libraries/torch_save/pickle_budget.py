@@ -67,7 +67,7 @@ _BUDGETS: Final[WeakKeyDictionary[Source, PickleBudget]] = WeakKeyDictionary()
 
 
 def budget_of(source: Source) -> PickleBudget:
-    """The one budget of a source."""
+    """Return the one budget of a source."""
     found = _BUDGETS.get(source)
     if found is None:
         size = sum(stat.size for stat in source.files().values())
@@ -77,7 +77,7 @@ def budget_of(source: Source) -> PickleBudget:
 
 
 def list_leftovers(source: Source) -> tuple[str, ...]:
-    """The warnings about what the files of torch.save that were opened in a source hold and no reader uses."""
+    """List the warnings about what the files of torch.save that were opened in a source hold and no reader uses."""
     found = _BUDGETS.get(source)
     return found.leftovers.list_warnings() if found is not None else ()
 

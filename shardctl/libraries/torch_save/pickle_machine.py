@@ -67,7 +67,7 @@ class _PickleMachine(PickleState):
     __slots__ = ()
 
     def run(self) -> ParsedPickle:
-        """Every opcode up to STOP."""
+        """Return every opcode up to STOP."""
         try:
             self._steps()
             value = self.stack.pop()
@@ -437,7 +437,7 @@ _HANDLERS: Final[dict[int, Callable[[_PickleMachine], None]]] = {
 
 
 def _decode_text(data: bytes) -> str | bytes:
-    """A Python 2 string: text if it is UTF-8, as torch.load reads it, else bytes."""
+    """Return a Python 2 string: text if it is UTF-8, as torch.load reads it, else bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -49,7 +49,7 @@ _BUILTIN_MODULES: Final = frozenset({"builtins", "__builtin__", "__builtins__"})
 
 
 def can_execute_code(module: str, name: str) -> bool:
-    """Whether a reference to `name` (perhaps dotted) of `module` runs code or reaches for what does.
+    """Return whether a reference to `name` (perhaps dotted) of `module` runs code or reaches for what does.
 
     >>> (can_execute_code("posix", "system"), can_execute_code("__builtin__", "eval"),
     ...  can_execute_code("torch.serialization", "os.system"))
@@ -84,7 +84,7 @@ _HARMLESS_BUILTINS: Final = _split_words("""
 
 
 def is_harmless(module: str, name: str) -> bool:
-    """Whether this is a name that honest checkpoints have, and that only makes values; what executes apart.
+    """Return whether this is a name that honest checkpoints have, and that only makes values; what executes apart.
 
     >>> is_harmless("torch._utils", "_rebuild_tensor_v2"), is_harmless("mine.models", "Net")
     (True, False)
@@ -98,7 +98,7 @@ def is_harmless(module: str, name: str) -> bool:
 
 
 def can_reach_code(attribute: str) -> bool:
-    """Whether fetching the (perhaps dotted) `attribute` of an innocent object is a step towards running code.
+    """Return whether fetching the (perhaps dotted) `attribute` of an innocent object is a step towards running code.
 
     >>> can_reach_code("__globals__"), can_reach_code("a.system"), can_reach_code("_local_tensor")
     (True, True, False)
@@ -107,5 +107,5 @@ def can_reach_code(attribute: str) -> bool:
 
 
 def is_getattr(module: str, name: str) -> bool:
-    """Whether this is `getattr`, which pickled enums and nested classes use, and so do attackers."""
+    """Return whether this is `getattr`, which pickled enums and nested classes use, and so do attackers."""
     return name == "getattr" and module in _BUILTIN_MODULES

@@ -115,7 +115,7 @@ class PickleState:
     # Arguments of opcodes
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes."""
+        """Return the next `size` bytes."""
         start = self.pos
         self.pos = end = start + size
         if end > len(self.data):
@@ -127,14 +127,14 @@ class PickleState:
         return self.data[start:end]
 
     def text(self, size: int) -> str:
-        """The next `size` bytes as text."""
+        """Return the next `size` bytes as text."""
         text = self.take(size).decode("utf-8", "surrogatepass")
         if not text.isascii():
             self.spent += 4 * size  # a character may take four bytes
         return text
 
     def line(self) -> bytes:
-        """The bytes up to the next newline, which is skipped."""
+        """Return the bytes up to the next newline, which is skipped."""
         end = self.data.find(b"\n", self.pos, self.pos + _LINE)
         if end < 0:
             if self.pos + _LINE > len(self.data):
@@ -146,25 +146,25 @@ class PickleState:
         return line
 
     def u1(self) -> int:
-        """The next byte."""
+        """Return the next byte."""
         value = self.data[self.pos]
         self.pos += 1
         return value
 
     def u2(self) -> int:
-        """The next two bytes, little-endian like the others."""
+        """Return the next two bytes, little-endian like the others."""
         value: int = _u2(self.data, self.pos)[0]
         self.pos += 2
         return value
 
     def u4(self) -> int:
-        """The next four bytes."""
+        """Return the next four bytes."""
         value: int = _u4(self.data, self.pos)[0]
         self.pos += 4
         return value
 
     def u8(self) -> int:
-        """The next eight bytes."""
+        """Return the next eight bytes."""
         value: int = _u8(self.data, self.pos)[0]
         self.pos += 8
         return value
@@ -179,7 +179,7 @@ class PickleState:
         self.stack = []
 
     def close_mark(self) -> list[Any]:
-        """Everything since the last mark."""
+        """Return everything since the last mark."""
         items = self.stack
         if not self.marked:
             self.malformed("closes a mark that was never opened")
@@ -260,7 +260,7 @@ class PickleState:
     # Names and calls
 
     def named(self, module: object, name: object) -> GlobalNode:
-        """The reference to a global, one object for each; hostile if it runs code."""
+        """Return the reference to a global, one object for each; hostile if it runs code."""
         if not isinstance(module, str) or not isinstance(name, str):
             self.malformed("names a global by something other than text")
         if len(module) + len(name) > _NAME:
@@ -302,7 +302,7 @@ class PickleState:
             self.stack.append(CallNode(function, args, kwargs))
 
     def _mapping(self, function: Any, args: tuple[Any, ...], *, new: bool) -> CallNode:  # noqa: ANN401 - of a tree
-        """A mapping with the items that it was made of: they are those that were there then.
+        """Return a mapping with the items that it was made of: they are those that were there then.
 
         Python 2 wrote an ordered dict as a call with a list of pairs. `__new__` would ignore them.
         """

@@ -67,7 +67,7 @@ class ParsedPickle:
 
 
 def as_mapping(node: object) -> dict[Any, Any] | None:
-    """The items of a dict or of a `collections` mapping; None for anything else."""
+    """Return the items of a dict or of a `collections` mapping; None for anything else."""
     if isinstance(node, dict):
         return node
     if not isinstance(node, CallNode) or node.function not in MAPPINGS:

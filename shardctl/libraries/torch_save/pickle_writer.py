@@ -51,7 +51,7 @@ class PickleReference:
 
 
 def encode_pickle(value: Value, protocol: int) -> bytes:
-    """The pickle of `value`, by protocol 2 (what torch.save writes) or 4 (Python's own).
+    """Encode the pickle of `value`, by protocol 2 (what torch.save writes) or 4 (Python's own).
 
     >>> import pickle
     >>> pickle.loads(encode_pickle({"a": [1, -2.5, None], "b": ("x" * 300, 1 << 40)}, 4))["b"][1]

@@ -60,7 +60,7 @@ than 16 times the file's: beyond, a small file would fill a disk."""
 
 
 def detect_torch_save(source: Source) -> bool:
-    """Whether the directory holds files of torch.save or an index of some, or the file looks like one."""
+    """Detect whether the directory holds files of torch.save or an index of some, or the file looks like one."""
     given = find_given_file(source)
     if given is not None:
         return given.endswith((*TORCH_SAVED, _INDEXES)) or _has_magic(source, given)
@@ -117,19 +117,19 @@ def scan_torch_save(source: Source, *, prefer_index: bool = False) -> Manifest:
 
 
 def _list_end_spans(path: str, size: int) -> tuple[Span, Span]:
-    """Where the pickle of a file is, and the directory of its records."""
+    """List where the pickle of a file is, and the directory of its records."""
     return (path, 0, _END), (path, max(size - _END, 0), _END)
 
 
 def open_saved(source: Source, path: str) -> SavedFile:
-    """As `read_saved`, of a file that no checkpoint may link to from elsewhere, and whose download has ended."""
+    """Read as `read_saved` a file that no checkpoint may link to from elsewhere, and whose download has ended."""
     refuse_unfinished(source, path)
     check_link(source, path)
     return read_saved(source, path)
 
 
 def read_saved(source: Source, path: str) -> SavedFile:
-    """What torch.save wrote into a file, in whichever of its containers, but for the storages.
+    """Read what torch.save wrote into a file, in whichever of its containers, but for the storages.
 
     Raises:
         SourceError: the file is something else, truncated or malformed.
@@ -186,7 +186,7 @@ def _choose_files(source: Source) -> FileChoice:
 
 
 def _list_candidates(source: Source) -> list[str]:
-    """The files of the root that are weights by their names or by their first bytes."""
+    """List the files of the root that are weights by their names or by their first bytes."""
     whole = not {WHOLE_TORCH, _STANDARD_INDEX}.isdisjoint(source.files())
     return [
         path
@@ -234,7 +234,7 @@ class WeightsFile:
 
 
 def read_weights(source: Source, path: str) -> WeightsFile:
-    """The weights in a file of torch.save.
+    """Read the weights in a file of torch.save.
 
     Raises as `open_saved` and `extract_state_dict`, and HostileError for tensors that would fill a disk.
     """
@@ -261,7 +261,7 @@ def check_total_size(source: Source, path: str, views: Iterable[StorageView]) ->
 
 
 def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[Tensor]:
-    """The tensors of a file that are not placed in another one."""
+    """Build the tensors of a file that are not placed in another one."""
     saved = found.saved
     names: dict[tuple[Region, tuple[int, ...], str], list[str]] = {}
     for name, view in found.state.views.items():
@@ -275,7 +275,7 @@ def _build_tensors(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterato
 
 
 def _list_copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[tuple[str, Chunk]]:
-    """What a file holds of tensors that are placed in another one."""
+    """List what a file holds of tensors that are placed in another one."""
     saved = found.saved
     for name, view in found.state.views.items():
         if weight_map.get(name, saved.path) != saved.path:
@@ -284,12 +284,12 @@ def _list_copies(found: WeightsFile, weight_map: Mapping[str, str]) -> Iterator[
 
 @lru_cache(maxsize=4096)
 def _build_whole_box(shape: tuple[int, ...]) -> Box:
-    """The layers of a model repeat a few shapes, so most boxes are one object."""
+    """Build the box once: the layers of a model repeat a few shapes."""
     return Box.whole(shape)
 
 
 def _check_index(index: WeightIndex, read_files: Mapping[str, WeightsFile]) -> tuple[str, ...]:
-    """The index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
+    """Return the index's warnings. Writers differ in whether `total_size` counts tied tensors once or by name."""
     by_name: dict[str, dict[str, int]] = {}
     once: dict[str, dict[str, int]] = {}
     for path, found in read_files.items():

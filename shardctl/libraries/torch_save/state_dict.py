@@ -30,7 +30,7 @@ class StateDict:
 
 
 def extract_state_dict(tree: object, path: str) -> StateDict:
-    """The weights of `tree`: its own tensors if it has any, else those under the one well-known key that has some.
+    """Extract the weights of `tree`: its own tensors if it has any, else those under the one well-known key.
 
     Names are never joined from several levels: a guess could collide or differ from what the model calls them.
 
@@ -72,7 +72,7 @@ def extract_state_dict(tree: object, path: str) -> StateDict:
 
 
 def describe_node(node: object) -> str:
-    """What a node is, for messages."""
+    """Return what a node is, for messages."""
     if isinstance(node, CallNode):
         return str(node.function) if not isinstance(node.function, CallNode) else "an object made by a call of a call"
     return "storage" if isinstance(node, PersistentNode) else type(node).__name__

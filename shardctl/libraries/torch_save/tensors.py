@@ -124,7 +124,7 @@ class SavedFile:
     """Absolute byte offset in the file and bytes of each storage, by key."""
 
     def region(self, view: StorageView, name: str) -> Region:
-        """Where a view's elements are in the file.
+        """Return where a view's elements are in the file.
 
         Raises:
             SourceError: the file lacks the storage, or has one of another size than the pickle says. (With
@@ -141,7 +141,7 @@ class SavedFile:
 
 
 def parse_storage(node: PersistentNode, where: str) -> TorchStorage:
-    """The storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
+    """Parse the storage that a persistent id names: `("storage", type, key, location, numel[, view])`."""
     match node.id if isinstance(node.id, tuple) and len(node.id) <= _ID_PARTS else None:
         case ("storage", GlobalNode() as kind, str() as key, _, int() as numel, *rest) if 0 <= numel < _FAR:
             view = rest[0] if rest else None
@@ -163,7 +163,7 @@ def parse_storage(node: PersistentNode, where: str) -> TorchStorage:
 
 
 def as_tensor(node: object, where: str) -> StorageView | None:
-    """The tensor that a node stands for; None if it is something else. `where` begins messages.
+    """Return the tensor that a node stands for; None if it is something else. `where` begins messages.
 
     Raises:
         SourceError: a malformed tensor, or one that does not lie in its storage.
@@ -255,7 +255,7 @@ def _check_mention(known: dict[str, tuple[Any, ...]], key: str, meant: tuple[Any
 
 
 def _makes_tensor(function: object) -> bool:
-    """Whether a call of this makes a tensor in torch, be it one that is read here or not."""
+    """Return whether a call of this makes a tensor in torch, be it one that is read here or not."""
     if not isinstance(function, GlobalNode) or not function.module.startswith("torch"):
         return False
     if function.module in _REBUILDERS:
@@ -329,7 +329,7 @@ def _build_view(
 
 
 def as_sizes(node: object) -> tuple[int, ...] | None:
-    """The extents, strides or offsets in a tuple, a list or a `torch.Size` of them; None for anything else."""
+    """Return the extents, strides or offsets in a tuple, a list or a `torch.Size` of them; None for anything else."""
     if isinstance(node, CallNode) and str(node.function) == "torch.Size" and len(node.args) == 1:
         if node.state is not None or node.items is not None or node.elements is not None or node.kwargs:
             return None

@@ -89,7 +89,10 @@ def read_record(source: Source, path: str, record: ZipRecord) -> bytes:
 
 
 def describe_record_damage(name: str, found: int, stated: int, holds: str = "") -> str:
-    """What messages say of a record whose bytes are not the ones that were written; `holds` is what it is for."""
+    """Return what messages say of a record whose bytes are not the ones that were written.
+
+    `holds` is what it is for.
+    """
     what = f"the record {_format_record_name(name.encode())}{f' ({holds})' if holds else ''}"
     return f"{what} is damaged: its CRC-32 is {found:08x}, and {stated:08x} was written"
 
@@ -143,7 +146,7 @@ class _ZipReader:
     # The end: where the directory is
 
     def _end(self) -> tuple[int, int, int]:
-        """Offset, length and number of entries of the central directory."""
+        """Return offset, length and number of entries of the central directory."""
         if self.size < END.size:
             self._refuse("is cut off before its directory", _AGAIN)
         at = self.size - END.size
@@ -204,7 +207,7 @@ class _ZipReader:
             self._refuse(f"has more records than the {count:,} it declares")
 
     def _zip64(self, extra: bytes, values: tuple[int, ...], full: bytes) -> list[int]:
-        """The sizes and the offset, those of 32 bits that are full replaced in order from the zip64 field."""
+        """Return the sizes and the offset, those of 32 bits that are full replaced in order from the zip64 field."""
         wide = b""
         at = 0
         while at + 4 <= len(extra):
@@ -236,7 +239,7 @@ class _ZipReader:
     # Names
 
     def _names(self, entries: Sequence[_DirectoryEntry]) -> tuple[list[str], str]:
-        """The name of each entry below the root, and the root; empty for entries that are folders."""
+        """Return the name of each entry below the root, and the root; empty for entries that are folders."""
         names: list[str] = []
         roots: dict[str, bytes] = {}
         seen: set[str] = set()
@@ -290,7 +293,7 @@ class _ZipReader:
         return {name: found[name] for name in names if name}
 
     def _headers(self, entries: Sequence[_DirectoryEntry], directory: int) -> Iterator[bytes]:
-        """The local header of each entry with its name; neighbours share a read."""
+        """Yield the local header of each entry with its name; neighbours share a read."""
         sizes = ((entry.header, LOCAL.size + len(entry.full)) for entry in entries)
         self.source.expect((self.path, self.start + at, size) for at, size in sizes if at + size <= directory)
         run, base = b"", 0
@@ -312,7 +315,7 @@ class _ZipReader:
             yield run[entry.header - base : entry.header - base + LOCAL.size + len(entry.full)]
 
     def _check_local(self, entry: _DirectoryEntry, header: bytes) -> int:
-        """The length of the local header with its extra field, once it agrees with the directory."""
+        """Return the length of the local header with its extra field, once it agrees with the directory."""
         signature, _, flags, method, _, _, crc, packed, size, named, extra = LOCAL.unpack_from(header)
         later = bool(flags & _DESCRIPTOR)
         agrees = (
@@ -333,5 +336,5 @@ class _ZipReader:
 
 
 def _format_record_name(name: bytes) -> str:
-    """A record's name for a message: quoted, escaped and short."""
+    """Format a record's name for a message: quoted, escaped and short."""
     return ascii(name[:100].decode("utf-8", "replace"))

@@ -52,7 +52,7 @@ class _TrtllmRank(SchemaRank):
     """The same inside each expert."""
 
     def heads(self, name: str, like: str) -> CompositeArray:
-        """This rank's heads, or the one that it shares with its neighbours where there are fewer heads than ranks.
+        """Return this rank's heads, or the one that it shares with neighbours if there are fewer heads than ranks.
 
         `like` is the weight that says how many rows a head has.
         """
@@ -66,7 +66,7 @@ class _TrtllmRank(SchemaRank):
         return whole.part(0, first * unit, (first + 1) * unit)
 
     def vocabulary(self, name: str) -> CompositeArray:
-        """This rank's rows of an embedding or a head, zeros behind the last token."""
+        """Return this rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self[name]
         return whole.padded(round_up_to_multiple(whole.shape[0], self.tp)).share(0, self.index, self.tp)
 

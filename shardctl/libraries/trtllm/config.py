@@ -61,7 +61,7 @@ class TrtllmDescription:
 
 
 def interpret_config(config: ModelConfig, arrays: Collection[str]) -> TrtllmDescription:
-    """The meaning of a config beside files with these `arrays`, by their names there.
+    """Return the meaning of a config beside files with these `arrays`, by their names there.
 
     Raises SourceError for what is malformed or contradicts itself, UnsupportedError for what is not converted.
     """
@@ -130,12 +130,12 @@ def _build_mesh(mapping: ModelConfig) -> Mesh:
 
 
 def _find_degree(mapping: ModelConfig, key: str, default: int | None) -> int | None:
-    """A degree; what stands for none given is -1."""
+    """Find a degree; what stands for none given is -1."""
     return default if mapping.values.get(key) in (None, -1) else mapping.size(key)
 
 
 def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig:
-    """The `config.json` of transformers."""
+    """Build the `config.json` of transformers."""
     kind = _choose_model_type(config, arrays)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     head = config.size("head_size", hidden // heads)
@@ -176,7 +176,7 @@ def _build_own_config(config: ModelConfig, arrays: Collection[str]) -> OwnConfig
 
 
 def _choose_model_type(config: ModelConfig, arrays: Collection[str]) -> str:
-    """The model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
+    """Choose the model type, by the class and by the arrays: NVIDIA's exporter calls all of these LlamaForCausalLM."""
     architecture = config.text("architecture", "")
     if architecture not in _LLAMAS | _QWENS or config.text("qwen_type", "") == "qwen":
         raise UnsupportedError(
@@ -218,7 +218,7 @@ def _refuse_unlike(config: ModelConfig, head: int) -> None:
 
 
 def _build_expert_settings(config: ModelConfig, kind: str) -> dict[str, object]:
-    """What the config says of experts."""
+    """Build what the config says of experts."""
     settings = _get_object(config, "moe").values or {
         key.removeprefix("moe_"): value for key, value in config.values.items() if key.startswith("moe_")
     }

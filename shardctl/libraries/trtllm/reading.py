@@ -32,7 +32,7 @@ _FETCH: Final = "every rank's file is needed; fetch the rest"
 
 
 def detect_trtllm(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files."""
+    """Detect whether the directory holds such files and no other safetensors files."""
     return has_only_rank_files(source, _FILE)
 
 
@@ -66,7 +66,7 @@ def scan_trtllm(source: Source) -> Manifest:
 
 
 def _list_rank_files(source: Source) -> dict[int, str]:
-    """The files by rank; raises SourceError for a gap."""
+    """List the files by rank; raises SourceError for a gap."""
     found = dict(sorted((int(match[1]), match[0]) for match in match_files(source, _FILE, _TITLE)))
     gaps = [f"rank{n}.safetensors" for n in range(max(found)) if n not in found]
     if gaps:

@@ -44,7 +44,7 @@ _NONE, _RENORMALISE = 0, 1
 
 
 def pack_trtllm(order: PackRequest) -> Manifest:
-    """The file of every tp and pp rank, and `config.json`.
+    """Return the file of every tp and pp rank, and `config.json`.
 
     Raises as `Layout.pack` says.
     """
@@ -69,7 +69,7 @@ def pack_trtllm(order: PackRequest) -> Manifest:
 
 
 def _build_facts(embedding: str) -> dict[str, Fact]:
-    """What `--trtllm-embedding` asks for."""
+    """Build what `--trtllm-embedding` asks for."""
     if embedding not in _CUTS:
         raise UsageError(f"unknown --trtllm-embedding {embedding!r}", hint=f"use {', '.join(_CUTS)}")
     dim = _CUTS[embedding]
@@ -77,7 +77,7 @@ def _build_facts(embedding: str) -> dict[str, Fact]:
 
 
 def _build_mesh(order: PackRequest) -> Mesh:
-    """The mesh that TensorRT-LLM numbers ranks by."""
+    """Build the mesh that TensorRT-LLM numbers ranks by."""
     mesh = order.mesh
     for axis, degree in mesh.axes:
         if degree > 1 and axis not in _ORDER:
@@ -96,7 +96,7 @@ def _build_mesh(order: PackRequest) -> Mesh:
 
 
 def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, object]:
-    """The content of `config.json`."""
+    """Build the content of `config.json`."""
     config, model, mesh = ModelConfig(order.config), order.model, dialect.mesh
     heads = config.size("num_attention_heads")
     routed = model.family in _ROUTED
@@ -142,7 +142,7 @@ def _build_config(order: PackRequest, dialect: LibraryDialect) -> dict[str, obje
 
 
 def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object]:
-    """What TensorRT-LLM's Qwen has besides, and what its experts are."""
+    """Build what TensorRT-LLM's Qwen has besides, and what its experts are."""
     said: dict[str, object] = {"qwen_type": family} if family.startswith("qwen") else {}
     if family not in _ROUTED:
         return said
@@ -162,7 +162,7 @@ def _build_expert_settings(config: ModelConfig, family: str) -> dict[str, object
 
 
 def _choose_dtype(order: PackRequest) -> str:
-    """The type of the layers' weights."""
+    """Choose the type of the layers' weights."""
     found = order.dtypes.get("model.layers.0.self_attn.q_proj.weight", BY_NAME["BF16"])
     if found.name not in _TYPES:
         raise UnsupportedError(
@@ -172,7 +172,7 @@ def _choose_dtype(order: PackRequest) -> str:
 
 
 def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, object] | None]:
-    """Theta and scaling of rotary embeddings, as older configs of transformers say them.
+    """Describe theta and scaling of rotary embeddings, as older configs of transformers say them.
 
     Raises UnsupportedError for a scaling that TensorRT-LLM does not know, and for embeddings of a part of each head.
     """
@@ -187,7 +187,7 @@ def _describe_rope(config: Mapping[str, object]) -> tuple[float, dict[str, objec
 
 
 def _format_file_prefix(dialect: LibraryDialect, rank: int) -> str:
-    """TensorRT-LLM's own number of a rank leaves out those of cp."""
+    """Format TensorRT-LLM's own number of a rank, which leaves out those of cp."""
     return f"{dialect.ranks.get(rank, '').rstrip('/')}."
 
 

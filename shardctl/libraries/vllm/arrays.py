@@ -50,7 +50,7 @@ _HEADS: Final = ("ForCausalLM", "LMHeadModel")
 
 
 def list_entries(model: Model, dialect: LibraryDialect, rank: int) -> Iterator[SchemaEntry]:
-    """The arrays of one rank; see `Schema.entries`."""
+    """List the arrays of one rank; see `Schema.entries`."""
     tp = dialect.mesh.degree("tp")
     if dialect.mesh.ep not in (1, tp):
         raise CutError(

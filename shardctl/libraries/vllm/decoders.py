@@ -35,7 +35,7 @@ _HEADLESS: Final = frozenset({"gemma", "gemma2"})
 
 
 def list_decoder_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """The arrays of a rank."""
+    """List the arrays of a rank."""
     embedding = "model.embedding.weight" if model.family == "gpt_oss" else _EMBEDDING
     headless = model.family in _HEADLESS or (model.family == "gemma3_text" and not here.modern)
     if _HEAD not in model.aliases or headless:
@@ -73,12 +73,12 @@ def _list_attention(here: VllmRank, have: str, new: str) -> Iterator[SchemaEntry
 
 
 def _build_heads(here: VllmRank, name: str) -> QkvRows:
-    """The heads of an array that has all queries, then all keys, then all values."""
+    """Build the heads of an array that has all queries, then all keys, then all values."""
     return QkvRows(*(HeadRun((part,), unit) for part, unit in list_sections(here, name)))
 
 
 def list_sections(here: VllmRank, name: str, dim: int = 0) -> Iterator[tuple[CompositeArray, int]]:
-    """The sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
+    """List the sections of a dim of a tensor, in the order of that dim, and the elements of a head in each."""
     whole, start = here[name], 0
     for section in here.parts.model.tensors[name].spec.cuts[dim][0].sections:
         yield whole.part(dim, start, start + section.size), section.unit
@@ -86,7 +86,7 @@ def list_sections(here: VllmRank, name: str, dim: int = 0) -> Iterator[tuple[Com
 
 
 def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """An MLP of a layer, or its experts; nothing if it has neither under this name."""
+    """List an MLP of a layer, or its experts; nothing if it has neither under this name."""
     if f"{have}.gate_proj.weight" in here:
         yield from _list_gated_mlp(here, have, have)
     elif f"{have}.gate_up_proj.weight" in here:
@@ -105,7 +105,7 @@ def _list_mlp(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
 
 
 def _list_router(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """The router, which some classes give to the module of the experts, whose name for it sorts first."""
+    """List the router, which some classes give to the module of the experts, whose name for it sorts first."""
     shared = f"{have}.shared_experts.down_proj.weight" in here
     given = shared or (here.modern and f"{have}.shared_expert.down_proj.weight" not in here)
     gate = f"{have}.gate" if not given else f"{have}.experts.gate" if here.modern else f"{have}.experts._gate"
@@ -131,7 +131,7 @@ def _list_experts(here: VllmRank, have: str, parts: tuple[str, str, str]) -> Ite
 
 
 def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """Latent attention done with whole heads, as under ``VLLM_MLA_DISABLE=1``."""
+    """List latent attention done with whole heads, as under ``VLLM_MLA_DISABLE=1``."""
     names = (f"{part}.weight" for part in ("q_a_layernorm", "kv_a_layernorm", *_LATENT_DOWN))
     yield from here.same(*(f"{have}.{name}" for name in names))
     for part in ("q_proj", "q_b_proj", "kv_b_proj"):
@@ -141,7 +141,7 @@ def _list_expanded_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]
 
 
 def _list_latent_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
-    """Latent attention: its inner module has the same layers under names of its own, some of which sort first."""
+    """List latent attention: its inner module has the same layers under names of its own, some of which sort first."""
     inner = f"{have}.mla_attn"
     yield from here.same(f"{have}.kv_a_layernorm.weight")
     yield from here.column_layer(f"{have}.kv_b_proj")
@@ -158,7 +158,7 @@ def _list_latent_attention(here: VllmRank, have: str) -> Iterator[SchemaEntry]:
 
 
 def _list_gpt_oss_layer(here: VllmRank, layer: str) -> Iterator[SchemaEntry]:
-    """A layer of gpt-oss, whose gate and up rows take turns in the file and in the array."""
+    """List a layer of gpt-oss, whose gate and up rows take turns in the file and in the array."""
     have, new = f"{layer}.self_attn", f"{layer}.attn"
     yield from _list_attention(here, have, new)
     yield SchemaEntry(f"{new}.sinks", here.rows(f"{have}.sinks"))

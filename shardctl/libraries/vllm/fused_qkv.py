@@ -23,7 +23,7 @@ _HEAD: Final = "lm_head.weight"
 
 
 def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """GPT-2, whose weights lie transposed in the file."""
+    """List GPT-2, whose weights lie transposed in the file."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("transformer.wte.weight")
     yield here.vocabulary(_HEAD)
@@ -46,7 +46,7 @@ def list_gpt2_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
 
 
 def list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """GPT-NeoX and Pythia."""
+    """List GPT-NeoX and Pythia."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("gpt_neox.embed_in.weight")
     yield here.vocabulary(_HEAD if _HEAD in here else "embed_out.weight", "embed_out.weight")
@@ -57,7 +57,7 @@ def list_gpt_neox_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]
 
 
 def list_bloom_entries(here: VllmRank, model: Model) -> Iterator[SchemaEntry]:
-    """BLOOM and Falcon."""
+    """List BLOOM and Falcon."""
     if _HEAD not in model.aliases:
         yield here.vocabulary("transformer.word_embeddings.weight")
     yield here.vocabulary(_HEAD)
@@ -82,7 +82,7 @@ def _list_layer(here: VllmRank, layer: str, attention: str) -> Iterator[SchemaEn
 
 
 def _build_heads(here: VllmRank, name: str, attention: str) -> QkvRows:
-    """The heads of a fused array: sections of all queries, keys and values, or groups of some with one key and value.
+    """Build the heads of a fused array: sections of queries, keys and values, or groups with one key and value each.
 
     In the first, `Dim` says how many rows a head has; in the second, a group has two heads more than it has queries.
     """

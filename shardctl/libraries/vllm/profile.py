@@ -24,7 +24,7 @@ _VOCABULARY: Final = ("lm_head.weight", "embed_out.weight", "embed_tokens.weight
 
 
 def recognise_dialect(arrays: Mapping[str, Tensor], ranks: int) -> LibraryDialect:
-    """The dialect of `arrays` of so many ranks, by their names with ``rankR/`` before them.
+    """Return the dialect of `arrays` of so many ranks, by their names with ``rankR/`` before them.
 
     Raises UnsupportedError, by name, where some are as one version has them and others as another.
     """
@@ -42,7 +42,7 @@ def recognise_dialect(arrays: Mapping[str, Tensor], ranks: int) -> LibraryDialec
 
 
 def _choose_profile(arrays: Mapping[str, Tensor]) -> str:
-    """The profile that has such names."""
+    """Choose the profile that has such names."""
     scales = {suffix for name in arrays for suffix in SCALES if name.endswith(f".{suffix}")}
     experts = [name for name in arrays if name.endswith(_EXPERTS)]
     routed = [name for name in experts if name.rpartition(".")[0].endswith(_ROUTED)]

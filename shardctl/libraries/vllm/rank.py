@@ -52,7 +52,7 @@ class HeadRun:
         return sum(group.shape[0] for group in self.groups) // self.rows
 
     def between(self, start: int, stop: int) -> CompositeArray:
-        """The heads from `start` to `stop`."""
+        """Return the heads from `start` to `stop`."""
         each = self.groups[0].shape[0] // self.rows
         parts = []
         for number in range(start // each, -(-stop // each)):
@@ -86,7 +86,7 @@ class VllmRank(schema.SchemaRank):
     """Of biases that all ranks but the first have zeros of."""
 
     def vocabulary(self, name: str, new: str = "") -> SchemaEntry:
-        """This rank's rows of an embedding or a head, zeros behind the last token."""
+        """Return this rank's rows of an embedding or a head, zeros behind the last token."""
         whole = self[name]
         padded = round_up_to_multiple(whole.shape[0], VOCABULARY_UNIT)
         if padded % self.tp:
@@ -102,19 +102,22 @@ class VllmRank(schema.SchemaRank):
         )
 
     def same(self, *names: str) -> Iterator[SchemaEntry]:
-        """Tensors of which every rank has the whole, under the same names; those that the model has not, left out."""
+        """Yield tensors of which every rank has the whole, under the same names.
+
+        Those that the model has not, left out.
+        """
         for name in names:
             if name in self:
                 yield SchemaEntry(name, self[name])
 
     def merged(self, new: str, parts: Sequence[str]) -> Iterator[SchemaEntry]:
-        """Layers whose outputs are cut, as one: this rank's rows of the first, then of the next."""
+        """Yield layers whose outputs are cut, as one: this rank's rows of the first, then of the next."""
         for kind in _KINDS:
             if f"{parts[0]}.{kind}" in self:
                 yield SchemaEntry(f"{new}.{kind}", join_arrays([self.rows(f"{part}.{kind}") for part in parts]))
 
     def attention(self, new: str, heads: QkvRows) -> SchemaEntry:
-        """This rank's heads: queries, then keys, then values.
+        """Return this rank's heads: queries, then keys, then values.
 
         Where there are fewer heads of keys and values than ranks, neighbours have the same one.
         """
@@ -136,13 +139,13 @@ class VllmRank(schema.SchemaRank):
         return SchemaEntry(new, concatenate_arrays(shares))
 
     def scales(self, module: str) -> Iterator[SchemaEntry]:
-        """The factors of an attention layer's cache."""
+        """Yield the factors of an attention layer's cache."""
         if self.modern:
             for name in SCALES:
                 yield build_constant_entry(f"{module}.{name}", (), BY_NAME["F32"], _ONE)
 
     def held(self, experts: int) -> range:
-        """The experts of which this rank has something: a run of whole ones, the first ranks one more, or all."""
+        """Return the experts of which this rank has something: a run of whole ones, or all."""
         if not self.whole_experts:
             return range(experts)
         each, over = divmod(experts, self.tp)
@@ -150,15 +153,15 @@ class VllmRank(schema.SchemaRank):
         return range(first, first + each + (self.index < over))
 
     def inside(self, expert: CompositeArray, dim: int) -> CompositeArray:
-        """This rank's part of an expert, which is cut along a dim if experts are not divided whole."""
+        """Return this rank's part of an expert, which is cut along a dim if experts are not divided whole."""
         return expert if self.whole_experts else expert.share(dim, self.index, self.tp)
 
     def routed(self, module: str) -> str:
-        """The module that has the arrays of the experts of `module`."""
+        """Return the module that has the arrays of the experts of `module`."""
         return f"{module}.routed_experts" if self.modern else module
 
     def experts(self, new: str, names: Sequence[str], parts: tuple[str, str, str]) -> Iterator[SchemaEntry]:
-        """The experts called `names`, whose gate, up and down projections are called `parts`."""
+        """Yield the experts called `names`, whose gate, up and down projections are called `parts`."""
         gate, up, down = (f"{part}.weight" for part in parts)
         held = [names[number] for number in self.held(len(names))]
         if not held:
@@ -173,7 +176,7 @@ class VllmRank(schema.SchemaRank):
         yield from self.expert_map(new, len(names))
 
     def expert_map(self, new: str, experts: int) -> Iterator[SchemaEntry]:
-        """Which expert is which of this rank's."""
+        """Yield which expert is which of this rank's."""
         if self.whole_experts and self.tp > 1:
             held = self.held(experts)
             local = [number - held.start if number in held else -1 for number in range(experts)]
@@ -183,7 +186,7 @@ class VllmRank(schema.SchemaRank):
 
 
 def concatenate_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
-    """Arrays one behind another along dim 0, their pieces apart.
+    """Return arrays one behind another along dim 0, their pieces apart.
 
     A rank's last query and its first key can be neighbours in the file. As one piece they would overlap what another
     rank has of the same key.
@@ -202,7 +205,7 @@ def concatenate_arrays(parts: Sequence[CompositeArray]) -> CompositeArray:
 def _stack_experts(
     shapes: tuple[tuple[int, ...], ...], count: int, index: int, ranks: int
 ) -> tuple[CompositeArray, CompositeArray]:
-    """The arrays of `count` experts, of share `index` of `ranks` of each, whose projections have these shapes.
+    """Return the arrays of `count` experts, of share `index` of `ranks` of each, whose projections have these shapes.
 
     Tensors are called by their numbers: the gate and up projection of each expert in turn, and the down projections.
     """
@@ -222,16 +225,16 @@ def _stack_experts(
 
 
 def _name_tensors(pattern: CompositeArray, names: Sequence[str]) -> CompositeArray:
-    """A composite whose tensors are numbers, with those that are called `names` in their place."""
+    """Return a composite whose tensors are numbers, with those that are called `names` in their place."""
     return CompositeArray(pattern.shape, tuple(Piece(names[int(p.tensor)], p.box, p.view) for p in pattern.pieces))
 
 
 def build_zero_entry(name: str, shape: tuple[int, ...], dtype: DType) -> SchemaEntry:
-    """An array that is made of no tensor."""
+    """Build an array that is made of no tensor."""
     return build_constant_entry(name, shape, dtype, _make_zero_bytes(dtype.nbytes(shape)))
 
 
 @lru_cache(maxsize=16)
 def _make_zero_bytes(size: int) -> bytes:
-    """Bytes that all layers share: of a large model they would be hundreds of megabytes."""
+    """Return bytes that all layers share: of a large model they would be hundreds of megabytes."""
     return bytes(size)

@@ -30,7 +30,7 @@ _FETCH: Final = "every rank's files are needed; fetch the rest"
 
 
 def detect_vllm(source: Source) -> bool:
-    """Whether the directory holds such files and no other safetensors files."""
+    """Detect whether the directory holds such files and no other safetensors files."""
     return has_only_rank_files(source, _FILE)
 
 
@@ -64,7 +64,7 @@ def scan_vllm(source: Source) -> Manifest:
 
 
 def _list_rank_files(source: Source) -> list[list[str]]:
-    """For each rank its files, in the order of parts; raises SourceError for a gap."""
+    """List for each rank its files, in the order of parts; raises SourceError for a gap."""
     found: dict[int, dict[int, str]] = {}
     for match in match_files(source, _FILE, _TITLE):
         found.setdefault(int(match[1]), {})[int(match[2])] = match[0]

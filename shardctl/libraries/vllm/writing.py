@@ -31,7 +31,7 @@ _VOCABULARY: Final = ("embed_tokens.weight", "embed_in.weight", "word_embeddings
 
 
 def pack_vllm(order: PackRequest) -> Manifest:
-    """The files of every tp rank.
+    """Return the files of every tp rank.
 
     Raises as `Layout.pack` says.
     """
@@ -54,7 +54,7 @@ def pack_vllm(order: PackRequest) -> Manifest:
 
 
 def _build_mesh(order: PackRequest) -> Mesh:
-    """The mesh of a directory, which has ranks of tp and nothing else."""
+    """Build the mesh of a directory, which has ranks of tp and nothing else."""
     mesh, tp = order.mesh, order.mesh.degree("tp")
     if mesh.world != tp:
         axis = next(axis for axis, degree in mesh.axes if degree > 1 and axis != "tp")
@@ -75,7 +75,7 @@ def _build_mesh(order: PackRequest) -> Mesh:
 
 
 def _split_into_parts(arrays: Sequence[ComposedArray], most: int) -> Iterator[list[ComposedArray]]:
-    """Arrays in runs of at most `most` bytes; a larger one is alone."""
+    """Yield arrays in runs of at most `most` bytes; a larger one is alone."""
     run: list[ComposedArray] = []
     size = 0
     for array in arrays:

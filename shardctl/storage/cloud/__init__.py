@@ -11,12 +11,12 @@ SCHEMES: Final = ("s3", "gs", "az")
 
 
 def is_bucket(text: object) -> TypeGuard[str]:
-    """Whether a place is written as one in a bucket."""
+    """Return whether a place is written as one in a bucket."""
     return isinstance(text, str) and text.partition("://")[0] in SCHEMES and "://" in text
 
 
 def open_cloud(text: str) -> CloudSource:
-    """The checkpoint at an address; imports what that needs.
+    """Return the checkpoint at an address; imports what that needs.
 
     Raises UsageError for an address that is none or without obstore, SourceError for what does not exist.
     """

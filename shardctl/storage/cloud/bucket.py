@@ -44,12 +44,12 @@ _MARK: Final = "shardctlupload"
 
 
 def choose_part_size(size: int) -> int:
-    """Bytes of each part in which an object of `size` bytes is sent."""
+    """Choose bytes of each part in which an object of `size` bytes is sent."""
     return max(PIECE, -(-size // _MOST_PARTS))
 
 
 def estimate_upload_memory(size: int) -> int:
-    """Anonymous memory that sending an object of `size` bytes takes (50 MiB were measured for one of 26 MB)."""
+    """Estimate the anonymous memory that sending an object of `size` bytes takes (measured: 50 MiB for 26 MB)."""
     return (_AT_ONCE + 2) * choose_part_size(size) + (16 << 20)
 
 
@@ -95,7 +95,7 @@ class CloudBucket:
         return "/".join(filter(None, (self.prefix, path)))
 
     def objects(self) -> dict[str, BucketObject]:
-        """Every object below the prefix, by key, sorted; empty if there is none."""
+        """Return every object below the prefix, by key, sorted; empty if there is none."""
         start = f"{self.prefix}/" if self.prefix else ""
 
         def listed() -> dict[str, BucketObject]:
@@ -110,7 +110,7 @@ class CloudBucket:
         return dict(sorted(self._tried("listing", "", listed).items()))
 
     def head(self, path: str) -> BucketObject | None:
-        """What there is under a key; None if there is nothing."""
+        """Return what there is under a key; None if there is nothing."""
 
         def looked() -> BucketObject | None:
             try:
@@ -142,7 +142,7 @@ class CloudBucket:
         self._tried("reading", path, got)
 
     def read(self, path: str) -> bytes | None:
-        """The content of a small object; None if there is none."""
+        """Return the content of a small object; None if there is none."""
         found = self.head(path)
         if found is None:
             return None
@@ -194,7 +194,10 @@ class CloudBucket:
         return there
 
     def _marked(self, path: str, mark: str) -> BucketObject | None:
-        """The object that an upload with this mark made; None if there is none, or if that cannot be found out."""
+        """Return the object that an upload with this mark made.
+
+        None if there is none, or if that cannot be found out.
+        """
         with contextlib.suppress(self._obstore.exceptions.BaseError, OSError):
             answer = self._obstore.get(self._store, self._key(path), options={"head": True})
             if answer.attributes.get(_MARK) == mark:
@@ -247,7 +250,7 @@ class CloudBucket:
                     self._obstore.delete(self._store, key)
 
     def _tried(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
-        """The result of `act`, which is done again where the trouble may pass."""
+        """Return the result of `act`, which is done again where the trouble may pass."""
         where = f"{self.name}/{path}" if path else self.name
         return make_retrying(f"{doing} {where}", self.stop)(self._told(f"{doing} {where}")(act))
 

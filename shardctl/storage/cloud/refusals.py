@@ -49,7 +49,7 @@ class RefusalReader:
     """obstore's exceptions."""
 
     def explain(self, error: BaseException, doing: str) -> ShardctlError | TroubleError:
-        """The error to raise for one of obstore's; a TroubleError where another try may succeed."""
+        """Return the error to raise for one of obstore's; a TroubleError where another try may succeed."""
         library = self.library
         if isinstance(error, (library.NotFoundError, FileNotFoundError)):
             return self._nothing(doing)
@@ -66,11 +66,11 @@ class RefusalReader:
         return refusal or TroubleError(_get_first_line(error))
 
     def refuse(self, message: str, hint: str) -> ShardctlError:
-        """The error for what is wrong with this end of a conversion."""
+        """Return the error for what is wrong with this end of a conversion."""
         return (DestinationError if self.writing else SourceError)(message, hint=hint)
 
     def changed(self, message: str, hint: str) -> ShardctlError:
-        """The error for an object that somebody else wrote meanwhile."""
+        """Return the error for an object that somebody else wrote meanwhile."""
         return (DestinationError if self.writing else ChangedError)(message, hint=hint)
 
     def _nothing(self, doing: str) -> ShardctlError:
@@ -81,7 +81,7 @@ class RefusalReader:
         return AccessError(f"{doing} is not allowed: {words}", hint=HOW_ALLOWED[self._scheme])
 
     def _by_status(self, status: int, error: BaseException, doing: str) -> ShardctlError | None:
-        """What an HTTP status means that obstore has no error of its own for; None if it may pass."""
+        """Return what an HTTP status means that obstore has no error of its own for; None if it may pass."""
         if status == HTTPStatus.NOT_FOUND:
             return self._nothing(doing)
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
@@ -95,7 +95,7 @@ class RefusalReader:
         return self.refuse(f"{doing} failed: {_get_first_line(error)}", "check the address and the store's settings")
 
     def _elsewhere(self, error: BaseException, doing: str) -> ShardctlError | None:
-        """The error for a bucket in another region, which it names; None if that is not what is wrong."""
+        """Return the error for a bucket in another region, which it names; None if that is not what is wrong."""
         text, code = str(error), _find_error_code(error)
         status = _STATUS.search(text)
         wordless = status is not None and status[1] == "400" and not code  # as answers to HEAD are
@@ -117,7 +117,7 @@ class RefusalReader:
 
 
 def _find_bucket_region(root: str) -> str:
-    """The region that S3 says a bucket is in, to everybody who asks; empty if it does not say."""
+    """Find the region that S3 says a bucket is in, to everybody who asks; empty if it does not say."""
     name = root.partition("://")[2]
     request = urllib.request.Request(  # noqa: S310 - the user's endpoint, or Amazon's
         f"{find_endpoint('s3') or 'https://s3.amazonaws.com'}/{name}", method="HEAD"

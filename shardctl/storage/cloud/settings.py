@@ -37,7 +37,7 @@ HOW_ALLOWED: Final = {
 
 
 def build_store_options(scheme: str) -> dict[str, Any]:
-    """The arguments for obstore's `from_url` that the environment asks for."""
+    """Build the arguments for obstore's `from_url` that the environment asks for."""
     client: dict[str, Any] = {"timeout": _ONE_REQUEST}
     if find_endpoint(scheme).startswith("http://"):
         client["allow_http"] = True
@@ -52,7 +52,7 @@ def build_store_options(scheme: str) -> dict[str, Any]:
 
 
 def find_endpoint(scheme: str) -> str:
-    """The address that the user gave for the stores of a scheme; empty where it is the provider's own."""
+    """Find the address that the user gave for the stores of a scheme; empty where it is the provider's own."""
     said = next(filter(None, (os.environ.get(name, "") for name in _ENDPOINTS[scheme])), "")
     if scheme == "gs":
         said = _add_scheme(said) if said else next(_list_google_endpoints(), "")
@@ -60,12 +60,12 @@ def find_endpoint(scheme: str) -> str:
 
 
 def _add_scheme(host: str) -> str:
-    """An emulator's address; Google's libraries take `HOST:PORT` for one without TLS."""
+    """Return an emulator's address; Google's libraries take `HOST:PORT` for one without TLS."""
     return host if "://" in host else f"http://{host}"
 
 
 def _list_google_endpoints() -> Iterator[str]:
-    """The endpoints that the keys of service accounts name; what cannot be read is for the library to refuse."""
+    """List the endpoints that the keys of service accounts name; what cannot be read is for the library to refuse."""
     for text in [_read_text_file(os.environ.get(name, "")) for name in _GOOGLE_KEYS] + [
         os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
     ]:

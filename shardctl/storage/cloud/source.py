@@ -62,20 +62,20 @@ class CloudSource(UnpromisedSource):
         return self._name
 
     def notes(self) -> tuple[str, ...]:
-        """Nothing: a store promises no hashes of what it holds."""
+        """Return nothing: a store promises no hashes of what it holds."""
         return ()
 
     def files(self) -> Mapping[str, FileStat]:
-        """Every object, by key relative to the prefix; a version is its ETag."""
+        """Return every object, by key relative to the prefix; a version is its ETag."""
         return self._files
 
     def restat(self, path: str) -> FileStat | None:
-        """The object's state now; None if it is gone."""
+        """Return the object's state now; None if it is gone."""
         found = self._bucket.head(path)
         return FileStat(found.size, found.etag) if found is not None else None
 
     def beside(self, name: str) -> bytes | None:
-        """A small object beside the one that the address names."""
+        """Return a small object beside the one that the address names."""
         return self._bucket.read(name) if self._single else None
 
     def expect(self, spans: Iterable[Span]) -> None:
@@ -95,4 +95,4 @@ class CloudSource(UnpromisedSource):
         self._bucket.fetch(path, offset, into, self._files[path].version)
 
     def close(self) -> None:
-        """Nothing to close: connections are obstore's."""
+        """Close nothing: connections are obstore's."""

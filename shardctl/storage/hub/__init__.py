@@ -35,7 +35,7 @@ def check_settings(environment: Mapping[str, str]) -> None:
 
 
 def open_hub(text: str) -> HubSource:
-    """The model that ``owner/name[@revision]`` or ``hf://owner/name[@revision][/folder]`` names.
+    """Return the model that ``owner/name[@revision]`` or ``hf://owner/name[@revision][/folder]`` names.
 
     Raises UsageError for an address that is none and for a setting of the library that cannot be, UnsupportedError
     without huggingface_hub, and as `HubSource`.

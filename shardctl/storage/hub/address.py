@@ -63,5 +63,5 @@ class HubAddress:
         return self.revision if _COMMIT.fullmatch(self.revision) else None
 
     def at(self, commit: str) -> str:
-        """The address as text, bound to a commit."""
+        """Return the address as text, bound to a commit."""
         return f"{_SCHEME}{self.repository}@{commit}" + (f"/{self.inside}" if self.inside else "")

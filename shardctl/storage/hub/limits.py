@@ -36,7 +36,7 @@ PACE_TIMEOUTS: Final = 3
 
 @contextmanager
 def answer_within(seconds: float, ask: Callable[[], AbstractContextManager[Response]]) -> Iterator[Response]:
-    """The response that `ask` gives, if its headers have come after so many seconds; raises TroubleError otherwise.
+    """Give the response of `ask` if its headers come within so many seconds; raises TroubleError otherwise.
 
     The library's client starts its timeout anew with each byte, and cannot be interrupted: it waits in a thread, which
     is left alone after that time.
@@ -100,7 +100,7 @@ def ended_after(seconds: float, end: Callable[[], object]) -> Iterator[None]:
 
 
 def read_bounded(response: Response, most: int, seconds: float) -> Response:
-    """A response with all of its body in memory, or with none if that has more than `most` bytes.
+    """Read a response with all of its body in memory, or with none if that has more than `most` bytes.
 
     Raises TroubleError for a body that takes longer than `seconds`, and what the library's client raises.
     """
@@ -121,7 +121,7 @@ def read_bounded(response: Response, most: int, seconds: float) -> Response:
 
 
 def body_is_short(response: Response) -> bool:
-    """Whether an answer announces so short a body that reading it is quicker than a new connection."""
+    """Return whether an answer announces so short a body that reading it is quicker than a new connection."""
     length = response.headers.get("content-length", "")
     return length.isascii() and length.isdecimal() and int(length) <= EXPLAINED
 

@@ -137,7 +137,7 @@ def _parse_entries(page: Any) -> list[Any]:  # noqa: ANN401 - it is any JSON
 
 
 def _parse_file(entry: dict[str, Any]) -> HubFile:
-    """What an entry of a listing says of a file (huggingface_hub, `hf_api.py`, `RepoFile`)."""
+    """Parse what an entry of a listing says of a file (huggingface_hub, `hf_api.py`, `RepoFile`)."""
     lfs = entry.get("lfs")
     return HubFile(
         size=lfs["size"] if lfs else entry["size"],
@@ -173,7 +173,7 @@ def _ask_with_retries(question: Callable[[], Answer], address: HubAddress, stop:
 
 
 def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
-    """The files in sorted order, without those in folders that programs keep for themselves.
+    """Select the files in sorted order, without those in folders that programs keep for themselves.
 
     Raises HostileError for a name that git does not allow either, such as one that leads out of the directory.
     """
@@ -190,7 +190,7 @@ def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
 
 
 def _locate_cache_folder(address: HubAddress) -> Path:
-    """Where the cache keeps a model (huggingface_hub, docs, "Understand caching")."""
+    """Locate where the cache keeps a model (huggingface_hub, docs, "Understand caching")."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -198,7 +198,7 @@ def _locate_cache_folder(address: HubAddress) -> Path:
 
 
 def _add_cached_files(listing: HubListing) -> HubListing:
-    """The listing with the places of files that are on this machine; what has another size is not believed."""
+    """Return the listing with the places of files that are on this machine; what has another size is not believed."""
     if not listing.cache.is_dir():
         return listing
     snapshot = f"snapshots/{listing.commit}/"

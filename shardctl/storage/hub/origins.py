@@ -6,7 +6,9 @@ from urllib.parse import urlsplit
 
 
 def origin_of(url: str) -> tuple[str, str, int | None]:
-    """Scheme, host and port, which together are what a token is for (RFC 6454); raises ValueError for a bad port.
+    """Return scheme, host and port, which together are what a token is for (RFC 6454).
+
+    Raises ValueError for a bad port.
 
     >>> origin_of("https://Huggingface.co/a/b"), origin_of("http://127.0.0.1:80/")
     (('https', 'huggingface.co', 443), ('http', '127.0.0.1', 80))
@@ -17,7 +19,7 @@ def origin_of(url: str) -> tuple[str, str, int | None]:
 
 
 def same_origin(url: str, endpoint: str) -> bool:
-    """Whether an address is of the place that `endpoint` is of."""
+    """Return whether an address is of the place that `endpoint` is of."""
     try:
         return origin_of(url) == origin_of(endpoint)
     except ValueError:

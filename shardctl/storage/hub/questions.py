@@ -33,7 +33,7 @@ class HubQuestions:
         self._endpoint, self._headers, self._timeout = endpoint, headers, timeout
 
     def ask(self, url: str) -> tuple[Any, str | None]:
-        """The document at an address of the Hub, and the address of the next page, if there is one.
+        """Return the document at an address of the Hub, and the address of the next page, if there is one.
 
         Raises HfHubHTTPError for a status that says no, SourceError for an answer that leads elsewhere or has no end,
         TroubleError for one that takes too long, ValueError for what is not JSON.
@@ -65,7 +65,7 @@ class HubQuestions:
         raise SourceError("the Hub redirects a request to its API without end", hint=_ENDPOINT)
 
     def pages(self, url: str) -> Iterator[Any]:
-        """The documents of all pages, of which this is the address of the first; raises as `ask`."""
+        """Yield the documents of all pages, of which this is the address of the first; raises as `ask`."""
         asked: set[str] = set()
         following: str | None = url
         while following is not None:

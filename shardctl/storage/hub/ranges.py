@@ -137,7 +137,7 @@ class RangeReader:
 
     @contextmanager
     def _answer(self, path: str, start: int, stop: int) -> Iterator[tuple[Response, int]]:
-        """An open response whose body holds the bytes from `start` to `stop` after so many others."""
+        """Open a response whose body holds the bytes from `start` to `stop` after so many others."""
         with self._opened(path, start, stop) as response:
             status = response.status_code
             if status in PASSING:
@@ -149,7 +149,7 @@ class RangeReader:
 
     @contextmanager
     def _opened(self, path: str, start: int, stop: int) -> Iterator[Response]:
-        """A response from where the file is; found out by the first thread that asks, and again when that is over."""
+        """Open a response from where the file is; the first thread that asks finds out, and again when that is over."""
         place = self._places.get(path)
         if place is not None:
             with self._request(place, start, stop) as response:
@@ -192,7 +192,7 @@ class RangeReader:
 
     @contextmanager
     def _request(self, place: _FileLocation, start: int, stop: int) -> Iterator[Response]:
-        """A response whose body has not been read; trouble on the way is TroubleError."""
+        """Open a response whose body has not been read; trouble on the way is TroubleError."""
         from shardctl.storage.hub.library import TransportError, get_session
 
         headers = {
@@ -239,7 +239,7 @@ class RangeReader:
         return min(max(done, 0), len(into))
 
     def _receive(self, body: ResponseBody, skip: int, into: memoryview, stop: StopRequest) -> int:
-        """The same, straight into memory."""
+        """Return the same, straight into memory."""
         spare = memoryview(bytearray(min(skip, _SLICE)))
         done, pace = -skip, PaceMeter(self._timeout)
         try:
@@ -297,7 +297,9 @@ class RangeReader:
 
 
 def _check_response(response: Response, path: str, size: int, start: int, stop: int) -> int:
-    """How many bytes of the body come before `start`; raises TroubleError or SourceError for an answer that is wrong.
+    """Return how many bytes of the body come before `start`.
+
+    Raises TroubleError or SourceError for an answer that is wrong.
 
     A server may ignore a range and give the whole file with status 200 (RFC 9110, section 14.2). Of a small file that
     is taken, the beginning skipped.
@@ -328,7 +330,10 @@ _BETWEEN: Final = (
 
 
 def _resolve_redirect(url: str, location: str, path: str) -> str:
-    """Where a redirect leads; raises SourceError if that is no address, without saying it: it may be a signed one."""
+    """Return where a redirect leads.
+
+    Raises SourceError if that is no address, without saying it: it may be a signed one.
+    """
     try:
         found = urljoin(url, location)
         scheme, host, _ = origin_of(found)

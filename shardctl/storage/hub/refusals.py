@@ -15,7 +15,7 @@ _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def build_refusal_error(error: HfHubHTTPError, address: HubAddress, path: str = "") -> ShardctlError:  # noqa: PLR0911 - one a kind
-    """The error to raise for a status of the Hub that trying again will not change.
+    """Build the error to raise for a status of the Hub that trying again will not change.
 
     For what is missing and what is private to others the Hub gives the same answer, so that the two cannot be told
     apart; what is gated it says (huggingface_hub, `utils/_http.py`, `hf_raise_for_status`).
@@ -54,7 +54,7 @@ def build_refusal_error(error: HfHubHTTPError, address: HubAddress, path: str = 
 
 
 def build_offline_error(address: HubAddress, what: str) -> ShardctlError:
-    """The error for something that is only on the Hub while HF_HUB_OFFLINE is set."""
+    """Build the error for something that is only on the Hub while HF_HUB_OFFLINE is set."""
     return SourceError(
         f"{address.repository} {what}, and HF_HUB_OFFLINE is set",
         hint=f"unset HF_HUB_OFFLINE, or fetch it while online: hf download {address.repository}",
@@ -62,7 +62,7 @@ def build_offline_error(address: HubAddress, what: str) -> ShardctlError:
 
 
 def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlError:
-    """The error for a Hub that does not answer."""
+    """Build the error for a Hub that does not answer."""
     from huggingface_hub import constants
 
     return TransientError(
@@ -73,7 +73,7 @@ def build_unreachable_error(error: Exception, address: HubAddress) -> ShardctlEr
 
 
 def _strip_credentials(endpoint: str) -> str:
-    """An address without the name and password that it may have.
+    """Return an address without the name and password that it may have.
 
     >>> _strip_credentials("https://me:secret@mirror/hub"), _strip_credentials("https://huggingface.co")
     ('https://mirror/hub', 'https://huggingface.co')

@@ -45,7 +45,7 @@ class ResponseBody:
         return self._response.readinto1(into)  # `readinto` would wait until all of it is full
 
     def ended(self) -> bool:
-        """Whether there is nothing more, which lets the connection be used again."""
+        """Return whether there is nothing more, which lets the connection be used again."""
         return not self._response.read(1)
 
 
@@ -61,7 +61,7 @@ class SocketPool:
         self._direct: dict[str, bool] = {}
 
     def reach(self, url: str) -> bool:
-        """Whether the address can be asked directly, as the library's client would."""
+        """Return whether the address can be asked directly, as the library's client would."""
         parts = urlsplit(url)
         plain = url.isascii() and url.isprintable() and " " not in url  # `http.client` refuses others, and says them
         if not self._usual or not plain or parts.scheme not in {"http", "https"} or parts.username is not None:
@@ -73,7 +73,7 @@ class SocketPool:
 
     @contextmanager
     def get(self, url: str, headers: Mapping[str, str]) -> Iterator[ResponseBody]:
-        """The response to a GET, no redirect followed; trouble is TroubleError.
+        """Open the response to a GET, no redirect followed; trouble is TroubleError.
 
         The connection is kept for the next request if the body was read to its end.
         """
@@ -108,7 +108,7 @@ class SocketPool:
                     raise
 
     def _connection(self, parts: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it was used before."""
+        """Return a connection, and whether it was used before."""
         place = (parts.scheme, parts.netloc)
         with self._lock:
             for number in reversed(range(len(self._idle))):
@@ -143,14 +143,14 @@ def _break_connection(connection: http.client.HTTPConnection) -> None:
 
 
 def _is_default_client() -> bool:
-    """Whether the library makes its client itself, as far as can be seen."""
+    """Return whether the library makes its client itself, as far as can be seen."""
     module = import_module("huggingface_hub.utils._http")
     made = getattr(module, "_GLOBAL_CLIENT_FACTORY", None)
     return made is not None and made is getattr(module, "default_client_factory", None)
 
 
 def _make_tls_context() -> ssl.SSLContext:
-    """The certificates that the library's client believes, SSL_CERT_FILE and SSL_CERT_DIR heeded."""
+    """Return the certificates that the library's client believes, SSL_CERT_FILE and SSL_CERT_DIR heeded."""
     from shardctl.storage.hub.library import TransportError
 
     client = import_module(TransportError.__module__.partition(".")[0])

@@ -80,7 +80,7 @@ class HubSource:
         return self._listing.snapshot / self._prefix if self._listing.snapshot else None
 
     def notes(self) -> tuple[str, ...]:
-        """How many files were compared with the Hub's hashes, and why others were not."""
+        """Return how many files were compared with the Hub's hashes, and why others were not."""
         found = self.proofs()
         fetched = len(found.verified) + len(found.unverified)
         if not fetched:
@@ -92,7 +92,7 @@ class HubSource:
         return (note + f"{len(found.verified):,} with the hashes that it promises; not compared: {others}",)
 
     def cautions(self) -> tuple[str, ...]:
-        """Which files the Hub may refuse to give parts of, because they are above 50 GB and hf_xet is not there."""
+        """List the files of which the Hub may refuse parts, because they are above 50 GB and hf_xet is not there."""
         files = self._listing.files
         large = [path for path in self._promised if needs_xet(files[self._prefix + path])]
         if not large or (has_xet() and all(files[self._prefix + path].xet for path in large)):
@@ -107,7 +107,7 @@ class HubSource:
         return self._promised
 
     def proofs(self) -> FileProofs:
-        """Which files were compared with the Hub's hashes."""
+        """Return which files were compared with the Hub's hashes."""
         found = ((path.removeprefix(self._prefix), self._hashes.why_not(path)) for path in self._hashes.begun())
         reasons = {path: "" if path in self._earlier else reason for path, reason in found}
         return FileProofs(
@@ -132,11 +132,14 @@ class HubSource:
             )
 
     def files(self) -> Mapping[str, FileStat]:
-        """Every file, by path relative to the folder of the address; a version is the commit and the file's ETag."""
+        """Return every file, by path relative to the folder of the address.
+
+        A version is the commit and the file's ETag.
+        """
         return self._files
 
     def restat(self, path: str) -> FileStat | None:
-        """The file's state: a commit never changes, but what lies in the cache may."""
+        """Return the file's state: a commit never changes, but what lies in the cache may."""
         full = self._prefix + path
         if self._disk is not None and full in self._found:
             now = self._disk.restat(self._listing.files[full].cached)
@@ -145,7 +148,7 @@ class HubSource:
         return self._files.get(path)
 
     def beside(self, name: str) -> bytes | None:
-        """A small file in the folder of the one that the address names."""
+        """Return a small file in the folder of the one that the address names."""
         path = self._prefix + name
         file = self._listing.files.get(path) if self._single else None
         if file is None:
@@ -187,7 +190,7 @@ class HubSource:
         self._hashes.finish(path, offset, into)
 
     def _reread(self, path: str, offset: int, into: memoryview) -> None:
-        """Bytes for the hash only: those that small reads left here, or the Hub's."""
+        """Read bytes for the hash only: those that small reads left here, or the Hub's."""
         if not self._windows.find(path, offset, into):
             self._ranges.fetch(path, offset, into, self._stop)
 
@@ -199,7 +202,7 @@ class HubSource:
 
 
 def _build_expected_hash(file: HubFile) -> PromisedHash:
-    """What the Hub says of a file: the SHA-256 of a large one, for others the name that git gives to its content."""
+    """Build the hash that the Hub states of a file: the SHA-256 of a large one, else git's name of its content."""
     if file.sha256:
         return PromisedHash(file.size, file.sha256, hashlib.sha256())
     return PromisedHash(file.size, file.blob, hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False))

@@ -20,7 +20,7 @@ _RESET: Final = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*([0-9]{1,6})")
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that the server asks to wait; None if it does not say.
+    """Parse seconds that the server asks to wait; None if it does not say.
 
     >>> (parse_retry_after({"retry-after": "3"}), parse_retry_after({"ratelimit": '"api";r=0;t=55'}),
     ...  parse_retry_after({}))

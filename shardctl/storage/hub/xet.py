@@ -29,14 +29,14 @@ _SCHEMES: Final = frozenset({"https", "http"})
 
 
 def needs_xet(file: HubFile) -> bool:
-    """Whether the Hub may refuse plain downloads of a file."""
+    """Return whether the Hub may refuse plain downloads of a file."""
     from huggingface_hub import constants
 
     return file.size > constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
 def has_xet() -> bool:
-    """Whether hf_xet is installed, reads ranges, and is not switched off (`HF_HUB_DISABLE_XET`)."""
+    """Return whether hf_xet is installed, reads ranges, and is not switched off (`HF_HUB_DISABLE_XET`)."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:

@@ -25,7 +25,7 @@ Torch = Any
 
 
 def list_versions() -> dict[str, str]:
-    """The versions of what computes."""
+    """List the versions of what computes."""
     import torch
     import transformers
 
@@ -33,7 +33,7 @@ def list_versions() -> dict[str, str]:
 
 
 def get_model_class(architecture: str) -> Torch:
-    """The class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none.
+    """Return the class of transformers called `architecture`; raises UnsupportedError, saying why, if there is none.
 
     Raises UsageError for a setting of the environment with which transformers cannot be imported.
     """
@@ -53,13 +53,13 @@ def get_model_class(architecture: str) -> Torch:
 
 
 def build_config(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
-    """The configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
+    """Build the configuration of class `kind` that a decoded config.json gives, to compute in `dtype`."""
     values = {key: _parse_number(value) for key, value in config.items() if key not in _OTHERWISE}
     return kind.config_class.from_dict({**values, "dtype": str(dtype).removeprefix("torch.")})
 
 
 def build_bare_model(kind: Torch, config: Mapping[str, Any], dtype: Torch) -> Torch:
-    """A model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
+    """Build a model of class `kind` whose parameters have no memory; its buffers are real, as rotary tables must be.
 
     Attention and experts use the plain implementations: the same kernels whatever the shapes, and experts one by one.
     """
@@ -82,7 +82,7 @@ _OTHERWISE: Final = {"quantization_config", "dtype", "torch_dtype"}
 
 
 def _parse_number(value: object) -> object:
-    """A value of a config.json, where transformers writes infinity as `{"__float__": "Infinity"}`."""
+    """Parse a value of a config.json, where transformers writes infinity as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
         return float(str(value["__float__"]))
     return [_parse_number(each) for each in value] if isinstance(value, list) else value
@@ -166,7 +166,7 @@ class WeightConversion:
     """Why names are taken as they are, if they are."""
 
     def targets(self, names: Iterable[str]) -> dict[str, ConversionTarget]:
-        """Where each stored name belongs; names that the model has no use for are left out."""
+        """Return where each stored name belongs; names that the model has no use for are left out."""
         state = self.model.state_dict(keep_vars=True)
         try:
             return self._renamed(names, state)

@@ -47,7 +47,7 @@ class _PathReader:
     path: Path
 
     def read_at(self, path: str, offset: int, into: memoryview) -> None:
-        """Not before it is opened."""
+        """Refuse to read before it is opened."""
         raise NotImplementedError
 
 
@@ -69,7 +69,7 @@ class _NotingReader:
 def detach_readers(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint
 ) -> tuple[CandidateCheckpoint, OriginalCheckpoint]:
-    """The two as another process can be told of them; raises NotStartedError where files are not local."""
+    """Return the two as another process can be told of them; raises NotStartedError where files are not local."""
     if not isinstance(candidate.reader, LocalSource) or not isinstance(original.reader, LocalSource):
         raise NotStartedError("processes of their own can read local files only")
     proved = replace(candidate, reader=_PathReader(candidate.reader.path))
@@ -79,7 +79,7 @@ def detach_readers(
 def attach_readers(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint
 ) -> tuple[CandidateCheckpoint, OriginalCheckpoint]:
-    """The two in the process that was told of them, their files opened."""
+    """Return the two in the process that was told of them, their files opened."""
     assert isinstance(candidate.reader, _PathReader)  # noqa: S101 - what `detach_readers` made
     assert isinstance(original.reader, _PathReader)  # noqa: S101
     proved = replace(candidate, reader=open_source(candidate.reader.path))
@@ -87,7 +87,7 @@ def attach_readers(
 
 
 def choose_process_count(device: str, nbytes: int) -> int:
-    """How many ranks have a process of their own where that is worth it: one a GPU, or one a core for large models.
+    """Choose how many ranks have their own process where that is worth it: one a GPU, or one a core for large models.
 
     `nbytes` are those of the weights. On a CPU all ranks of a model of some GB are done in one process before others
     have imported transformers and met, and that takes no more memory.
@@ -102,7 +102,7 @@ def choose_process_count(device: str, nbytes: int) -> int:
 def compare_by_processes(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
 ) -> ForwardResult:
-    """As `forward`, each rank of the mesh in a process of its own.
+    """Compare as `forward` does, each rank of the mesh in a process of its own.
 
     Raises RankError, naming the rank, if one dies, raises or hangs; NotStartedError if they cannot begin.
     """
@@ -132,7 +132,7 @@ def _compute_on_rank(
     folder: str,
     rank: RankProcess,
 ) -> dict[str, object]:
-    """One rank's life: what it found, of which the first's counts, and which files of the shards it read."""
+    """Compute on one rank: return what it found, of which the first's counts, and which files of the shards it read."""
     import torch
     import torch.distributed as dist
 

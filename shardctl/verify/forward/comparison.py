@@ -80,7 +80,7 @@ class ForwardComparison:
         self.config = _get_runnable_config(original)
 
     def run(self) -> ForwardResult:
-        """Everything, and the verdict."""
+        """Return everything, and the verdict."""
         architecture = _find_architecture(self.config, self.sides.original.model)
         kind = get_model_class(architecture)
         release_freed_memory()
@@ -130,7 +130,7 @@ class ForwardComparison:
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
     def executor(self, kind: Torch, dtype: str) -> ModelExecutor:
-        """A model of class `kind` without weights that computes in `dtype`."""
+        """Return a model of class `kind` without weights that computes in `dtype`."""
         import torch
 
         wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(dtype)
@@ -142,7 +142,7 @@ class ForwardComparison:
         return ModelExecutor(skeleton, WeightConversion(model), precision, self.team)
 
     def _free(self, executor: ModelExecutor, inputs: Mapping[str, Torch], shards: ModelWeights) -> Torch | None:
-        """The output of the shards by themselves, each part fed what the one before it gave."""
+        """Return the output of the shards by themselves, each part fed what the one before it gave."""
         try:
             return select_output(executor.run(inputs, shards))[1]
         except CoverageError as error:
@@ -152,7 +152,7 @@ class ForwardComparison:
         return None
 
     def _rounding(self, kind: Torch, inputs: Mapping[str, Torch], expected: Torch) -> float:
-        """How far the source in bf16 is from the source in fp32."""
+        """Return how far the source in bf16 is from the source in fp32."""
         executor = self.executor(kind, "fp32")
         source, _ = ComparedSides(self.sides.original, self.sides.candidate, self.team).fill(executor)
         executor.source = source
@@ -179,7 +179,7 @@ class ForwardComparison:
                 self.sides.notes.append(f"{name} was not run: {error}")
 
     def _say(self, executor: ModelExecutor, shards: ModelWeights, unused: int, experts: int) -> None:
-        """What was read and not computed with as it would be on ranks."""
+        """Say what was read and not computed with as it would be on ranks."""
         if unused:
             text = "experts were chosen by no token of these inputs, and were not computed with"
             self.sides.notes.append(f"{unused} of {experts} {text}")
@@ -188,7 +188,7 @@ class ForwardComparison:
             self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
 
     def _idle(self, executor: ModelExecutor) -> list[str]:
-        """The parts that no input reached, and whose weights no other part has."""
+        """Return the parts that no input reached, and whose weights no other part has."""
         skeleton = executor.skeleton
         used = {id(slot) for unit in skeleton.units if unit.name in executor.reached for slot in unit.slots}
         return [
@@ -207,7 +207,7 @@ class ForwardComparison:
 
 
 def _get_runnable_config(original: OriginalCheckpoint) -> Mapping[str, Any]:
-    """The config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
+    """Return the config; raises UnsupportedError if weights are stored in a form that is not computed with here."""
     if original.config is None:
         raise UnsupportedError("the source has no config.json, so there is no model to run")
     quantised = original.config.get("quantization_config")

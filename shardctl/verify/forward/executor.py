@@ -67,7 +67,9 @@ class ModelExecutor:
         *,
         model: Torch = None,
     ) -> Torch:
-        """The model's output with `weights`; with others `beside`, each part runs with those too and is compared.
+        """Return the model's output with `weights`.
+
+        With others `beside`, each part runs with those too and is compared.
 
         `model` is a model within the model, to which the inputs are given instead.
 
@@ -149,7 +151,7 @@ class ModelExecutor:
         return run
 
     def _right(self, unit: ModelUnit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
-        """What the source's part computes; if it cannot, nothing can be compared."""
+        """Return what the source's part computes; if it cannot, nothing can be compared."""
         assert self.source is not None  # noqa: S101 - asked for it alone
         try:
             return self._run(unit, usual, self.source, args, kwargs)[0]
@@ -159,7 +161,7 @@ class ModelExecutor:
     def _run(
         self, unit: ModelUnit, usual: Callable[..., Torch], weights: ModelWeights, args: Torch, kwargs: Torch
     ) -> tuple[Torch, float]:
-        """A part's output, and how far ranks are apart that should agree."""
+        """Return a part's output, and how far ranks are apart that should agree."""
         resident, part = self._resident and not unit.block, type(unit.module).__name__
         while True:
             leaves: list[LeafModule] = []
@@ -254,7 +256,7 @@ class ModelExecutor:
 
 
 def _choose_call_options(model: Torch) -> dict[str, bool]:
-    """Named outputs, and no cache, which blocks that run twice would fill twice."""
+    """Choose named outputs, and no cache, which blocks that run twice would fill twice."""
     known = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "return_dict": True}
     return {name: value for name, value in wanted.items() if name in known or name == "return_dict"}
@@ -265,7 +267,7 @@ def _format_first_line(error: BaseException) -> str:
 
 
 def _copy_arguments(value: Torch) -> Torch:
-    """The same arguments with tensors of their own, because some blocks write into what they are given."""
+    """Return the same arguments with tensors of their own, because some blocks write into what they are given."""
     import torch
 
     if isinstance(value, torch.Tensor):

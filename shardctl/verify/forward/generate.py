@@ -20,7 +20,7 @@ Torch = Any
 def continue_prompt(
     executor: ModelExecutor, both: tuple[ModelWeights, ModelWeights], folder: Path | None, prompt: str, tokens: int
 ) -> GeneratedTexts:
-    """The next `tokens` tokens of `prompt` by each, always the likeliest; every token reads all weights once.
+    """Return the next `tokens` tokens of `prompt` by each, always the likeliest; every token reads all weights once.
 
     Raises UnsupportedError if the model does not speak, or there is no tokenizer in `folder`.
     """

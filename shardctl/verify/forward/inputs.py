@@ -19,7 +19,10 @@ _SPARE: Final = 4
 
 
 def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
-    """Arguments of the model's forward; raises UnsupportedError if it wants something else than tokens or pixels."""
+    """Build arguments of the model's forward.
+
+    Raises UnsupportedError if it wants something else than tokens or pixels.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -45,7 +48,7 @@ def build_inputs(model: Torch, device: str) -> dict[str, Torch]:
 def list_vision_towers(
     model: Torch, idle: Collection[str], device: str
 ) -> Iterator[tuple[str, Torch, dict[str, Torch]]]:
-    """Models within the model that see images and contain `idle` parts, each with its name and inputs."""
+    """List models within the model that see images and contain `idle` parts, each with its name and inputs."""
     import torch
 
     generator, taken = torch.Generator().manual_seed(SEED), list[str]()
@@ -67,7 +70,7 @@ def list_vision_towers(
 
 
 def _draw_patches(vision: Torch, generator: Torch) -> dict[str, Torch]:
-    """Pictures of two by two merged patches, as the vision part of Qwen2-VL takes them."""
+    """Draw pictures of two by two merged patches, as the vision part of Qwen2-VL takes them."""
     import torch
 
     side = 2 * int(vision.spatial_merge_size)
@@ -81,7 +84,7 @@ def _has_image_token(config: Torch) -> bool:
 
 
 def _draw_token_ids(text: Torch, config: Torch, generator: Torch) -> Torch:
-    """Token ids that mean nothing special."""
+    """Draw token ids that mean nothing special."""
     import torch
 
     vocabulary = int(text.vocab_size)

@@ -28,7 +28,7 @@ class ComputePrecision:
     """Bytes; a weight of more is read in stretches of so many."""
 
     def rows(self, width: int) -> int:
-        """How many rows of `width` elements are read at once."""
+        """Return how many rows of `width` elements are read at once."""
         return max(self.limit // max(width * int(self.dtype.itemsize), 1), 1)
 
 
@@ -44,17 +44,17 @@ class WeightPart:
     """For each dim the intervals of the whole weight that this is."""
 
     def rows(self, start: int, stop: int) -> Torch:
-        """Rows of the part, ready to compute with."""
+        """Return rows of the part, ready to compute with."""
         box = Box((start, *(0 for _ in self.lazy.shape[1:])), (stop - start, *self.lazy.shape[1:]))
         read = self.weights.typed(self.slot, self.lazy.read(box), self.precision.dtype)
         return read.to(self.precision.device)
 
     def whole(self) -> Torch:
-        """All of it."""
+        """Return all of it."""
         return self.weights.typed(self.slot, self.lazy[...], self.precision.dtype).to(self.precision.device)
 
     def bands(self) -> list[tuple[int, int]]:
-        """The stretches of rows in which it is read."""
+        """Return the stretches of rows in which it is read."""
         rows = self.lazy.shape[0]
         step = self.precision.rows(self.lazy.shape[1] if self.lazy.ndim > 1 else 1)
         return [(at, min(at + step, rows)) for at in range(0, rows, step)]
@@ -81,7 +81,7 @@ class LeafModule:
     """The largest relative difference between ranks that compute the same outputs."""
 
     def linear(self, inputs: Torch) -> Torch:
-        """What Linear and Conv1D compute: gathered where outputs are cut, summed where inputs are."""
+        """Return what Linear and Conv1D compute: gathered where outputs are cut, summed where inputs are."""
         import torch
 
         self.calls += 1
@@ -123,7 +123,7 @@ class LeafModule:
             at += stop - start
 
     def _local(self, part: WeightPart, inputs: Torch, bias: WeightPart | None) -> Torch:
-        """One rank's outputs."""
+        """Return one rank's outputs."""
         import torch
         from torch.nn import functional
 
@@ -143,7 +143,7 @@ class LeafModule:
         return torch.cat(pieces, -1) if pieces else inputs[..., :0]
 
     def embedding(self, ids: Torch) -> Torch:
-        """What an embedding computes, from the rows that are asked for; ranks that lack a row give zeros."""
+        """Return what an embedding computes, from the rows that are asked for; ranks that lack a row give zeros."""
         import torch
         from torch import nn
 
@@ -189,7 +189,7 @@ def _spread_row(local: Torch, runs: Sequence[tuple[int, int]], width: int) -> To
 
 
 def _find_row_position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
-    """Where in a rank's rows a row of the whole is."""
+    """Find where in a rank's rows a row of the whole is."""
     at = 0
     for start, stop in runs:
         if start <= row < stop:
@@ -201,7 +201,10 @@ def _find_row_position(runs: Sequence[tuple[int, int]], row: int) -> int | None:
 def find_leaf(
     slot: TensorSlot, weights: ModelWeights, precision: ComputePrecision, bias: TensorSlot | None
 ) -> LeafModule | None:
-    """The leaf for a module whose weight is cut by tp or too large to hold; None if the module is to run as it is."""
+    """Find the leaf for a module whose weight is cut by tp or too large to hold.
+
+    None if the module is to run as it is.
+    """
     kind = _find_leaf_kind(slot.module)
     lazy = weights.direct.get(slot)
     if kind is None or lazy is None or slot.attribute != "weight" or slot.is_buffer:
@@ -237,7 +240,7 @@ _LINEAR: Final = {"FalconLinear"}
 
 
 def _find_leaf_kind(module: Torch) -> str | None:
-    """What the module computes, if it is known to the letter."""
+    """Find what the module computes, if it is known to the letter."""
     import inspect
 
     from torch import nn

@@ -27,7 +27,7 @@ _SCRATCH: Final = 1 << 20
 
 
 def get_torch_type(dtype: DType) -> Any:  # noqa: ANN401 - a torch.dtype
-    """The torch type of an element type; raises UnsupportedError if this torch has none."""
+    """Return the torch type of an element type; raises UnsupportedError if this torch has none."""
     import torch
 
     found = getattr(torch, dtype.torch, None) if dtype.torch else None
@@ -37,7 +37,7 @@ def get_torch_type(dtype: DType) -> Any:  # noqa: ANN401 - a torch.dtype
 
 
 def read_box(reader: ByteReader, index: ChunkIndex, box: Box) -> Array:
-    """The elements of `box` as a dense CPU tensor; two 4-bit elements are one of torch's.
+    """Read the elements of `box` as a dense CPU tensor; two 4-bit elements are one of torch's.
 
     Raises CoverageError if some of them are stored nowhere in `index`.
     """
@@ -66,11 +66,11 @@ class LazyTensor:
         self._shape = tuple(shape)
 
     def get_shape(self) -> list[int]:
-        """The whole tensor's shape, in elements."""
+        """Return the whole tensor's shape, in elements."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The safetensors name of the element type, such as ``BF16``."""
+        """Return the safetensors name of the element type, such as ``BF16``."""
         return self.elements.name
 
     @property
@@ -89,11 +89,11 @@ class LazyTensor:
         return get_torch_type(self.elements)
 
     def is_floating_point(self) -> bool:
-        """Whether the elements are floats."""
+        """Return whether the elements are floats."""
         return bool(self.dtype.is_floating_point)
 
     def __getitem__(self, index: object) -> Array:
-        """The elements that `index` selects: integers, slices and an Ellipsis, or a tuple of them.
+        """Return the elements that `index` selects: integers, slices and an Ellipsis, or a tuple of them.
 
         Raises UnsupportedError without torch.
         """
@@ -105,7 +105,7 @@ class LazyTensor:
         return self.read(box)[picks]
 
     def read(self, box: Box) -> Array:
-        """The elements of `box`, dense on the CPU."""
+        """Return the elements of `box`, dense on the CPU."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class StoredTensor(LazyTensor):
         self._index: ChunkIndex | None = None
 
     def read(self, box: Box) -> Array:
-        """The elements of `box`, each from its first copy; raises CoverageError if the tensor has holes."""
+        """Return the elements of `box`, each from its first copy; raises CoverageError if the tensor has holes."""
         if not box.size:
             import torch
 
@@ -143,7 +143,7 @@ class FusedTensor(LazyTensor):
         self._fusion, self._parts = fusion, parts
 
     def read(self, box: Box) -> Array:
-        """The elements of `box`, put together from the parts of the tensors that lie there."""
+        """Return the elements of `box`, put together from the parts of the tensors that lie there."""
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
@@ -190,7 +190,7 @@ class CheckpointLens(Mapping[str, LazyTensor]):
 
 
 def build_lens(manifest: Manifest, reader: ByteReader, model: Model | None = None) -> CheckpointLens:
-    """A lazy state dict over the bytes that `reader` reads, for any layout.
+    """Build a lazy state dict over the bytes that `reader` reads, for any layout.
 
     Names are those of the manifest, a tie by each of its names; with a `model`, to whose names the manifest is bound,
     those of the state dict of transformers' class, with the arrays that it has in place of several tensors. Tensors
@@ -204,7 +204,7 @@ def build_lens(manifest: Manifest, reader: ByteReader, model: Model | None = Non
 def build_entries(
     manifest: Manifest, model: Model | None, tensor: Callable[[str, str], LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """The entries of a state dict: `tensor` makes one, from its name in the manifest and what it is to be called."""
+    """Build the entries of a state dict: `tensor` makes one from its name in the manifest and the name to use."""
     found: dict[str, LazyTensor] = {}
     fused: set[str] = set()
     for fusion in model.fusions.values() if model else ():
@@ -219,7 +219,7 @@ def build_entries(
 
 
 def _resolve_index(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[object, ...]]:
-    """The box that an index needs, and what then selects from it."""
+    """Return the box that an index needs, and what then selects from it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     given = sum(part is not Ellipsis for part in parts)
     if given > len(shape) or parts.count(Ellipsis) > 1:
@@ -249,7 +249,7 @@ def _resolve_index(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[ob
 
 
 def _align_dims(piece: Array, axes: tuple[int, ...], ndim: int) -> Array:
-    """A tensor whose dims run along `axes` of an array of `ndim` dims, as a box of that array."""
+    """Return a tensor whose dims run along `axes` of an array of `ndim` dims, as a box of that array."""
     order = sorted(range(len(axes)), key=lambda dim: axes[dim])
     shape = [1] * ndim
     for dim, axis in enumerate(axes):

@@ -48,7 +48,7 @@ _BOUND: Final = 1e-4
 def ask_second_opinion(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions
 ) -> SecondOpinion:
-    """What transformers' tensor parallelism makes of the shards; never raises because of it."""
+    """Return what transformers' tensor parallelism makes of the shards; never raises because of it."""
     degree = candidate.mesh.degree("tp") if candidate.mesh is not None else 1
     if degree == 1 or candidate.model is None:
         return SecondOpinion("skipped", "the mesh has no tp" if degree == 1 else "the model is not known")
@@ -70,7 +70,7 @@ def ask_second_opinion(
 
 
 def add_opinion(result: ForwardResult, opinion: SecondOpinion) -> ForwardResult:
-    """The result with a second opinion, which fails it only if it is one of these very shards."""
+    """Return the result with a second opinion, which fails it only if it is one of these very shards."""
     if opinion.status == "differs":
         found = CheckFinding("error", "second opinion", opinion.reason)
         return replace(result, status="failed", opinion=opinion, findings=(*result.findings, found))
@@ -80,7 +80,7 @@ def add_opinion(result: ForwardResult, opinion: SecondOpinion) -> ForwardResult:
 
 
 def _measure_available_memory() -> int:
-    """Bytes of memory that this machine can still give, as far as it says."""
+    """Measure bytes of memory that this machine can still give, as far as it says."""
     with suppress(OSError):
         told = Path("/proc/meminfo").read_text()
         return next(int(line.split()[1]) << 10 for line in told.splitlines() if line.startswith("MemAvailable"))
@@ -90,7 +90,7 @@ def _measure_available_memory() -> int:
 def _compare_with_native(
     candidate: CandidateCheckpoint, original: OriginalCheckpoint, options: ForwardOptions, rank: RankProcess
 ) -> dict[str, object]:
-    """In a process of its own."""
+    """Compare in a process of its own."""
     from shardctl.verify.forward.inputs import build_inputs
 
     candidate, original = attach_readers(candidate, original)
@@ -120,7 +120,7 @@ def _compare_with_native(
 def _run_native_ranks(
     kind: Torch, config: Mapping[str, Any], candidate: CandidateCheckpoint, inputs: Mapping[str, Torch]
 ) -> tuple[list[Torch], dict[str, int]]:
-    """Each rank's output, and what of other ranks' files they needed."""
+    """Return each rank's output, and what of other ranks' files they needed."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _local_tensor

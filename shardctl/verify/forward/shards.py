@@ -51,7 +51,7 @@ class HeldTensor(LazyTensor):
         self._compared = False
 
     def read(self, box: Box) -> Array:
-        """The elements of `box`; the first time that all are read, the copies of several ranks are compared.
+        """Return the elements of `box`; the first time that all are read, the copies of several ranks are compared.
 
         Raises CoverageError, naming the rank, if one lacks what it should hold.
         """
@@ -62,7 +62,7 @@ class HeldTensor(LazyTensor):
         return self.read_from(self.holdings, box, compare=compare)
 
     def _read_own(self, box: Box, index: int) -> Array:
-        """The elements of `box`, from the ranks with one tp index if they hold them all."""
+        """Read the elements of `box`, from the ranks with one tp index if they hold them all."""
         mine = [h for h in self.holdings if self._shards.placed.mesh.coordinate(h.rank)["tp"] == index]
         rest = subtract_all(box, [held for holding in mine for held in holding.boxes])
         if rest:
@@ -73,7 +73,7 @@ class HeldTensor(LazyTensor):
     def read_from(
         self, holdings: Iterable[TensorHolding], box: Box, *, compare: bool = False, index: int | None = None
     ) -> Array:
-        """The elements of `box` from some of the ranks, for those with the tp index `index` or for all."""
+        """Read the elements of `box` from some of the ranks, for those with the tp index `index` or for all."""
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
@@ -132,7 +132,7 @@ class RankPart(LazyTensor):
         """For each dim the intervals of the whole tensor that the rank has, in order."""
 
     def read(self, box: Box) -> Array:
-        """The elements of `box` of the rank's own tensor."""
+        """Return the elements of `box` of the rank's own tensor."""
         import torch
 
         result = torch.empty(box.shape, dtype=self.dtype)
@@ -144,7 +144,7 @@ class RankPart(LazyTensor):
 
 
 def _split_stretches(runs: Sequence[tuple[int, int]], origin: int, extent: int) -> list[tuple[int, int, int]]:
-    """The parts of a range of a rank's dim: where each begins in the range, where in the whole dim, how long it is."""
+    """Split a range of a rank's dim: where each part begins in the range, where in the whole dim, how long it is."""
     found, position = [], 0
     for start, stop in runs:
         low, high = max(origin, position), min(origin + extent, position + stop - start)
@@ -192,7 +192,7 @@ class CheckpointShards:
         stages: tuple[int, ...],
         team: RankTeam | None = None,
     ) -> CheckpointShards:
-        """The shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
+        """Return the shards of `manifest` on `mesh`, whose pipeline stages have so many layers."""
         specs = {name: model.tensors[name].spec for name in manifest.tensors}
         placed = PlacedCheckpoint(tuple(manifest.tensors.values()), specs, mesh, stages or (model.layers,))
         shards = cls(manifest, reader, model, placed, team or RankTeam())
@@ -211,11 +211,11 @@ class CheckpointShards:
         self.findings.append(CheckFinding("error", "replicas", message, name, box=str(box)))
 
     def entries(self) -> dict[str, LazyTensor]:
-        """The state dict of transformers' class, put together from the ranks, tensors it does not have besides."""
+        """Return the state dict of transformers' class, put together from the ranks, and tensors that it lacks."""
         return build_entries(self.manifest, self.model, self._tensor)
 
     def _tensor(self, name: str, called: str) -> HeldTensor:
-        """A tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
+        """Return a tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
         tensor, found = self.manifest.tensors[name], self._holdings.get(name, [])
         if tensor.ties:
             found = [each for each in found if called in each[1]] or found
@@ -225,7 +225,7 @@ class CheckpointShards:
         return HeldTensor(called, tensor, [replace(h, own=_drop_duplicates(h.own)) for h in holdings], self)
 
     def sharding(self, entry: LazyTensor) -> TensorSharding | None:
-        """How tp cuts a tensor, if it does so along one dim; only then can each rank compute with its part."""
+        """Return how tp cuts a tensor, if it does so along one dim; only then can each rank compute with its part."""
         mesh, degree = self.placed.mesh, self.placed.mesh.degree("tp")
         if not isinstance(entry, HeldTensor) or degree == 1 or entry.name in self.model.fusions:
             return None
@@ -258,7 +258,7 @@ def _group_by_rank(tensor: Tensor) -> dict[int, ChunkIndex]:
 
 
 def _drop_duplicates(own: ChunkIndex) -> ChunkIndex:
-    """The same chunks without what they hold twice."""
+    """Return the same chunks without what they hold twice."""
     boxes = [chunk.box for chunk in own.chunks]
     if len(boxes) == 1:
         return own

@@ -88,7 +88,7 @@ class ComparedSides:
         return sum(reader.nbytes for reader in self._readers)
 
     def fill(self, executor: ModelExecutor) -> tuple[ModelWeights, ModelWeights]:
-        """The weights of the source and of the shards, with what neither has in place for good."""
+        """Return the weights of the source and of the shards, with what neither has in place for good."""
         source = self._source(executor)
         shards = self._shards(executor)
         self._round(source, shards)
@@ -105,7 +105,10 @@ class ComparedSides:
         return source, shards
 
     def _source(self, executor: ModelExecutor) -> ModelWeights:
-        """The right checkpoint, as transformers itself reads its names; else as shardctl does, and that is noted."""
+        """Return the right checkpoint, as transformers itself reads its names.
+
+        Else as shardctl does, and that is noted.
+        """
         skeleton, conversion = executor.skeleton, executor.conversion
         found = place_weights("source", skeleton, build_lens(self.original.stored, self._readers[0]), conversion)
         model = self.original.model
@@ -133,7 +136,7 @@ class ComparedSides:
             self.notes.append(f"{len(taken)} arrays of experts of the source were joined by shardctl, not transformers")
 
     def _shards(self, executor: ModelExecutor) -> ModelWeights:
-        """The checkpoint to be proved, each rank's part from its own files where there are ranks."""
+        """Return the checkpoint to be proved, each rank's part from its own files where there are ranks."""
         reader, model, mesh = self._readers[1], self.candidate.model, self.candidate.mesh
         shards: CheckpointShards | None = None
         if mesh is not None and mesh.world > 1:

@@ -93,7 +93,7 @@ class ModelSkeleton:
         return skeleton
 
     def _find_slots(self, device: str) -> list[TensorSlot]:
-        """Every slot once, whatever names it has, and those of one tensor together."""
+        """Find every slot once, whatever names it has, and those of one tensor together."""
         found: dict[tuple[int, str], TensorSlot] = {}
         shared: dict[int, list[TensorSlot]] = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
@@ -127,7 +127,7 @@ def _list_stored_tensors(module: Torch) -> Iterator[tuple[str, Torch]]:
 
 
 def _list_units(module: Torch, name: str) -> Iterator[tuple[str, Torch, bool]]:
-    """The outermost lists' elements as blocks, and whole children that contain no such list."""
+    """List the outermost lists' elements as blocks, and whole children that contain no such list."""
     from torch import nn
 
     for key, child in module.named_children():

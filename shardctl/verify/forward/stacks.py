@@ -27,14 +27,14 @@ class ExpertStack:
     precision: ComputePrecision
 
     def __getitem__(self, expert: Torch) -> Torch:
-        """One expert's weight, ready to compute with."""
+        """Return one expert's weight, ready to compute with."""
         read = self.weights.direct[self.slot][int(expert)]
         return self.weights.typed(self.slot, read, self.precision.dtype).to(self.precision.device)
 
 
 @contextmanager
 def record_chosen_experts(model: Torch) -> Iterator[dict[str, set[int]]]:
-    """The experts that tokens were sent to while the `with` block ran, by the name of the module that has them."""
+    """Record the experts that tokens are sent to while the `with` block runs, by the name of their module."""
     seen: dict[str, set[int]] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -60,12 +60,12 @@ class _IndexHook:
 
 
 def count_idle_experts(model: Torch, seen: dict[str, set[int]]) -> tuple[int, int]:
-    """How many experts no token was sent to, and how many there are, where tokens are sent to some."""
+    """Count how many experts no token was sent to, and how many there are, where tokens are sent to some."""
     counts = [(model.get_submodule(name).num_experts, len(indices)) for name, indices in seen.items() if indices]
     return sum(every - some for every, some in counts), sum(every for every, _ in counts)
 
 
 def is_stack(slot: TensorSlot, precision: ComputePrecision) -> bool:
-    """Whether the slot holds more experts than may be held at once."""
+    """Return whether the slot holds more experts than may be held at once."""
     large = prod(slot.shape) * precision.dtype.itemsize > precision.limit
     return large and len(slot.shape) == _NDIM and "Experts" in type(slot.module).__name__ and not slot.is_buffer

@@ -21,15 +21,15 @@ class RankTeam:
     """Ranks that are all in this process: each does its part in turn."""
 
     def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
-        """What every rank along tp computes, by its index."""
+        """Return what every rank along tp computes, by its index."""
         return [compute(index) for index in range(count)]
 
     def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:  # noqa: ARG002 - ranks are here
-        """What `rank` reads from its own files, for those with the tp index `index` or for all."""
+        """Return what `rank` reads from its own files, for those with the tp index `index` or for all."""
         return read()
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
-        """What only the first process computes, for all."""
+        """Return what only the first process computes, for all."""
         return compute()
 
 
@@ -67,7 +67,10 @@ class ProcessTeam(RankTeam):
         (self._beside,) = [ranks for ranks in teams.values() if self.rank in ranks]
 
     def each(self, count: int, compute: Callable[[int], Torch]) -> list[Torch]:
-        """What every rank along tp computes, by its index; a weight that tp does not cut is everyone's own business."""
+        """Return what every rank along tp computes, by its index.
+
+        A weight that tp does not cut is everyone's own business.
+        """
         if count == 1:
             return [compute(0)]
         mine = self._beside.index(self.rank)
@@ -75,12 +78,12 @@ class ProcessTeam(RankTeam):
         return [self._share(owner, self._beside, found) for owner in self._beside]
 
     def held(self, rank: int, read: Callable[[], Torch], index: int | None) -> Torch:
-        """What `rank` reads from its own files, for those with the tp index `index` or for all."""
+        """Return what `rank` reads from its own files, for those with the tp index `index` or for all."""
         ranks = list(range(self.mesh.world)) if index is None else self._alike[index]
         return self._share(rank, ranks, _attempt_compute(read) if rank == self.rank else None)
 
     def lead(self, compute: Callable[[], Torch]) -> Torch:
-        """What only the first process computes, for all."""
+        """Return what only the first process computes, for all."""
         return self._share(0, list(range(self.mesh.world)), _attempt_compute(compute) if self.rank == 0 else None)
 
     def _share(self, owner: int, ranks: Sequence[int], mine: object) -> Torch:
@@ -134,7 +137,7 @@ def _attempt_compute(compute: Callable[[], Torch]) -> object:
 
 
 def _pack_tensors(value: Torch, tensors: list[Torch]) -> object:
-    """The form of a value, its tensors put into a list in order."""
+    """Return the form of a value, its tensors put into a list in order."""
     import torch
 
     if isinstance(value, torch.Tensor):

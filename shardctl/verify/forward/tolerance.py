@@ -39,7 +39,9 @@ class DistanceTolerance:
 
 
 def choose_tolerance(dtype: str, *, tp: int, rounding: float = 0.0) -> DistanceTolerance:
-    """The bounds for a mesh with `tp` ranks an axis; without tp, where no sum changes its order, bits must be equal.
+    """Choose the bounds for a mesh with `tp` ranks an axis.
+
+    Without tp, where no sum changes its order, bits must be equal.
 
     In bf16 the bound of the logits follows from `rounding`, the distance of bf16 and fp32 on one device.
     """
@@ -51,7 +53,10 @@ def choose_tolerance(dtype: str, *, tp: int, rounding: float = 0.0) -> DistanceT
 
 
 def measure_distance(reference: object, candidate: object) -> float:
-    """The largest relative L2 distance among the tensors of two outputs of the same form; infinite if forms differ."""
+    """Measure the largest relative L2 distance among the tensors of two outputs of the same form.
+
+    Infinite if forms differ.
+    """
     ours, theirs = list(_list_float_tensors(candidate)), list(_list_float_tensors(reference))
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return inf
@@ -59,7 +64,7 @@ def measure_distance(reference: object, candidate: object) -> float:
 
 
 def has_nan(output: object) -> bool:
-    """Whether some float of an output is not a number."""
+    """Return whether some float of an output is not a number."""
     return any(bool(tensor.isnan().any()) for tensor in _list_float_tensors(output))
 
 

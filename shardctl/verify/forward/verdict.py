@@ -15,7 +15,7 @@ Torch = Any
 
 
 def select_output(output: Torch) -> tuple[str, Torch]:
-    """The output that is compared, and its name."""
+    """Select the output that is compared, and its name."""
     import torch
 
     for name in ("logits", "logits_per_image", "last_hidden_state"):
@@ -29,7 +29,7 @@ def select_output(output: Torch) -> tuple[str, Torch]:
 
 
 def count_flips(expected: Torch, found: Torch | None) -> tuple[int, int]:
-    """At how many positions the likeliest token is another, and of how many."""
+    """Count at how many positions the likeliest token is another, and of how many."""
     if found is None or found.shape != expected.shape:
         return 0, 0
     ours, theirs = found.argmax(-1), expected.argmax(-1)
@@ -37,7 +37,7 @@ def count_flips(expected: Torch, found: Torch | None) -> tuple[int, int]:
 
 
 def judge_result(result: ForwardResult, findings: list[CheckFinding], notes: list[str]) -> ForwardResult:
-    """The result with its verdict: every part and the output against the tolerance."""
+    """Return the result with its verdict: every part and the output against the tolerance."""
     bounds = result.tolerance
     assert bounds is not None  # noqa: S101 - set just now
     for block in result.blocks:

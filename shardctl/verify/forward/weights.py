@@ -40,20 +40,20 @@ class ModelWeights:
     """A type to which each tensor is rounded first, as a cast did."""
 
     def sharding(self, slot: TensorSlot) -> TensorSharding | None:
-        """How tp cuts what fills `slot`, if each rank can compute with its part."""
+        """Return how tp cuts what fills `slot`, if each rank can compute with its part."""
         entry = self.direct.get(slot)
         return self.shards.sharding(entry) if self.shards is not None and entry is not None else None
 
     def fills(self, slot: TensorSlot) -> bool:
-        """Whether the checkpoint has something for it."""
+        """Return whether the checkpoint has something for it."""
         return slot in self.direct or slot in self.converted
 
     def read(self, slot: TensorSlot, dtype: Torch) -> Torch:
-        """What fills `slot`, of floats in type `dtype`."""
+        """Return what fills `slot`, of floats in type `dtype`."""
         return self.typed(slot, self.direct[slot][...], dtype)
 
     def typed(self, slot: TensorSlot, tensor: Torch, dtype: Torch) -> Torch:
-        """Floats in the type in which is computed, rounded first if the shards are."""
+        """Return floats in the type in which is computed, rounded first if the shards are."""
         if not tensor.is_floating_point():
             return tensor
         to = self.rounded(slot) if self.rounded is not None else None
@@ -89,6 +89,6 @@ def place_weights(
 
 
 def list_unfilled_slots(skeleton: ModelSkeleton, weights: ModelWeights) -> list[TensorSlot]:
-    """The places for which a checkpoint has nothing, in the model's order: a seed then gives one model."""
+    """List the places for which a checkpoint has nothing, in the model's order: a seed then gives one model."""
     slots = dict.fromkeys(slot for slots in skeleton.slots.values() for slot in slots)
     return [slot for slot in slots if not weights.fills(slot)]
