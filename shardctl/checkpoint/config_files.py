@@ -57,7 +57,7 @@ def read_config(source: Source, override: Path | None = None, *, given: str = CO
 
 
 def list_override_files(given: Path) -> tuple[Path, ...]:
-    """The files that `--config` means: a config, or that of a directory, and the sidecar beside it if there is one."""
+    """List the files that `--config` means: a config, or a directory's, and the sidecar beside it if there is one."""
     path = given / CONFIG if given.is_dir() else given
     name = _name_sidecar(path.name)
     return (path, path.with_name(name)) if name and path.with_name(name).is_file() else (path,)

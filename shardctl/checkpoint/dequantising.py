@@ -36,7 +36,7 @@ _KEEP: Final = "leave --dtype out: then what is quantised stays as it is"
 
 
 def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: int) -> OpenedCheckpoint:
-    """`checkpoint` with every quantised weight as its values in `dtype`, which are worked out when they are read.
+    """Return `checkpoint` with every quantised weight as its values in `dtype`, worked out when they are read.
 
     What only the quantisation needs (scales of activations and of the cache) is left behind, which a warning says.
     Raises UsageError where the model is not known, UnsupportedError for a method whose values nobody here can work out,

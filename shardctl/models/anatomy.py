@@ -203,7 +203,7 @@ class ModelAnatomy:
 
 
 def build_anatomy(config: Mapping[str, object]) -> ModelAnatomy:
-    """What the model that a decoded `config.json` describes is made of; of one that sees, its text model.
+    """Build what the model that a decoded `config.json` describes is made of; of one that sees, its text model.
 
     It is read from the table and the facts of its family, with what tensors do not show from the config.
     Raises UnsupportedError if no family knows it, or a layer has neither attention nor a state that is known;
@@ -275,7 +275,7 @@ class _AnatomyReader:
         self.rows = rows
 
     def layers(self) -> tuple[ModelLayer, ...]:
-        """The layers that the class has a tensor of, in pipeline order."""
+        """Return the layers that the class has a tensor of, in pipeline order."""
         found: dict[int, ModelLayer] = {}
         for index in self.rows:
             counted = self.facts.indices[index]
@@ -289,11 +289,11 @@ class _AnatomyReader:
         return tuple(found[n] for n in sorted(found))
 
     def windows(self, index: str, count: int) -> tuple[int | None, ...]:
-        """The window of each layer of an index; only decoders of texts have any."""
+        """Return the window of each layer of an index; only decoders of texts have any."""
         return list_windows(self.traits.window, self.config, count) if index == "layer" else (None,) * count
 
     def layer(self, index: str, number: int, window: int | None) -> ModelLayer | None:
-        """A layer, or None if the class has none of its tensors; alike ones are made once."""
+        """Return a layer, or None if the class has none of its tensors; alike ones are made once."""
         kinds = tuple(number in flag for flag in self.facts.flags.values() if not isinstance(flag, bool))
         key = (index, window, *kinds)
         if key not in self.known:
@@ -306,12 +306,12 @@ class _AnatomyReader:
         return self.known[key]
 
     def holds(self, word: str, number: int) -> bool:
-        """Whether a condition of the table holds for a layer."""
+        """Return whether a condition of the table holds for a layer."""
         flag = self.facts.flags[word.removeprefix("!")]
         return (flag if isinstance(flag, bool) else number in flag) != word.startswith("!")
 
     def described(self, index: str, rows: list[Row], window: int | None) -> ModelLayer:
-        """The layer that has `rows`."""
+        """Return the layer that has `rows`."""
         named = RowDims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
         state = _find_state(named, _find_scan(named))
@@ -348,7 +348,7 @@ class _AnatomyReader:
         )
 
     def norm_kind(self, norms: list[Row], rows: list[Row]) -> NormKind:
-        """The kind of some norms of a layer, which its rows say if there are biases."""
+        """Return the kind of some norms of a layer, which its rows say if there are biases."""
         names = {row.name for row in rows}
         if any(row.name.removesuffix("weight") + "bias" in names for row in norms):
             return "layer"
@@ -360,7 +360,7 @@ class _AnatomyReader:
         return "bare32" if kind != "layer" and all(row in self.family.weightless for row in norms) else kind
 
     def attention(self, named: RowDims, rows: list[Row], window: int | None) -> LayerAttention | None:
-        """The attention, if any of `rows` is a projection to queries."""
+        """Return the attention, if any of `rows` is a projection to queries."""
         if named.has("qs"):
             head, value = named.unit("qs"), named.unit("vs")
             heads = named.size("qs") // head
@@ -387,7 +387,7 @@ _INDEXER_BLOCK: Final = 128
 
 
 def _add_indexer(attention: LayerAttention, named: RowDims) -> LayerAttention:
-    """`attention` to chosen tokens only, with the indexer that `named` has rows of, if any."""
+    """Return `attention` to chosen tokens only, with the indexer that `named` has rows of, if any."""
     chosen = replace(attention, chosen=named.size("chosen"))
     if not named.has("index"):
         return chosen
@@ -401,7 +401,7 @@ _WITH_GATE: Final = 3
 
 
 def _is_norm(row: Row) -> bool:
-    """Whether a row of a layer is the weight of a norm: of one dim, or called so where each head has its own."""
+    """Return whether a row of a layer is the weight of a norm: of one dim, or called so where each head has its own."""
     words = len(row.dims.split())
     return row.name.endswith(".weight") and (words == 1 or "norm" in row.name.rpartition(".")[0].rpartition(".")[2])
 
@@ -420,7 +420,7 @@ def _find_scan(named: RowDims) -> LayerScan | None:
 
 
 def _find_state(named: RowDims, scan: LayerScan | None) -> LayerState | None:
-    """The state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
+    """Find the state of Mamba, Mamba 2 or a gated delta net, if the rows are those of one.
 
     Each has a convolution over the last tokens, and of each channel as many elements as the state is wide: in a gated
     delta net, those of a key head for each channel of the values.

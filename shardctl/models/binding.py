@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Manifest:
-    """`stored` under the canonical names of `model`, in its order; see `Model.bind`."""
+    """Return `stored` under the canonical names of `model`, in its order; see `Model.bind`."""
     plain = {n: t for n, t in stored.tensors.items() if n in model.tensors and n not in model.fusions}
     found: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
@@ -52,7 +52,7 @@ def bind_names(model: Model, stored: Manifest, *, partial: bool = False) -> Mani
 
 
 def find_canonical_name(model: Model, name: str) -> str | None:
-    """The name by which the model knows what is stored as `name`, or None if it does not.
+    """Find the name by which the model knows what is stored as `name`, or None if it does not.
 
     The name itself wins; then it with or without a base-model prefix, and then what is meant if it is an older
     spelling. For a tied weight this may be any of its names, and the array of a fusion has none but its own.
@@ -66,7 +66,7 @@ def find_canonical_name(model: Model, name: str) -> str | None:
 
 
 def list_older_names(model: Model, name: str) -> tuple[str, ...]:
-    """What `name`, without the base model's prefix, was called by older versions of the class."""
+    """List what `name`, without the base model's prefix, was called by older versions of the class."""
     dotted = f".{name}."
     found = []
     for old, new in model.legacy.items():
@@ -77,7 +77,7 @@ def list_older_names(model: Model, name: str) -> tuple[str, ...]:
 
 
 def _split_stored_array(model: Model, meant: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
+    """Yield each tensor that is stored in an array meant as `meant`, by the name it is meant as."""
     fusion = model.fusions.get(meant)
     if fusion is None or (meant in model.tensors and tensor.shape != fusion.shape):
         yield meant, tensor
@@ -102,7 +102,7 @@ def _list_readings(model: Model, name: str) -> Iterator[str]:
 
 
 def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
-    """The name with each older run of parts, at its first place, replaced by the present one.
+    """Return the name with each older run of parts, at its first place, replaced by the present one.
 
     >>> _modernise_name({"layer": "layers", "^head": "lm_head"}, "head.layer.0.layer_norm")
     'lm_head.layers.0.layer_norm'
@@ -116,7 +116,7 @@ def _modernise_name(legacy: Mapping[str, str], name: str) -> str:
 
 
 def _check_missing(model: Model, found: Collection[str]) -> list[str]:
-    """Warnings about parts that may be missing; raises SourceError for a tensor that may not."""
+    """Return warnings about parts that may be missing; raises SourceError for a tensor that may not."""
     missing = [t for t in model.own() if t.name not in found]
     required = [t.name for t in missing if not t.spare]
     spare = [t.name for t in missing if t.spare]
@@ -132,14 +132,14 @@ def _check_missing(model: Model, found: Collection[str]) -> list[str]:
 
 
 def _bind_single_tensor(expected: ModelTensor, stored: Tensor) -> Tensor:
-    """One global tensor from what is stored under its very name: mostly just that."""
+    """Return one global tensor from what is stored under its very name: mostly just that."""
     if expected.ties or stored.ties or stored.spelling or stored.shape != expected.shape:
         return _merge_tensor_parts(expected, {expected.name: stored})
     return stored
 
 
 def _merge_tensor_parts(expected: ModelTensor, stored: Mapping[str, Tensor]) -> Tensor:
-    """One global tensor from all that is stored of it, by the name each was meant as."""
+    """Return one global tensor from all that is stored of it, by the name each was meant as."""
     names = (expected.name, *expected.ties)
     order = {name: place for place, name in enumerate(names)}
     parts = [stored[name] for name in sorted(stored, key=lambda name: order.get(name, len(order)))]

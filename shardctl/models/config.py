@@ -36,7 +36,7 @@ class ModelConfig:
     """What messages call it."""
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number; raises SourceError if it is absent without a `default`, or is none."""
+        """Return a positive whole number; raises SourceError if it is absent without a `default`, or is none."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -49,7 +49,7 @@ class ModelConfig:
         return value
 
     def called(self, names: Mapping[str, str]) -> ModelConfig:
-        """This config with the keys of `names` also known by their values, which it may have itself.
+        """Return this config with the keys of `names` also known by their values, which it may have itself.
 
         >>> ModelConfig({"num_attention_heads": 8}).called({"num_attention_heads": "n_head"}).size("n_head")
         8
@@ -58,7 +58,7 @@ class ModelConfig:
         return replace(self, values={**known, **self.values})
 
     def over(self, defaults: Mapping[str, object]) -> ModelConfig:
-        """This config with `defaults` for keys that are absent, and for configs within it that are null.
+        """Return this config with `defaults` for keys that are absent, and for configs within it that are null.
 
         Any other null stays one: config classes refuse it, or give it a meaning of its own.
         """
@@ -67,26 +67,26 @@ class ModelConfig:
         return replace(self, values={**defaults, **said})
 
     def part(self, key: str) -> ModelConfig:
-        """The config that lies in this one under `key`; raises SourceError if there is none."""
+        """Return the config that lies in this one under `key`; raises SourceError if there is none."""
         value = self.values.get(key)
         if not isinstance(value, dict):
             raise SourceError(f"{self.file} has no {key!r}", hint="without it the model's shapes are unknown")
         return replace(self, values=value)
 
     def count(self, key: str, default: int) -> int:
-        """A whole number that may be zero; raises SourceError if it is none."""
+        """Return a whole number that may be zero; raises SourceError if it is none."""
         value = self.values.get(key, default)
         return 0 if value == 0 and not isinstance(value, bool) else self.size(key, default)
 
     def divided(self, key: str, by: str) -> int:
-        """The quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
+        """Return the quotient of two sizes, such as the dim of a head; raises SourceError if there is a remainder."""
         whole, parts = self.size(key), self.size(by)
         if whole % parts:
             raise SourceError(f"{self.file} has {key} = {whole}, which {by} = {parts} does not divide")
         return whole // parts
 
     def shared_by(self, heads: int, key: str, default: int) -> int:
-        """How many key/value heads the query heads share, each the same number of them.
+        """Return how many key/value heads the query heads share, each the same number of them.
 
         Raises SourceError for a number that does not divide them: no implementation of attention has such a model.
         """
@@ -96,7 +96,7 @@ class ModelConfig:
         return groups
 
     def switch(self, key: str, *, default: bool) -> bool:
-        """A boolean; raises SourceError if it is anything else."""
+        """Return a boolean; raises SourceError if it is anything else."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -105,7 +105,7 @@ class ModelConfig:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A string; raises SourceError if it is anything else."""
+        """Return a string; raises SourceError if it is anything else."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -114,14 +114,14 @@ class ModelConfig:
         return value
 
     def labels(self) -> int:
-        """Outputs of a classification head: the length of `id2label`, else `num_labels`, else 2."""
+        """Return outputs of a classification head: the length of `id2label`, else `num_labels`, else 2."""
         names = self.values.get("id2label")
         if isinstance(names, dict) and names:
             return len(names)
         return self.size("num_labels", _DEFAULT_LABELS)
 
     def declared(self) -> DType | None:
-        """The element type the model declares (`dtype`, formerly `torch_dtype`), or its text model does, if any.
+        """Return the element type the model declares (`dtype`, formerly `torch_dtype`), or its text model does, if any.
 
         Raises SourceError for a type that does not exist.
         """
@@ -134,14 +134,14 @@ class ModelConfig:
         return BY_TORCH[name]
 
     def dtype(self) -> DType:
-        """The declared type, else that which transformers would make the model in.
+        """Return the declared type, else that which transformers would make the model in.
 
         It is F32, but what is not quantised of a quantised model is in 16 bits (quantizers/, `update_dtype`).
         """
         return self.declared() or BY_NAME["BF16" if self.values.get("quantization_config") else "F32"]
 
     def architecture(self) -> str:
-        """The first of `architectures`, or an empty string."""
+        """Return the first of `architectures`, or an empty string."""
         value = self.values.get("architectures")
         if isinstance(value, list) and value and isinstance(value[0], str):
             return value[0]

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def count_parameters(model: Model, config: Mapping[str, object] | None, tensors: Mapping[str, Tensor]) -> int:
-    """Elements of what can be trained, ties once and without buffers; of quantised weights those that codes stand for.
+    """Count elements of what can be trained, ties once and without buffers.
+
+    Of quantised weights those that codes stand for.
 
     `tensors` are those stored, by canonical name. A quantised weight is known by its module, of which some array is
     stored: codes, scales and zeros are no parameters of their own.
@@ -27,14 +29,14 @@ def count_parameters(model: Model, config: Mapping[str, object] | None, tensors:
 
 
 def is_quantised(model: Model, config: Mapping[str, object] | None) -> bool:
-    """Whether codes of weights are stored, of which the config says what they stand for."""
+    """Return whether codes of weights are stored, of which the config says what they stand for."""
     return config is not None and bool(model.family) and find_quantisation_config(config) is not None
 
 
 def list_meant_parameters(
     model: Model, config: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> list[ModelTensor]:
-    """The parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
+    """List the parameters that the stored `tensors` of a quantised model stand for, in the types that it declares."""
     modules = {name.rpartition(".")[0] for name in tensors}
     stems = {name.rpartition("_")[0] for name in tensors}  # MXFP4's `..._blocks` and `..._scales`
 

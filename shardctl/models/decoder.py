@@ -71,7 +71,7 @@ HEADS: Final = (
 
 
 def build_head_rows(embedding: str) -> tuple[Row, ...]:
-    """What the classes of GPT-2's time have after the base model, whose tied embedding is called `embedding`."""
+    """Build what the classes of GPT-2's time have after the base model, whose tied embedding is called `embedding`."""
     return (
         Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=embedding),
         Row("score.weight", "labels hidden", when="score", on="last"),
@@ -104,7 +104,7 @@ def build_decoder_classes(
     sentences: bool = True,
     tokens: str | None = "score score_bias",
 ) -> Mapping[str, ModelClass]:
-    """The classes that transformers generates for such a decoder.
+    """Build the classes that transformers generates for such a decoder.
 
     `prefix` is the base model's, `question` that of the question-answering class if it differs, or None if there is
     no such class; `sentences` says whether there is a class for whole texts, `tokens` what parts that for tokens has,
@@ -132,7 +132,7 @@ def build_decoder_facts(
     qk_norm: bool = False,
     sandwich_norm: bool = False,
 ) -> FamilyFacts:
-    """What the table needs to know.
+    """Build what the table needs to know.
 
     `tied`, `head_dim` and `kv_heads` are what the family's config class assumes if the config is silent; a
     `head_dim` of None is the hidden size divided by the heads, `kv_heads` of None as many as query heads. The other
@@ -171,7 +171,7 @@ def build_decoder_facts(
 
 
 def assume_sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
-    """What a config class assumes of its sizes, by their keys."""
+    """Return what a config class assumes of its sizes, by their keys."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

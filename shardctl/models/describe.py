@@ -25,7 +25,7 @@ KvHeads = Literal["replicate", "error"]
 
 
 def find_family(config: Mapping[str, object]) -> tuple[Family, str] | None:
-    """The family and the class that a config names, or None if no family has it.
+    """Find the family and the class that a config names, or None if no family has it.
 
     The class is the first of `architectures`; a config without any gets the most usual class of its `model_type`.
     """
@@ -52,7 +52,7 @@ def list_assumed_values(config: Mapping[str, object]) -> Mapping[str, object]:
 def describe_model(
     config: Mapping[str, object], *, kv_heads: KvHeads = "error", stored: Manifest | None = None
 ) -> Model:
-    """The model that a decoded `config.json` describes.
+    """Return the model that a decoded `config.json` describes.
 
     What is `stored` decides which weights are quantised where the config leaves it open; see `quantise_model`.
     Raises UnsupportedError if no family knows its architecture or nobody how its weights are quantised, and SourceError
@@ -85,7 +85,7 @@ def choose_model(
     kv_heads: KvHeads = "error",
     borrow: bool = False,
 ) -> Model | None:
-    """The model of a checkpoint: its family's, with what a rule file says instead, or a rule file's alone.
+    """Choose the model of a checkpoint: its family's, with what a rule file says instead, or a rule file's alone.
 
     None if there is neither a config nor a rule file: then names stay as stored, and only one device can hold it.
     `borrow` takes the rules of an unknown architecture from an installed transformers, and says so in a warning.

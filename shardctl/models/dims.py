@@ -20,29 +20,29 @@ class RowDims:
     rows: list[Row]
 
     def spellings(self, name: str) -> tuple[str, ...]:
-        """What a dim may be called: by itself, with the word of a nested table, with the side of an encoder-decoder."""
+        """Yield what a dim may be called: by itself, with a nested table's word, with an encoder-decoder's side."""
         return (f"{self.index.removesuffix('layer')}{name}", f"{self.index}_{name}", name)
 
     def known(self, name: str) -> str:
-        """What the facts call it, or an empty string."""
+        """Return what the facts call it, or an empty string."""
         return next((one for one in self.spellings(name) if one in self.facts.dims), "")
 
     def has(self, name: str) -> bool:
-        """Whether a row has it."""
+        """Return whether a row has it."""
         called = self.known(name)
         return bool(called) and any(called in self.words(row) for row in self.rows)
 
     def size(self, name: str) -> int:
-        """Its elements."""
+        """Return its elements."""
         return self.facts.size(self.known(name))
 
     def unit(self, name: str) -> int:
-        """Its elements that stay together."""
+        """Return its elements that stay together."""
         dims = self.facts.dims[self.known(name)]
         return (dims[0] if isinstance(dims, tuple) else dims).unit
 
     def matrices(self, name: str) -> int:
-        """How many matrices between it and the hidden dim the rows hold, fused ones counted apart."""
+        """Return how many matrices between it and the hidden dim the rows hold, fused ones counted apart."""
         hidden, size = self.known("hidden"), self.size(name)
         called = [self.known(one) for one in (name, "pairs") if self.known(one)]
         return sum(
@@ -55,5 +55,5 @@ class RowDims:
 
     @staticmethod
     def words(row: Row) -> Iterator[str]:
-        """The names in a row's dims."""
+        """Yield the names in a row's dims."""
         return (part for word in row.dims.split() for part in word.split("+"))

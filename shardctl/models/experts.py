@@ -25,7 +25,7 @@ _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
-    """The routed experts of a layer's `module`, whose gate, up and down projections are called `names`."""
+    """Build the routed experts of a layer's `module`, whose gate, up and down projections are called `names`."""
     gate, up, down = (_EXPERTS % (module, name) for name in names)
     return (
         Row(gate, "effn hidden", when=when),
@@ -37,14 +37,14 @@ def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL,
 def build_fused_experts(
     module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None, layer: str = LAYER
 ) -> tuple[FusedArray, ...]:
-    """The two arrays that transformers has for them, in the module that it calls `within` if not the same."""
+    """Build the two arrays that transformers has for them, in the module that it calls `within` if not the same."""
     gate, up, down = ((_EXPERTS % (module, name)).replace(LAYER, layer) for name in names)
     array = f"{layer}.{within or module}.experts"
     return FusedArray(f"{array}.gate_up_proj", (gate, up)), FusedArray(f"{array}.down_proj", (down,))
 
 
 def build_shared_expert_rows(module: str) -> tuple[Row, ...]:
-    """The experts of a layer that see every token, as one `module`: cut by tp like any gated MLP."""
+    """Build the experts of a layer that see every token, as one `module`: cut by tp like any gated MLP."""
     return (
         Row(f".layers.{{layer}}.{module}.gate_proj.weight", "sffn hidden", when="moe shared"),
         Row(f".layers.{{layer}}.{module}.up_proj.weight", "sffn hidden", when="moe shared"),
@@ -53,12 +53,12 @@ def build_shared_expert_rows(module: str) -> tuple[Row, ...]:
 
 
 def add_condition(rows: Iterable[Row], when: str) -> tuple[Row, ...]:
-    """`rows`, under one more condition."""
+    """Return `rows`, under one more condition."""
     return tuple(replace(row, when=f"{row.when} {when}".strip()) for row in rows)
 
 
 def build_predicting_rows(rows: Iterable[Row], layer: str, conditions: str) -> tuple[Row, ...]:
-    """The rows of a layer that predicts further tokens, from those of other layers; the last stage has them.
+    """Build the rows of a layer that predicts further tokens, from those of other layers; the last stage has them.
 
     It is called `layer`, and is as the layers that meet all of `conditions`. Some checkpoints have it, and the state
     dict of transformers does not.
@@ -81,7 +81,7 @@ def build_predicting_rows(rows: Iterable[Row], layer: str, conditions: str) -> t
 def add_expert_facts(
     facts: FamilyFacts, count: int, ffn: int, *, moe: bool | Collection[int] = True, shared: int | None = None
 ) -> FamilyFacts:
-    """`facts`, and those of experts.
+    """Return `facts`, and those of experts.
 
     The dims are `experts` (of a router, whole), `expert` (of a stack), `effn` inside a routed expert and
     `sffn` inside the `shared` ones; `moe` is the layers that have experts.
@@ -103,12 +103,12 @@ DENSE: Final = add_condition((row for row in GATED if not row.when), "!moe")
 
 
 def count_experts(config: ModelConfig, *keys: str) -> int:
-    """The number of routed experts, under the first of `keys` that the config has; transformers renamed some."""
+    """Count the number of routed experts, under the first of `keys` that the config has; transformers renamed some."""
     return config.size(next((key for key in keys if config.values.get(key) is not None), keys[0]))
 
 
 def list_expert_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers that have experts, by `decoder_sparse_step` and `mlp_only_layers` (Qwen2MoeDecoderLayer)."""
+    """List the layers that have experts, by `decoder_sparse_step` and `mlp_only_layers` (Qwen2MoeDecoderLayer)."""
     step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -117,12 +117,12 @@ def list_expert_layers(config: ModelConfig) -> frozenset[int]:
 
 
 def list_later_layers(config: ModelConfig, dense: int) -> range:
-    """The layers after the first, dense ones, of which there are `dense` where `first_k_dense_replace` is silent."""
+    """List the layers after the first, dense ones: `dense` of them where `first_k_dense_replace` is silent."""
     return range(config.count("first_k_dense_replace", dense), config.size("num_hidden_layers"))
 
 
 def list_sparse_layers(config: ModelConfig, dense: int) -> Collection[int]:
-    """The layers that `mlp_layer_types` calls sparse; where it is silent, those of `list_later_layers`.
+    """List the layers that `mlp_layer_types` calls sparse; where it is silent, those of `list_later_layers`.
 
     Raises SourceError for a list that does not say dense or sparse of every layer.
     """

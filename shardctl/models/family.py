@@ -63,7 +63,7 @@ class FamilyFacts:
     """Stages by name, beside `first` and `last`."""
 
     def size(self, name: str) -> int:
-        """Elements of a logical dim."""
+        """Return elements of a logical dim."""
         dims = self.dims[name]
         return sum(dim.size for dim in dims) if isinstance(dims, tuple) else dims.size
 
@@ -185,5 +185,5 @@ class Family:
     """Other names that keys may have in a config, and the names that `facts` reads (`attribute_map`)."""
 
     def complete_config(self, config: ModelConfig) -> ModelConfig:
-        """`config` as its class reads it: keys under one name, and what the class assumes where they are absent."""
+        """Return `config` as its class reads it: keys under one name, and what the class assumes if they are absent."""
         return config.called(self.aliases).over(self.assumed)

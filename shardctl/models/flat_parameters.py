@@ -38,7 +38,7 @@ class _ParameterPlace:
 
 
 def is_flat_parameter(name: str) -> bool:
-    """Whether this is what FSDP1 calls a flat parameter.
+    """Return whether this is what FSDP1 calls a flat parameter.
 
     >>> is_flat_parameter("model.layers.0._flat_param"), is_flat_parameter("flat_param.weight")
     (True, False)
@@ -57,7 +57,7 @@ def refuse_flat_parameters(stored: Manifest) -> None:
 
 
 def split_flat_parameters(model: Model, stored: Manifest) -> Manifest:
-    """`stored` with the parameters that are in flat ones in place of these; as it is, if there are none.
+    """Return `stored` with the parameters that are in flat ones in place of these; as it is, if there are none.
 
     Raises SourceError if what `model` should have in a flat parameter is not as much as it holds.
     """
@@ -85,7 +85,7 @@ def _get_module_prefix(name: str) -> str:
 
 
 def _list_enclosing_modules(name: str) -> Iterator[str]:
-    """The names of the modules around a parameter, innermost first; the last is the root's, which is empty."""
+    """List the names of the modules around a parameter, innermost first; the last is the root's, which is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -109,7 +109,7 @@ def _find_places(
 
 
 def _lay_out_parameters(members: Mapping[str, tuple[int, ...]], alignment: int) -> tuple[list[_ParameterPlace], int]:
-    """Parameters one after another, each at a multiple of `alignment` elements; and the end of the last."""
+    """Return parameters one after another, each at a multiple of `alignment` elements; and the end of the last."""
     found, at = [], 0
     for name, shape in members.items():
         at = -(-at // alignment) * alignment
@@ -119,7 +119,7 @@ def _lay_out_parameters(members: Mapping[str, tuple[int, ...]], alignment: int) 
 
 
 def _list_chunks(flat: Tensor, place: _ParameterPlace) -> Iterator[Chunk]:
-    """What each rank's stretch of a flat parameter holds of one in it."""
+    """List what each rank's stretch of a flat parameter holds of one in it."""
     width = flat.dtype.unit_bytes
     size = prod(place.shape)
     for chunk in flat.chunks:

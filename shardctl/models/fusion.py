@@ -30,7 +30,7 @@ class FusionPlaces:
 
     @classmethod
     def of(cls, views: Sequence[ArrayView], shapes: Sequence[tuple[int, ...]]) -> FusionPlaces:
-        """The places of tensors of `shapes`, one view each."""
+        """Return the places of tensors of `shapes`, one view each."""
         images = [view.image(shape) for view, shape in zip(views, shapes, strict=True)]
         shape = tuple(max(image.stop[dim] for image in images) for dim in range(len(images[0].origin)))
         return cls(shape, tuple(views), tuple(map(Box.whole, shapes)), BoxIndex(images))
@@ -58,7 +58,7 @@ class TensorFusion:
         return len(self.tensors) == 1 and self.places.views[0].axes == tuple(range(len(self.shape)))
 
     def taken_apart(self, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each canonical name, with what `stored`, which is this array, holds of that tensor.
+        """Yield each canonical name, with what `stored`, which is this array, holds of that tensor.
 
         Raises UnsupportedError if the array's elements are narrower than a byte and share one.
         """
@@ -75,7 +75,7 @@ class TensorFusion:
 
 @cache
 def stack_tensors(shapes: tuple[tuple[int, ...], ...], count: int) -> FusionPlaces:
-    """`count` groups of tensors of `shapes`: the groups stacked along dim 0, each joined along its first dim.
+    """Return `count` groups of tensors of `shapes`: the groups stacked along dim 0, each joined along its first dim.
 
     >>> stack_tensors(((4, 6), (4, 6)), 8).shape
     (8, 8, 6)
@@ -91,7 +91,7 @@ def stack_tensors(shapes: tuple[tuple[int, ...], ...], count: int) -> FusionPlac
 
 @cache
 def join_tensors(shapes: tuple[tuple[int, ...], ...]) -> FusionPlaces:
-    """Tensors of `shapes` joined along their first dim; one tensor is itself.
+    """Return tensors of `shapes` joined along their first dim; one tensor is itself.
 
     >>> join_tensors(((4, 6), (2, 6))).shape
     (6, 6)
@@ -105,7 +105,7 @@ def join_tensors(shapes: tuple[tuple[int, ...], ...]) -> FusionPlaces:
 
 @cache
 def transpose_tensor(shape: tuple[int, ...]) -> FusionPlaces:
-    """A tensor of `shape` with its last two dims swapped.
+    """Return a tensor of `shape` with its last two dims swapped.
 
     >>> transpose_tensor((8, 4, 6)).shape
     (8, 6, 4)

@@ -83,7 +83,7 @@ class LayerPlaces:
         return ", then ".join(map(str, self.towers)) or "none"
 
     def find_stage(self, name: str) -> tuple[Where, int]:
-        """The stage of a tensor: its layer's, or that of the layer that it precedes or follows."""
+        """Find the stage of a tensor: its layer's, or that of the layer that it precedes or follows."""
         if name in self.inside:
             return ("layer", self.inside[name])
         tower = self._find_tower(name)
@@ -92,11 +92,11 @@ class LayerPlaces:
         return ("first", 0) if tower is None or tower is self.towers[0] else ("layer", tower.first)
 
     def is_undecided(self, name: str) -> bool:
-        """Whether a name does not say if the tensor precedes or follows layers; it is taken to precede them."""
+        """Return whether a name does not say if the tensor precedes or follows layers; it is taken to precede them."""
         return name not in self.inside and not _find_side(name)
 
     def _find_tower(self, name: str) -> LayerTower | None:
-        """The tower that a tensor outside of layers belongs to: that within the deepest module that has both."""
+        """Find the tower that a tensor outside of layers belongs to: that within the deepest module that has both."""
         shared = [_count_shared_words(name, tower.patterns[0]) for tower in self.towers]
         near = [tower for tower, depth in zip(self.towers, shared, strict=True) if depth == max(shared)]
         if len(near) > 1:  # a child of the module whose child is the list itself
@@ -126,7 +126,7 @@ def count_layers(shapes: Mapping[str, Sequence[int]]) -> LayerPlaces:
 
 
 def _find_stacks(shapes: Mapping[str, Sequence[int]], least: int) -> tuple[dict[str, _Members], dict[str, _Members]]:
-    """The outermost numbered lists, by pattern, of whose elements some have `least` matrices; and other lists."""
+    """Find the outermost numbered lists, by pattern, of whose elements some have `least` matrices; and other lists."""
     stacks: dict[str, _Members] = {}
     others: dict[str, _Members] = {}
     pending = {name: [n for n, part in enumerate(name.split(".")) if _NUMBERED.fullmatch(part)] for name in shapes}
@@ -149,12 +149,15 @@ def _find_stacks(shapes: Mapping[str, Sequence[int]], least: int) -> tuple[dict[
 
 
 def _may_be_part(pattern: str) -> bool:
-    """Whether a list that counts as layers beside it do may be a part of them; one of embeddings or heads is not."""
+    """Return whether a list that counts as layers beside it do may be a part of them.
+
+    One of embeddings or heads is not.
+    """
     return _find_side(pattern) != "before" and "head" not in pattern
 
 
 def _split_number(name: str, place: int) -> tuple[str, int]:
-    """The list that the part at `place` of a name counts in, with `*` for the number, and the number.
+    """Return the list that the part at `place` of a name counts in, with `*` for the number, and the number.
 
     >>> _split_number("h.3.up.weight", 1), _split_number("block_3.up", 0)
     (('h.*', 3), ('block_*', 3))
@@ -165,7 +168,7 @@ def _split_number(name: str, place: int) -> tuple[str, int]:
 
 
 def _count_matrices(members: _Members, shapes: Mapping[str, Sequence[int]]) -> int:
-    """The most modules that any element of a list has which have a matrix."""
+    """Count the most modules that any element of a list has which have a matrix."""
     modules: dict[int, set[str]] = {}
     for name, number in members.items():
         if len(shapes[name]) >= _MATRIX:
@@ -178,7 +181,7 @@ def _name_module(name: str) -> str:
 
 
 def _name_owner(pattern: str) -> str:
-    """The module that has a list.
+    """Return the module that has a list.
 
     >>> _name_owner("model.layers.*"), _name_owner("encoder.layers_*")
     ('model', 'encoder')
@@ -187,7 +190,7 @@ def _name_owner(pattern: str) -> str:
 
 
 def _count_shared_words(one: str, other: str) -> int:
-    """How many leading parts two names have in common."""
+    """Count how many leading parts two names have in common."""
     pairs = enumerate(zip(one.split("."), other.split("."), strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(one.count("."), other.count(".")) + 1)
 
@@ -202,7 +205,7 @@ def _rank_tower(pattern: str) -> tuple[int, ...]:
 
 
 def _find_side(name: str) -> _Side:
-    """Whether a tensor outside of layers precedes them or follows them, by the first of its words that says so.
+    """Return whether a tensor outside of layers precedes them or follows them, by the first of its words that says so.
 
     >>> [_find_side(n) for n in ("model.embed_norm.weight", "model.norm.weight", "lm_head.embedding", "adapter.w1")]
     ['before', 'after', 'after', '']

@@ -79,7 +79,9 @@ class LayerStyle:
 
 
 def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> LayerStyle:
-    """The style of a model with norms of the kind `norm`; raises SourceError for a value that is not what it should be.
+    """Read the style of a model with norms of the kind `norm`.
+
+    Raises SourceError for a value that is not what it should be.
 
     >>> from shardctl.models.config import ModelConfig
     >>> traits = LayerTraits(activation=("hidden_act", "silu"), dropout=("resid_pdrop", 0.1))
@@ -99,7 +101,10 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
 
 
 def _is_positive(config: ModelConfig, key: str, usual: float) -> bool:
-    """Whether the number of a key is above zero; null is zero, and `usual` is that of a config without the key."""
+    """Return whether the number of a key is above zero.
+
+    Null is zero, and `usual` is that of a config without the key.
+    """
     number = config.values.get(key, usual)
     if number is None:
         return False

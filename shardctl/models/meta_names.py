@@ -54,7 +54,10 @@ _NOTE: Final = "Meta's names and order of rotary rows; read as those of transfor
 
 
 def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
-    """`stored` under the names of transformers and in its order of rows, if all names are Meta's; else as it is."""
+    """Return `stored` under the names of transformers and in its order of rows, if all names are Meta's.
+
+    Else as it is.
+    """
     if model.family not in _FAMILIES or "tok_embeddings.weight" not in stored.tensors:
         return stored
     names = {name: _find_transformers_name(name) for name in stored.tensors if name not in _BUFFERS}
@@ -66,7 +69,7 @@ def bind_meta_names(model: Model, stored: Manifest) -> Manifest:
 
 
 def find_meta_name(name: str) -> str | None:
-    """What Meta calls the tensor that transformers calls `name`; None if it has no such tensor.
+    """Find what Meta calls the tensor that transformers calls `name`; None if it has no such tensor.
 
     >>> (find_meta_name("model.layers.3.mlp.up_proj.weight"), find_meta_name("lm_head.weight"),
     ...  find_meta_name("lm_head.bias"))
@@ -80,14 +83,14 @@ def find_meta_name(name: str) -> str | None:
 
 
 def split_meta_rows(model: Model, name: str, chunk: Chunk) -> Iterable[Chunk]:
-    """The chunks of tensor `name`, as transformers has it, that lie in a chunk of Meta's order of rows."""
+    """Return the chunks of tensor `name`, as transformers has it, that lie in a chunk of Meta's order of rows."""
     if _TURNED.fullmatch(name) is None:
         return (chunk,)
     return _split_head_rows(chunk, _count_head_rows(model, name))
 
 
 def _count_head_rows(model: Model, name: str) -> int:
-    """Rows of one head."""
+    """Count rows of one head."""
     return model.tensors[name].spec.cuts[0][0].sections[0].unit
 
 
@@ -112,7 +115,7 @@ def _bind_meta_training(model: Model, stored: TrainingState) -> TrainingState:
 
 
 def _reorder_meta_rows(model: Model, meant: str, tensor: Tensor) -> Tensor:
-    """The tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
+    """Return the tensor that is stored, or one alike of an optimizer, under its new name and in the new order."""
     chunks = tensor.chunks
     if _TURNED.fullmatch(meant) and len(tensor.shape) == _MATRIX:
         chunks = tuple(part for chunk in chunks for part in _split_head_rows(chunk, _count_head_rows(model, meant)))
@@ -120,7 +123,7 @@ def _reorder_meta_rows(model: Model, meant: str, tensor: Tensor) -> Tensor:
 
 
 def _split_head_rows(chunk: Chunk, head: int) -> Iterator[Chunk]:
-    """The even and the odd rows of each head of `head` rows that a chunk holds some of, where they belong."""
+    """Yield the even and the odd rows of each head of `head` rows that a chunk holds some of, where they belong."""
     columns = chunk.box.origin[1] + chunk.box.shape[1]
     half = head // 2
     for number in range(chunk.box.origin[0] // head, -(-chunk.box.stop[0] // head)):

@@ -71,11 +71,11 @@ class Model:
     """How each quantised weight is stored, by its name."""
 
     def own(self) -> Iterator[ModelTensor]:
-        """The tensors of the class's state dict: all but the optional ones."""
+        """Yield the tensors of the class's state dict: all but the optional ones."""
         return (t for t in self.tensors.values() if not t.optional)
 
     def state(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the state dict of transformers' class, in its order; ties by every name."""
+        """Return names and shapes of the state dict of transformers' class, in its order; ties by every name."""
         inside = {name: fusion for fusion in self.fusions.values() for name in fusion.tensors}
         found: dict[str, tuple[int, ...]] = {}
         for tensor in self.own():

@@ -30,13 +30,13 @@ class PatternList:
             self._any = re.compile("|".join(f"({_build_expression(p)})" for p in patterns))
 
     def first(self, name: str) -> int | None:
-        """The position of the first pattern that matches the whole name."""
+        """Return the position of the first pattern that matches the whole name."""
         found = self._any.fullmatch(f".{name}") if self._any else None
         return found.lastindex - 1 if found and found.lastindex else None
 
 
 def list_name_patterns(names: Iterable[str]) -> list[str]:
-    """The names with every number replaced by `*`, each once: patterns for a rule file.
+    """List the names with every number replaced by `*`, each once: patterns for a rule file.
 
     >>> list_name_patterns(["embed.weight", "layers.0.up.weight", "layers.1.up.weight"])
     ['embed.weight', 'layers.*.up.weight']
@@ -62,13 +62,13 @@ class LayerPattern:
         )
 
     def number(self, name: str) -> int | None:
-        """The layer's number in the name, or None if it names no layer."""
+        """Return the layer's number in the name, or None if it names no layer."""
         found = self._below.fullmatch(name)
         return int(found[1]) if found else None
 
 
 def _build_expression(pattern: str) -> str:
-    """A regular expression for the pattern, to be matched with a dot before the name, so that each part has one."""
+    """Build a regular expression for the pattern, to be matched with a dot before the name: each part has one."""
     text = ""
     for part in pattern.split("."):
         if not part or ("*" in part and part not in ("*", "**")):

@@ -19,7 +19,7 @@ _FIRST: Final = {"first": "first", "": "first", "last": "first"}
 def nest_rows(
     rows: Sequence[Row], under: str, *, word: str = "", when: str = "", stages: Mapping[str, str] | None = None
 ) -> tuple[Row, ...]:
-    """The rows of a model whose base is the module `under`.
+    """Return the rows of a model whose base is the module `under`.
 
     `word` is put before its dims, indices and conditions, `when` is one more condition, of the outer model, and
     `stages` says on which stage the rows of a stage are now, by its name; the name of that of layers is empty.
@@ -43,12 +43,12 @@ def nest_rows(
 
 
 def nest_tower_rows(rows: Sequence[Row], under: str, *, word: str = "vision_", when: str = "") -> tuple[Row, ...]:
-    """The rows of a model that sees or hears for a text model, as the module `under`: all are on the first stage."""
+    """Return the rows of a model that sees or hears for a text model, as the module `under`, on the first stage."""
     return nest_rows(rows, under, word=word, when=when, stages=_FIRST)
 
 
 def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArray, ...]:
-    """The arrays of a model whose base is the module `under`."""
+    """Return the arrays of a model whose base is the module `under`."""
     return tuple(
         replace(one, name=_nest_name(one.name, under), parts=tuple(_nest_name(part, under) for part in one.parts))
         for one in fused
@@ -56,7 +56,7 @@ def nest_fused_arrays(fused: Iterable[FusedArray], under: str) -> tuple[FusedArr
 
 
 def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole: bool = False) -> FamilyFacts:
-    """What the rows that `nest_rows` made need to know.
+    """Return what the rows that `nest_rows` made need to know.
 
     `layer` is the pipeline layer of the inner model's first, None if its layers are none of the pipeline's; `whole`
     keeps every tensor whole under tp.
@@ -72,7 +72,7 @@ def nest_facts(facts: FamilyFacts, word: str, *, layer: int | None = None, whole
 
 
 def join_facts(one: FamilyFacts, other: FamilyFacts) -> FamilyFacts:
-    """The facts of two models that are parts of a third."""
+    """Return the facts of two models that are parts of a third."""
     return replace(one.also(dims=other.dims, indices=other.indices, flags=other.flags), stages=one.stages)
 
 

@@ -40,12 +40,12 @@ class NamingLine:
     transposed: bool = False
 
     def expression(self) -> re.Pattern[str]:
-        """The pattern, its numbers as groups."""
+        """Return the pattern, its numbers as groups."""
         text = re.escape(self.pattern).replace(r"\*\*", ".*").replace(r"\*", "[^.]+")
         return re.compile(re.sub(r"\\\{([a-z_]+)\\\}", r"(?P<\1>[0-9]+)", text))
 
     def tensors(self, stored: Tensor, numbers: Mapping[str, str]) -> Iterator[Tensor]:
-        """The tensors that lie in an array.
+        """Yield the tensors that lie in an array.
 
         Raises UsageError if the array has no such dim or shape, or is not stored as one whole.
         """
@@ -83,7 +83,7 @@ class NamingTable:
     lines: tuple[NamingLine, ...]
 
     def applied(self, stored: Manifest) -> Manifest:
-        """The checkpoint under the names that the file gives.
+        """Return the checkpoint under the names that the file gives.
 
         Raises UsageError for a name that no line matches, or that two arrays would have.
         """
@@ -109,7 +109,7 @@ class NamingTable:
 
 
 def parse_names(table: Mapping[str, object], path: str) -> NamingTable | None:
-    """The lines of `[names]`; None if there are none. Raises UsageError for one that is not understood."""
+    """Parse the lines of `[names]`; None if there are none. Raises UsageError for one that is not understood."""
     return NamingTable(tuple(_parse_line(pattern, said, path) for pattern, said in table.items())) if table else None
 
 
@@ -147,7 +147,7 @@ def _parse_line(pattern: str, said: object, path: str) -> NamingLine:
 def _reshape_strides(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the same elements seen in another shape, without moving any."""
+    """Return shape and strides of the same elements seen in another shape, without moving any."""
     size = prod(shape)
     known = prod(extent for extent in wanted if extent != -1)
     full = tuple(size // known if extent == -1 and known else extent for extent in wanted)

@@ -35,7 +35,7 @@ class RotaryEmbedding:
 
 
 def parse_rope(config: Mapping[str, object]) -> RotaryEmbedding:
-    """The rotary embeddings of a decoded `config.json`; raises SourceError for a theta or part that is no number.
+    """Parse the rotary embeddings of a decoded `config.json`; raises SourceError for a theta or part that is no number.
 
     >>> parse_rope({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     RotaryEmbedding(theta=500000.0, kind='linear', part=1.0, settings={'factor': 2.0})

@@ -36,7 +36,7 @@ class Rule:
     """For each dim, the mesh axes that cut it, in the order of cutting; dims not mentioned are not cut."""
 
     def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[AxisCut, ...], ...]:
-        """The cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
+        """Return the cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
 
         A 0-d tensor is never cut. `fsdp` cuts unevenly, all other axes exactly.
         """
@@ -72,7 +72,7 @@ class RuleFile:
         return bool(self.rules or self.layers)
 
     def model(self, stored: Manifest, architecture: str = "") -> Model:
-        """A model known from this file alone: canonical names are the stored ones.
+        """Return a model known from this file alone: canonical names are the stored ones.
 
         Raises UsageError naming the tensors that no rule matches.
         """
@@ -94,7 +94,7 @@ class RuleFile:
         )
 
     def over(self, model: Model, stored: Manifest) -> Model:
-        """`model` with the cuts and stages that this file gives instead, and with the tensors that only it knows."""
+        """Return `model` with the cuts and stages of this file, and with the tensors that only it knows."""
         tensors = dict(model.tensors)
         names = [*tensors, *(n for n in stored.tensors if find_canonical_name(model, n) is None)]
         stages = self._stages(dict.fromkeys(names))
@@ -119,7 +119,7 @@ class RuleFile:
         return {name: found for name in stored.tensors if (found := order.first(name)) is not None}
 
     def _stages(self, names: Mapping[str, object]) -> dict[str, tuple[Where, int]]:
-        """The stages of the names that `[layers]` speaks of; layers count from 0 whatever their numbers."""
+        """Return the stages of the names that `[layers]` speaks of; layers count from 0 whatever their numbers."""
         stages: dict[str, tuple[Where, int]] = {}
         below = 0
         for pattern in self.layers:
@@ -217,7 +217,7 @@ def _parse_words(value: object, where: str) -> list[str]:
 
 
 def _parse_axes(pattern: str, dims: object, path: str) -> tuple[tuple[str, ...], ...]:
-    """The axes of one rule; raises UsageError for axes that are unknown, repeated, or in an impossible order."""
+    """Parse the axes of one rule; raises UsageError for axes that are unknown, repeated, or in an impossible order."""
     where = f"the rule {pattern!r} of {path}"
     if not isinstance(dims, list):
         raise UsageError(f"{where} is not a list with one entry a dim", hint='write ["tp", "fsdp"], or [] for none')

@@ -31,7 +31,7 @@ class RuleRow:
 
 
 def build_rule_table(model: Model) -> tuple[RuleRow, ...]:
-    """The rules in force for the class's own tensors, in model order."""
+    """Build the rules in force for the class's own tensors, in model order."""
     counts: dict[tuple[str, str, tuple[tuple[str, ...], ...], tuple[str, ...], str], int] = {}
     prefix = f"{model.prefix}." if model.prefix else ""
     for tensor in model.own():

@@ -56,7 +56,7 @@ class _RowPlan:
     """Which of the indices counts experts, if one does."""
 
     def holds_at(self, outermost: int) -> bool:
-        """Whether its conditions hold for this value of the outermost index."""
+        """Return whether its conditions hold for this value of the outermost index."""
         return all((outermost in values) == wanted for values, wanted in self.only)
 
 
@@ -87,7 +87,7 @@ class _ModelBuilder:
             self.facts = replace(self.facts, dims={**self.facts.dims, "labels": labels})
 
     def plan(self, row: Row, every_part: frozenset[str]) -> _RowPlan | None:
-        """The row made ready, or None if a condition of the config excludes it."""
+        """Return the row made ready, or None if a condition of the config excludes it."""
         only: list[tuple[frozenset[int], bool]] = []
         mine, spare = True, False
         for word in row.when.split():
@@ -128,7 +128,7 @@ class _ModelBuilder:
         )
 
     def full(self, name: str) -> str:
-        """A row's name with the base model's prefix of this class."""
+        """Return a row's name with the base model's prefix of this class."""
         if not name.startswith("."):
             return name
         return f"{self.member.prefix}{name}" if self.member.prefix else name[1:]
@@ -136,7 +136,7 @@ class _ModelBuilder:
     def extents(
         self, dims: str, *, mine: bool, expert: bool
     ) -> tuple[tuple[int, ...], tuple[tuple[AxisCut, ...], ...], tuple[int, ...]]:
-        """Shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
+        """Return shape, cuts and undetermined dims of `dims`; `expert` says that the tensor is one expert's."""
         shape: list[int] = []
         cuts: list[tuple[AxisCut, ...]] = []
         free: list[int] = []
@@ -155,14 +155,14 @@ class _ModelBuilder:
         return tuple(shape), tuple(cuts), tuple(free)
 
     def fused(self, name: str) -> tuple[LogicalDim, ...]:
-        """The logical dims that a literal or a name in `dims` stands for."""
+        """Return the logical dims that a literal or a name in `dims` stands for."""
         if name.isdecimal():
             return (LogicalDim(int(name)),)
         dims = self.facts.dims[name]
         return dims if isinstance(dims, tuple) else (dims,)
 
     def cut(self, fused: Sequence[LogicalDim]) -> tuple[AxisCut, ...]:
-        """The cut that the logical dims fused along one dim ask for, if any."""
+        """Return the cut that the logical dims fused along one dim ask for, if any."""
         axis = fused[0].axis
         if any(dim.axis != axis for dim in fused):
             raise AssertionError(f"one axis must cut all of a fused dim: {fused}")
@@ -224,7 +224,7 @@ class _ModelBuilder:
         self.tensors[first] = replace(tensor, ties=(*tensor.ties, name), spec=PartitionSpec(tensor.spec.cuts, stages))
 
     def member_of(self, plan: _RowPlan, at: tuple[int, ...]) -> GroupMember | None:
-        """Which of the experts the tensor is, if it is one's."""
+        """Return which of the experts the tensor is, if it is one's."""
         if plan.whole is None:
             return None
         name, number = plan.indices[plan.whole], at[plan.whole]
@@ -235,7 +235,7 @@ class _ModelBuilder:
         return member
 
     def fusions(self, fused: FusedArray) -> Iterator[TensorFusion]:
-        """The arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
+        """Yield the arrays of `fused`, for all values of the indices of its name, of which all parts exist."""
         counted, index = INDEX.findall(fused.name), fused.stacked
         stack = self.facts.indices[index].values if index else (None,)
         full = [self.full(part) for part in fused.parts]
@@ -253,7 +253,7 @@ class _ModelBuilder:
             yield TensorFusion(self.full(fused.name).format(**values), names, places)
 
     def stage(self, plan: _RowPlan, at: tuple[int, ...]) -> tuple[Where, int]:
-        """Where a tensor lives: where its row says, else with its layer."""
+        """Return where a tensor lives: where its row says, else with its layer."""
         on = plan.row.on
         if on:
             if on in ("first", "last"):
@@ -268,7 +268,7 @@ class _ModelBuilder:
 
 
 def build_model(family: Family, architecture: str, config: ModelConfig, *, share_kv: bool) -> Model:
-    """The model of a class of `family`, from its config alone.
+    """Build the model of a class of `family`, from its config alone.
 
     `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks.
     """

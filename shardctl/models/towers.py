@@ -36,7 +36,7 @@ class ModelTower:
 
 
 def build_tower_classes(stem: str, **more: ModelClass) -> Mapping[str, ModelClass]:
-    """The classes that transformers has for such a model."""
+    """Build the classes that transformers has for such a model."""
     return {f"{stem}ForConditionalGeneration": ModelClass("model", "lm"), f"{stem}Model": ModelClass(), **more}
 
 
@@ -51,7 +51,7 @@ def build_tower_family(
     legacy: Mapping[str, str] | None = None,
     assumed: Mapping[str, object] | None = None,
 ) -> Family:
-    """The family of a model with the text model `text` in `language_model`, which is cut as it is by itself.
+    """Build the family of a model with the text model `text` in `language_model`, which is cut as it is by itself.
 
     `joining` is the rows between the towers and the text model, and `facts` adds what those need to know.
     """
@@ -79,7 +79,7 @@ def _build_facts(
     towers: Sequence[ModelTower],
     more: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None,
 ) -> FamilyFacts:
-    """The outer config says whether the head is tied, else the inner one or what its class assumes."""
+    """Build the facts of all; the outer config says whether the head is tied, else the inner one or its class."""
     facts = text.facts(text.complete_config(config.part("text_config")))
     for tower in towers:
         facts = join_facts(facts, nest_facts(tower.facts(config.part(tower.key)), tower.word, whole=True))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bind_training(model: Model, stored: TrainingState) -> TrainingState:
-    """`stored` under canonical names, in the order of the model's tensors; states of fused arrays taken apart.
+    """Return `stored` under canonical names, in the order of the model's tensors; states of fused arrays taken apart.
 
     A state that has not the shape of a fused array, such as a step, is that of the first of its parts alone.
     """
@@ -47,7 +47,7 @@ def _split_optimizer_state(model: Model, parameter: str, tensor: Tensor) -> Iter
 
 
 def _find_canonical_names(model: Model, parameter: str) -> tuple[str, ...]:
-    """The tensors that a stored parameter is or holds."""
+    """Find the tensors that a stored parameter is or holds."""
     meant = find_canonical_name(model, parameter)
     if meant is None:
         return (parameter,)

@@ -34,7 +34,7 @@ class TransformersPlan:
 
 
 def read_plan(model_type: str, architecture: str) -> TransformersPlan:
-    """The plan for configs of `model_type`.
+    """Read the plan for configs of `model_type`.
 
     Raises UsageError if transformers is not installed, UnsupportedError if it has no plan.
     """
@@ -64,7 +64,7 @@ def read_plan(model_type: str, architecture: str) -> TransformersPlan:
 
 
 def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:
-    """Files that may define the config class: first the folder of that name, which most types have."""
+    """List files that may define the config class: first the folder of that name, which most types have."""
     usual = models / model_type.replace("-", "_")
     if model_type.replace("-", "_").isidentifier():
         yield from sorted(usual.glob("configuration_*.py"))
@@ -75,7 +75,7 @@ def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:
 
 
 def _read_head_plan(folder: Path, architecture: str) -> dict[str, str]:
-    """`_tp_plan` of the model class, which speaks of what comes after the base model."""
+    """Read `_tp_plan` of the model class, which speaks of what comes after the base model."""
     for path in sorted(folder.glob("modeling_*.py")):
         for node in _list_classes(path):
             plan = _read_literals(node).get("_tp_plan") if node.name == architecture else None
@@ -93,7 +93,7 @@ def _list_classes(path: Path) -> Iterator[ast.ClassDef]:
 
 
 def _read_literals(node: ast.ClassDef) -> dict[str, object]:
-    """What the class assigns to plain names, as far as it is written out."""
+    """Read what the class assigns to plain names, as far as it is written out."""
     found: dict[str, object] = {}
     for statement in node.body:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None

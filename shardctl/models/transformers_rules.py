@@ -43,7 +43,7 @@ _MATRIX: Final = 2
 
 
 def build_transformers_model(config: Mapping[str, object], stored: Manifest) -> Model:
-    """The model that the plan of an installed transformers describes; canonical names are the stored ones.
+    """Build the model that the plan of an installed transformers describes; canonical names are the stored ones.
 
     Raises UsageError if transformers is not installed, UnsupportedError if it has no plan for this architecture, or one
     that cannot be followed.
@@ -77,7 +77,7 @@ class _PlanRules:
         self.whole: list[str] = []
 
     def model(self, architecture: str) -> Model:
-        """The model."""
+        """Return the model."""
         tensors = {name: self.tensor(tensor) for name, tensor in self.stored.tensors.items()}
         warnings = [f"how {architecture} is cut is what {self.plan.source} says; shardctl has no table for it"]
         if self.whole:
@@ -89,7 +89,7 @@ class _PlanRules:
         return Model("", architecture, count, tensors, warnings=tuple(warnings))
 
     def tensor(self, stored: Tensor) -> ModelTensor:
-        """One tensor, cut as its module's style says."""
+        """Return one tensor, cut as its module's style says."""
         cuts: list[tuple[AxisCut, ...]] = [() for _ in stored.shape]
         pattern = "**"
         for patterns, kind in ((self.weights, "weight"), (self.biases, "bias"), (self.own, "weight")):
@@ -109,7 +109,7 @@ class _PlanRules:
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(pattern, ""))
 
     def cut(self, stored: Tensor, place: int, kind: str) -> tuple[int, AxisCut] | None:
-        """The dim that tp cuts, and how; None if the tensor stays whole."""
+        """Return the dim that tp cuts, and how; None if the tensor stays whole."""
         style, dims = self.styles[place], len(stored.shape)
         if style in _WHOLE or not dims:
             return None
@@ -132,7 +132,10 @@ class _PlanRules:
         )
 
     def exact(self, extent: int, *, heads: bool = False, even: bool = True) -> AxisCut:
-        """A cut into equal parts, of whole heads in attention; a vocabulary need not be cut into `even` parts."""
+        """Return a cut into equal parts, of whole heads in attention.
+
+        A vocabulary need not be cut into `even` parts.
+        """
         if not even:
             return AxisCut("tp")
         size = self.config.values.get("head_dim")
@@ -144,7 +147,7 @@ class _PlanRules:
         return AxisCut("tp", (CutSection(extent),))
 
     def where(self, name: str) -> tuple[Where, int]:
-        """The stage: a layer's, or the first or last for what comes before or after the layers."""
+        """Return the stage: a layer's, or the first or last for what comes before or after the layers."""
         number = self.layers.number(name)
         if not self.plan.pp:
             return ("first", 0)  # no plan of stages, and so no layers that pp could place
@@ -156,7 +159,7 @@ class _PlanRules:
 
 
 def _find_prefix(plan: TransformersPlan, stored: Manifest) -> str:
-    """What stands before the base model's names in the checkpoint, with its dot.
+    """Find what stands before the base model's names in the checkpoint, with its dot.
 
     Raises UnsupportedError unless exactly one place in the names fits the plan.
     """

@@ -48,11 +48,11 @@ class UntabledModel:
     """What it is called in messages."""
 
     def places_on(self, mesh: Mesh) -> bool:
-        """Whether no axis of the mesh needs a table."""
+        """Return whether no axis of the mesh needs a table."""
         return all(mesh.degree(axis) == 1 for axis in NEEDING_TABLE)
 
     def notes(self, mesh: Mesh) -> tuple[str, ...]:
-        """How its tensors were placed on a mesh, in a line, and what its names leave open."""
+        """Return how its tensors were placed on a mesh, in a line, and what its names leave open."""
         line = (
             f"no table for {self.title}: tensors are {'cut along dim 0' if mesh.degree('fsdp') > 1 else 'placed whole'}"
         )
@@ -69,7 +69,7 @@ class UntabledModel:
 
 
 def build_untabled_model(config: Mapping[str, object] | None, stored: Manifest) -> UntabledModel:
-    """The model of a checkpoint that no table knows; `config` may say that an embedding is the head, too."""
+    """Build the model of a checkpoint that no table knows; `config` may say that an embedding is the head, too."""
     read = ModelConfig(config or {})
     places = _count_stored_layers(stored)
     head = _find_tied_head(read, stored, places)
@@ -87,7 +87,7 @@ def build_untabled_model(config: Mapping[str, object] | None, stored: Manifest) 
 
 
 def order_ties(stored: Manifest) -> Manifest:
-    """`stored`, each tied tensor called by the name that comes first in the order of computation.
+    """Return `stored`, each tied tensor called by the name that comes first in the order of computation.
 
     The stages that hold it share out its names in that order.
     """
@@ -108,7 +108,7 @@ def order_ties(stored: Manifest) -> Manifest:
 
 
 def _place_tensor(tensor: Tensor, where: tuple[tuple[Where, int], ...]) -> ModelTensor:
-    """A tensor whose dim 0 fsdp cuts."""
+    """Return a tensor whose dim 0 fsdp cuts."""
     cuts = ((FSDP,), *((),) * (len(tensor.shape) - 1)) if tensor.shape else ()
     row = Row(list_name_patterns([tensor.name])[0], "")
     return ModelTensor(tensor.name, tensor.shape, tensor.dtype, PartitionSpec(cuts, where), row, tensor.ties)
@@ -119,7 +119,7 @@ def _count_stored_layers(stored: Manifest) -> LayerPlaces:
 
 
 def _find_tied_head(config: ModelConfig, stored: Manifest, places: LayerPlaces) -> str:
-    """The embedding that is the head, too, because the config ties it and no head is stored; empty if none is."""
+    """Find the embedding that is the head, too, because the config ties it and no head is stored; empty if none is."""
     inner = [value for value in config.values.values() if isinstance(value, dict)]
     said = [values[_TIED] for values in (config.values, *inner) if values.get(_TIED) is not None]
     if not (any(said) if said else config.architecture().endswith(_HEADED)):

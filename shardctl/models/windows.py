@@ -71,7 +71,7 @@ def list_windows(rule: WindowRule | None, config: ModelConfig, layers: int) -> t
 
 
 def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
-    """The window; a config that says null has none."""
+    """Return the window; a config that says null has none."""
     if rule.switched and not config.switch("use_sliding_window", default=False):
         return None
     if rule.size is None:
@@ -80,7 +80,7 @@ def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
 
 
 def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
-    """Whether each layer has the window."""
+    """Return whether each layer has the window."""
     match rule.layers:
         case "all":
             return [True] * layers
@@ -99,7 +99,7 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
 
 
 def _choose_periodic_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
-    """All but the last of each period."""
+    """Choose all but the last of each period."""
     period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
     return [(n + 1) % period != 0 for n in range(layers)]
 

@@ -21,7 +21,9 @@ _WRAPPERS: Final = frozenset(
 
 
 def unwrap_names(model: Model, stored: Manifest) -> Manifest:
-    """`stored` without the wrappers in its names, if they are what keeps `model` from knowing them all; else as it is.
+    """Return `stored` without the wrappers in its names, if they are what keeps `model` from knowing them all.
+
+    Else as it is.
 
     First the wrappers of torch go, then as few leading words, common to all names, as do the rest (``module.`` of
     DistributedDataParallel, an attribute of a trainer's own class).
@@ -43,7 +45,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 def _count_common_words(names: Iterable[str]) -> int:
-    """How many leading words all names share, and have others after."""
+    """Count how many leading words all names share, and have others after."""
     first: list[str] | None = None
     for name in names:
         words = name.split(".")[:-1]
@@ -61,7 +63,7 @@ def _rename_tensors(stored: Manifest, names: Mapping[str, str]) -> Manifest:
 
 
 def rename_training(training: TrainingState, name: Callable[[str], str]) -> TrainingState:
-    """The same with other names of parameters."""
+    """Return the same with other names of parameters."""
     states = {}
     for full, tensor in training.states.items():
         state, parameter = split_state_name(full) or ("", full)

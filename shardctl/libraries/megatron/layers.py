@@ -257,7 +257,7 @@ def _list_experts(
 
 
 def _list_gpt2_layer(parts: ModelParts, have: str, variant: LayerVariant) -> Iterator[WholeArray]:
-    """A layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
+    """List a layer of GPT-2, whose projections are stored transposed, and those of attention in one array."""
     heads = parts[f"{have}.attn.c_proj.weight"].shape[0] // parts.unit(f"{have}.attn.c_proj.weight")
     for new, old, dim in _GPT2:
         for kind in _KINDS:

@@ -37,7 +37,7 @@ class ScaledFloats:
     order: tuple[int, int] = BY_OUTPUT
 
     def decode(self, tile: WeightTile) -> DecodedTile:
-        """The elements of a tile."""
+        """Return the elements of a tile."""
         codes = tile.read(self.codes)
         values = _look_up_numbers(codes)
         stored = tile.read_numbers(self.scale)
@@ -76,7 +76,7 @@ class PackedFloats:
     order: tuple[int, int] = BY_OUTPUT
 
     def decode(self, tile: WeightTile) -> DecodedTile:
-        """The elements of a tile."""
+        """Return the elements of a tile."""
         codes = tile.read(self.codes).view(np.uint8)
         pairs = np.take(_build_pair_table(), codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
         skipped = tile.spans[IN][0] % tile.block(self.codes, IN)
@@ -92,6 +92,6 @@ class PackedFloats:
 
 @cache
 def _build_pair_table() -> NDArray[np.float32]:
-    """The two numbers in each of the 256 bytes."""
+    """Build the two numbers in each of the 256 bytes."""
     numbers = np.array(_FP4, np.float32)
     return np.stack((np.tile(numbers, 16), np.repeat(numbers, 16)), axis=1)

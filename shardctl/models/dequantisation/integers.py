@@ -28,7 +28,9 @@ _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_codes(words: NDArray[Any], bits: int, axis: int, places: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
-    """The codes in integers of 32 bits along `axis`, the first in the lowest bits; they may run on into the next one.
+    """Return the codes in integers of 32 bits along `axis`, the first in the lowest bits.
+
+    They may run on into the next one.
 
     >>> unpack_codes(np.array([[0x76543210]], np.int32), 4, 1)
     array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
@@ -72,7 +74,7 @@ class ScaledIntegers:
     order: tuple[int, int] = BY_OUTPUT
 
     def decode(self, tile: WeightTile) -> DecodedTile:
-        """The elements of a tile."""
+        """Return the elements of a tile."""
         codes = tile.read(self.codes)
         if self.bits:
             codes = _crop(unpack_codes(codes, self.bits, 1), 1, tile.spans[IN], self.bits)
@@ -128,7 +130,7 @@ class PackedByInput:
     order: tuple[int, int] = BY_INPUT
 
     def decode(self, tile: WeightTile) -> DecodedTile:
-        """The elements of a tile."""
+        """Return the elements of a tile."""
         places = _INTERLEAVED if self.interleaved else None
         axis, dim = (1, OUT) if self.interleaved else (0, IN)
         codes = _crop(unpack_codes(tile.read(self.codes), self.bits, axis, places), axis, tile.spans[dim], self.bits)
@@ -148,7 +150,7 @@ class PackedByInput:
         return DecodedTile(values, _get_scale_type(tile, self.scale))
 
     def _find_groups(self, tile: WeightTile) -> NDArray[np.int64]:
-        """The group of each input of the tile."""
+        """Find the group of each input of the tile."""
         if self.groups is not None and tile.has(self.groups):
             return tile.read(self.groups).astype(np.int64)
         inputs = np.arange(*tile.spans[IN])
@@ -156,7 +158,7 @@ class PackedByInput:
 
 
 def _crop(codes: NDArray[np.uint8], axis: int, span: Span, bits: int) -> NDArray[np.uint8]:
-    """The codes of a span among those of the whole integers that hold them."""
+    """Return the codes of a span among those of the whole integers that hold them."""
     skipped = span[0] % (WORD // bits if WORD % bits == 0 else WORD)
     chosen = slice(skipped, skipped + span[1] - span[0])
     return codes[chosen] if axis == 0 else codes[:, chosen]

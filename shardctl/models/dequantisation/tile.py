@@ -62,12 +62,12 @@ class LocatedArray:
 
     @staticmethod
     def of(tensor: Tensor, form: Form) -> LocatedArray:
-        """The array; raises CoverageError if elements of it are missing."""
+        """Return the array; raises CoverageError if elements of it are missing."""
         return LocatedArray(tensor, form, ChunkIndex(cover_tensor(tensor)))
 
     @staticmethod
     def of_stack(tensor: Tensor, form: Form) -> Iterator[LocatedArray]:
-        """The array of each expert of a stack, in order; raises CoverageError if elements of it are missing."""
+        """Yield the array of each expert of a stack, in order; raises CoverageError if elements of it are missing."""
         chunks = cover_tensor(tensor)
         index = BoxIndex([chunk.box for chunk in chunks])
         for expert in range(tensor.shape[0]):
@@ -77,7 +77,7 @@ class LocatedArray:
 
 
 def _drop_first_dim(chunk: Chunk) -> Chunk:
-    """A chunk of one index of the first dim, without that dim."""
+    """Return a chunk of one index of the first dim, without that dim."""
     box = Box(chunk.box.origin[1:], chunk.box.shape[1:])
     if isinstance(chunk.where, ConstantFill):
         return replace(chunk, box=box)
@@ -106,7 +106,7 @@ class BlockFactors:
             np.multiply(elements, self._spread(1, rows, columns), out=elements)
 
     def spread(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The number of each element of a tile of `shape`, or something that broadcasts to it."""
+        """Return the number of each element of a tile of `shape`, or something that broadcasts to it."""
         return self._spread(1, self._spread(0, self.values, shape[0]), shape[1])
 
     def _spread(self, axis: int, values: NDArray[Any], extent: int) -> NDArray[Any]:
@@ -129,20 +129,20 @@ class WeightTile:
     buffer: BandBuffer
 
     def has(self, array: QuantisedArray) -> bool:
-        """Whether the checkpoint has an array that it may lack."""
+        """Return whether the checkpoint has an array that it may lack."""
         return array.names[0] in self.arrays
 
     def extent(self, dim: int) -> int:
-        """Outputs or inputs of the tile."""
+        """Return outputs or inputs of the tile."""
         return self.spans[dim][1] - self.spans[dim][0]
 
     def block(self, array: QuantisedArray, dim: int) -> int:
-        """Elements of the weight along `dim` that an array holds together."""
+        """Return elements of the weight along `dim` that an array holds together."""
         form = self.arrays[array.names[0]].form
         return next((each.block for each in form if isinstance(each, AlongDim) and each.dim == dim), 1)
 
     def read(self, array: QuantisedArray, also: Mapping[int, Span] | None = None) -> NDArray[Any]:
-        """The part of an array that belongs to the tile, in the array's own dims, whole blocks of it.
+        """Return the part of an array that belongs to the tile, in the array's own dims, whole blocks of it.
 
         `also` are the spans of some of the array's dims where they do not follow from the tile.
         """
@@ -159,14 +159,14 @@ class WeightTile:
         return into.view(_TYPES[dtype.name]).reshape(box.shape)
 
     def read_numbers(self, array: QuantisedArray, also: Mapping[int, Span] | None = None) -> NDArray[np.float32]:
-        """The same as F32; what is stored as bytes are exponents."""
+        """Read the same as F32; what is stored as bytes are exponents."""
         values = self.read(array, also)
         if values.dtype == np.uint8:
             return np.ldexp(np.float32(1), values.astype(np.int32) - _BIAS)
         return values.astype(np.float32)
 
     def read_factors(self, array: QuantisedArray, order: tuple[int, int], numbers: NDArray[Any]) -> BlockFactors:
-        """`numbers`, which were read of `array` for this tile, as they belong to blocks of it."""
+        """Read `numbers`, which were read of `array` for this tile, as they belong to blocks of it."""
         form = self.arrays[array.names[0]].form
         along = {extent.dim: (axis, extent) for axis, extent in enumerate(form) if isinstance(extent, AlongDim)}
         blocks, skipped = [], []

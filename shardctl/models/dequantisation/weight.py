@@ -86,7 +86,7 @@ class QuantisedWeight:
 
 
 def _split_run(start: int, stop: int, width: int) -> Iterator[tuple[Span, Span]]:
-    """Rows and columns of tiles that make up the elements from `start` to `stop` of rows of `width`, in order.
+    """Yield rows and columns of tiles that make up the elements from `start` to `stop` of rows of `width`, in order.
 
     >>> list(_split_run(3, 14, 4))
     [((0, 1), (3, 4)), ((1, 3), (0, 4)), ((3, 4), (0, 2))]

@@ -66,7 +66,7 @@ _BERT: Final = (
 
 
 def build_encoder_facts(config: ModelConfig) -> FamilyFacts:
-    """What the tables of BERT and its descendants need to know."""
+    """Build what the tables of BERT and its descendants need to know."""
     hidden = config.size("hidden_size")
     head = config.divided("hidden_size", "num_attention_heads")
     return FamilyFacts(

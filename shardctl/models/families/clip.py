@@ -167,7 +167,7 @@ def _build_clip_text_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def build_clip_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows of CLIP's vision model need to know; there is a position for the class token."""
+    """Build what the rows of CLIP's vision model need to know; there is a position for the class token."""
     return _build_vision_facts(config.over(_CLIP_VISION_DEFAULTS), 1)
 
 
@@ -178,7 +178,7 @@ def _build_siglip_text_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def build_siglip_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows of SigLIP's vision model need to know."""
+    """Build what the rows of SigLIP's vision model need to know."""
     return _build_vision_facts(config.over(_SIGLIP_VISION_DEFAULTS), 0)
 
 

@@ -67,12 +67,12 @@ _NEXT_ENDS: Final = (
 
 
 def build_balanced_rows(layer: tuple[Row, ...], conditions: str = "moe shared") -> tuple[Row, ...]:
-    """The table of a model whose layers have the rows `layer`; those that predict meet all of `conditions`."""
+    """Build the table of a model whose layers have the rows `layer`; those that predict meet all of `conditions`."""
     return (*EMBEDDING, *layer, *LAST_NORM, *HEADS, *build_predicting_rows(layer, _NEXT, conditions), *_NEXT_ENDS)
 
 
 def add_balanced_facts(facts: FamilyFacts, config: ModelConfig, *, moe: Collection[int], following: int) -> FamilyFacts:
-    """`facts`, and those of experts in the layers `moe` and of `following` layers that predict."""
+    """Return `facts`, and those of experts in the layers `moe` and of `following` layers that predict."""
     layers, ffn = config.size("num_hidden_layers"), config.size("moe_intermediate_size")
     return add_expert_facts(
         facts,

@@ -35,7 +35,7 @@ _KINDS: Final = {"F": "full", "S": "shared"}
 
 
 def build_indexer_facts(config: ModelConfig, *, heads: int, indexer: bool | Collection[int] = True) -> FamilyFacts:
-    """The facts of a decoder with latent attention and, in the layers `indexer`, an indexer of `heads` by default."""
+    """Build the facts of a decoder with latent attention and, in the layers `indexer`, an indexer of `heads`."""
     count, width = config.size("index_n_heads", heads), config.size("index_head_dim", 128)
     return build_latent_facts(config, mlp_bias=False).also(
         dims={
@@ -63,7 +63,7 @@ def _build_glm_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them."""
+    """List the layers that choose tokens themselves, as `GlmMoeDsaConfig` finds them."""
     layers = config.size("num_hidden_layers")
     kinds = config.values.get("indexer_types") or config.values.get("index_topk_pattern")
     if kinds is None:

@@ -63,7 +63,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def _list_expert_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers that have experts."""
+    """List the layers that have experts."""
     if config.size("num_experts", 16) == 1:
         return frozenset()
     period, offset = config.size("expert_layer_period", 2), config.count("expert_layer_offset", 1)

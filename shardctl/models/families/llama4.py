@@ -53,7 +53,7 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def _list_expert_layers(config: ModelConfig) -> Collection[int]:
-    """The layers that have experts."""
+    """List the layers that have experts."""
     listed = config.values.get("moe_layers")
     if listed is None:
         step = config.size("interleave_moe_layer_step", 1)

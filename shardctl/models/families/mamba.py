@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_mixer_rows(under: str, when: str = "") -> tuple[Row, ...]:
-    """The first Mamba's rows in a module `under`, present if `when` holds."""
+    """Build the first Mamba's rows in a module `under`, present if `when` holds."""
     conv, bias = f"{when} conv_bias".strip(), f"{when} mixer_bias".strip()
     return (
         Row(f"{under}.A_log", "inner state", when),
@@ -36,7 +36,7 @@ def build_mixer_rows(under: str, when: str = "") -> tuple[Row, ...]:
 
 
 def compute_time_step_rank(config: ModelConfig, key: str) -> int:
-    """The low rank of the time step; "auto" is a sixteenth of the hidden size, rounded up."""
+    """Compute the low rank of the time step; "auto" is a sixteenth of the hidden size, rounded up."""
     automatic = -(-config.size("hidden_size") // 16)
     return automatic if config.values.get(key) == "auto" else config.size(key, automatic)
 

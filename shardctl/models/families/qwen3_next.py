@@ -55,7 +55,7 @@ MTP_LAYER: Final = "mtp.layers.{next}"
 
 
 def build_mtp_rows(layer: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
-    """The layers of the Hub's files that predict further tokens, and are as those that meet all of `conditions`.
+    """Build the layers of the Hub's files that predict further tokens, and are as those that meet all of `conditions`.
 
     The state dict of transformers leaves them out.
     """
@@ -69,7 +69,7 @@ def build_mtp_rows(layer: tuple[Row, ...], conditions: str) -> tuple[Row, ...]:
 
 
 def add_delta_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
-    """`facts`, and those of linear attention and of queries with gates."""
+    """Return `facts`, and those of linear attention and of queries with gates."""
     keys, values = config.size("linear_num_key_heads", 16), config.size("linear_num_value_heads", 32)
     key, value = config.size("linear_key_head_dim", 128), config.size("linear_value_head_dim", 128)
     if values % keys:
@@ -92,7 +92,7 @@ def add_delta_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
 
 
 def _list_attention_layers(config: ModelConfig) -> frozenset[int]:
-    """The layers with full attention."""
+    """List the layers with full attention."""
     layers, kinds = config.size("num_hidden_layers"), config.values.get("layer_types")
     if isinstance(kinds, list):
         return frozenset(n for n, kind in enumerate(kinds) if kind == "full_attention")

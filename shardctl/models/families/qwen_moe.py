@@ -51,7 +51,7 @@ _OLMOE_NORMS: Final = (
 
 
 def add_qwen_experts(facts: FamilyFacts, config: ModelConfig, *, shared: int | None) -> FamilyFacts:
-    """`facts`, and those of Qwen's experts."""
+    """Return `facts`, and those of Qwen's experts."""
     count = count_experts(config, "num_experts")
     return add_expert_facts(
         facts, count, config.size("moe_intermediate_size"), moe=list_expert_layers(config), shared=shared

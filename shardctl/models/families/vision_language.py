@@ -125,7 +125,7 @@ _QWEN_VL: Final = (*nest_tower_rows(QWEN_EYES, "visual"), *_TEXT)
 
 
 def _find_text(config: ModelConfig, usual: str) -> tuple[Family | None, ModelConfig]:
-    """The family and the config of the text model; `usual` is its `model_type` where a config is silent.
+    """Find the family and the config of the text model; `usual` is its `model_type` where a config is silent.
 
     Qwen2-VL's first configs have its keys among their own.
     """
@@ -139,7 +139,7 @@ def _read_text(config: ModelConfig, usual: str) -> tuple[LayerTraits | None, Mod
 
 
 def _build_facts(config: ModelConfig, text: str, vision: str, *, bias: bool, either: bool) -> FamilyFacts:
-    """The facts of both models; `text` and `vision` are their `model_type` where a config is silent.
+    """Build the facts of both models; `text` and `vision` are their `model_type` where a config is silent.
 
     The outer config says whether the head is tied, else the inner one or what its class assumes; with `either`, one of
     the two is enough. (`Mistral3Config` itself assumes a tie, but the Hub's older configs are silent and their

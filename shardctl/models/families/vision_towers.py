@@ -96,14 +96,14 @@ def _build_qwen_vision_facts(config: ModelConfig, *, hidden: int, ffn: int, outp
 
 
 def build_qwen2_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows need to know of Qwen2-VL's; its `hidden_size` is that of the text model."""
+    """Build what the rows need to know of Qwen2-VL's; its `hidden_size` is that of the text model."""
     hidden = config.size("embed_dim", 1280)
     ffn, output = hidden * config.size("mlp_ratio", 4), config.size("hidden_size", 3584)
     return _build_qwen_vision_facts(config, hidden=hidden, ffn=ffn, output=output, gated=False)
 
 
 def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows need to know of that of Qwen2.5-VL."""
+    """Build what the rows need to know of that of Qwen2.5-VL."""
     hidden, ffn = config.size("hidden_size", 3584), config.size("intermediate_size", 3420)
     return _build_qwen_vision_facts(
         config, hidden=hidden, ffn=ffn, output=config.size("out_hidden_size", 3584), gated=True
@@ -111,7 +111,7 @@ def build_qwen25_vision_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows need to know of that of Qwen3.5 or Qwen3-VL."""
+    """Build what the rows need to know of that of Qwen3.5 or Qwen3-VL."""
     deep = config.values.get("deepstack_visual_indexes", (8, 16, 24))
     if not isinstance(deep, list | tuple):
         raise SourceError(f"config.json has deepstack_visual_indexes = {deep!r} where a list of layers is expected")
@@ -129,7 +129,7 @@ def build_qwen3_vision_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def build_pixtral_vision_facts(config: ModelConfig) -> FamilyFacts:
-    """What the rows need to know of Pixtral's."""
+    """Build what the rows need to know of Pixtral's."""
     return FamilyFacts(
         dims={
             "hidden": LogicalDim(config.size("hidden_size", 1024)),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def list_stored_arrays(
     weight: ModelTensor, storage: WeightStorage, stored: Mapping[str, Tensor] | None, tabled: Collection[str]
 ) -> tuple[WeightArray, ...]:
-    """The arrays that are stored instead of `weight`.
+    """List the arrays that are stored instead of `weight`.
 
     `stored` is what there is of them, by the names that follow the module's; then optional arrays are only those that
     are there. None if nothing is known. `tabled` are those names of which the family's table has a tensor (a bias).
@@ -62,7 +62,7 @@ def list_stored_arrays(
 
 
 def _choose_form(array: QuantisedArray, weight: tuple[int, ...], stored: Tensor | None) -> Form:
-    """The form that is stored, else the usual one."""
+    """Choose the form that is stored, else the usual one."""
     if stored is not None:
         if array.dtypes and stored.dtype.name not in array.dtypes:
             raise SourceError(
@@ -76,7 +76,7 @@ def _choose_form(array: QuantisedArray, weight: tuple[int, ...], stored: Tensor 
 
 
 def _compute_shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -> tuple[int, ...]:
-    """The extents of a form; what it leaves open is as stored, or as usual."""
+    """Compute the extents of a form; what it leaves open is as stored, or as usual."""
     known = stored.shape if stored is not None and len(stored.shape) == len(form) else None
 
     def size(dim: int, extent: AlongDim | OpenDim | int) -> int:
@@ -90,7 +90,7 @@ def _compute_shape(form: Form, weight: tuple[int, ...], stored: Tensor | None) -
 
 
 def _build_row(row: Row, name: str, form: Form) -> Row:
-    """The row of an array, for the table of rules: its dims are those of the weight, divided."""
+    """Build the row of an array, for the table of rules: its dims are those of the weight, divided."""
     words = row.dims.split() or ["*", "*"]
 
     def word(extent: AlongDim | OpenDim | int) -> str:

@@ -78,7 +78,7 @@ class _GroupWeights:
         return self.config.text("strategy", usual)
 
     def scales(self) -> tuple[Form, ...]:
-        """The form of `weight_scale`, and of zero points that are not packed."""
+        """Return the form of `weight_scale`, and of zero points that are not packed."""
         if self.strategy == "tensor":
             return PER_TENSOR
         if self.strategy == "channel":
@@ -91,7 +91,7 @@ class _GroupWeights:
         return ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
 
     def zeros(self) -> tuple[QuantisedArray, ...]:
-        """The zero points of an asymmetric format."""
+        """Return the zero points of an asymmetric format."""
         if self.config.switch("symmetric", default=True):
             return ()
         forms = self.scales()
@@ -100,7 +100,7 @@ class _GroupWeights:
         return (QuantisedArray("weight_zero_point", _ZEROS, forms),)
 
     def order(self) -> tuple[QuantisedArray, ...]:
-        """The group of each input, where act-order mixes them."""
+        """Return the group of each input, where act-order mixes them."""
         return (QuantisedArray("weight_g_idx", ("I32", "I64"), ((AlongDim(IN),),)),) if self.mixed else ()
 
     @cached_property
@@ -110,7 +110,7 @@ class _GroupWeights:
         return self.strategy == "group" and order in (True, "group", "dynamic")
 
     def storage(self) -> WeightStorage:
-        """The arrays of the format; raises UnsupportedError for one that is not known."""
+        """Return the arrays of the format; raises UnsupportedError for one that is not known."""
         scale = QuantisedArray(
             "weight_scale", SCALE, self.scales(), plain=self.form in ("pack-quantized", "int-quantized")
         )
@@ -138,7 +138,7 @@ class _GroupWeights:
         return WeightStorage((codes, scale, *self.zeros(), *self.order(), *_ACTIVATIONS), uncut, decoder=decoder)
 
     def _build_decoder(self, codes: QuantisedArray, scale: QuantisedArray) -> WeightDecoder | None:
-        """What decodes weights whose codes are whole numbers, packed or not, or floats of a byte each."""
+        """Build what decodes weights whose codes are whole numbers, packed or not, or floats of a byte each."""
         zero, groups = next(iter(self.zeros()), None), next(iter(self.order()), None)
         if codes.dtypes == ("I32",):
             return ScaledIntegers(codes, scale, zero, groups, self.bits)

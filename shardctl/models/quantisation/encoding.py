@@ -45,5 +45,5 @@ class WeightEncoding:
     """Whether the values are `[in, out]` where they are not quantised, as in stacks of gpt-oss's experts."""
 
     def name(self, array: WeightArray) -> str:
-        """The name of one of the arrays."""
+        """Return the name of one of the arrays."""
         return f"{self.module}.{array.suffix}"

@@ -39,7 +39,7 @@ def compute_blocks(forms: Iterable[Form]) -> dict[int, int]:
 def follow_cuts(
     weight: Cuts, shape: Sequence[int], form: Form, together: Mapping[int, int], uncut: Mapping[int, str]
 ) -> Cuts:
-    """The cuts of an array of `form`, where its weight, of `shape`, has the cuts `weight`.
+    """Return the cuts of an array of `form`, where its weight, of `shape`, has the cuts `weight`.
 
     `together` is what `compute_blocks` says of all arrays of the weight, `uncut` the dims that may not be cut, and why.
     """
@@ -59,13 +59,16 @@ def follow_cuts(
 
 
 def refuse_cuts(weight: Cuts, shape: Sequence[int], noun: str) -> Cuts:
-    """Cuts of an array of `shape` of which each is an error, for every axis that cuts its weight; `noun` is why."""
+    """Return cuts of an array of `shape` of which each is an error, for every axis that cuts its weight.
+
+    `noun` is why.
+    """
     axes = dict.fromkeys(cut.axis for cuts in weight for cut in cuts)
     return (tuple(AxisCut(axis, (_build_uncut_section(shape[0], noun),)) for axis in axes), *((),) * (len(shape) - 1))
 
 
 def _follow_cut(cut: AxisCut, size: int, along: AlongDim, together: int, why: str) -> AxisCut:
-    """`cut` of the weight's dim of `size` as a cut of the array's dim."""
+    """Return `cut` of the weight's dim of `size` as a cut of the array's dim."""
     if why:
         return AxisCut(cut.axis, (_build_uncut_section(along.extent(size), why),))
     if not cut.sections and together == 1:
@@ -81,7 +84,7 @@ def _follow_cut(cut: AxisCut, size: int, along: AlongDim, together: int, why: st
 
 
 def _follow_section(section: CutSection, along: AlongDim, together: int) -> CutSection:
-    """A section of the weight's dim in elements of the array; units grow to whole blocks."""
+    """Return a section of the weight's dim in elements of the array; units grow to whole blocks."""
     unit, extent = lcm(section.unit, together), along.extent(section.size)
     if section.size % unit:
         return _build_uncut_section(extent, f"stretch of {section.size}, which blocks of {unit} do not divide")

@@ -50,7 +50,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
 
 def parse_block_size(config: ModelConfig, key: str) -> tuple[int, int] | None:
-    """Rows and columns of a block; raises SourceError if `key` says anything but two sizes."""
+    """Parse rows and columns of a block; raises SourceError if `key` says anything but two sizes."""
     value = config.values.get(key)
     if value is None:
         return None

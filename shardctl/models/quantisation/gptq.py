@@ -33,7 +33,7 @@ MIXED: Final = "run of inputs, because act-order (desc_act) mixed their groups"
 
 
 def parse_bits_and_groups(config: ModelConfig, key: str = "bits") -> tuple[int, int]:
-    """Bits of a code, and inputs that share a scale (`group_size`): -1 for all.
+    """Parse bits of a code, and inputs that share a scale (`group_size`): -1 for all.
 
     Raises SourceError for numbers that no writer has.
     """
@@ -71,7 +71,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
 
 def _list_inner_modules(config: ModelConfig) -> list[str]:
-    """The modules of a layer that are quantised, if the config lists them; else empty."""
+    """List the modules of a layer that are quantised, if the config lists them; else empty."""
     value = config.values.get("modules_in_block_to_quantize") or []
     if not isinstance(value, list):
         raise SourceError(f"config.json has modules_in_block_to_quantize = {value!r} where lists of names are expected")

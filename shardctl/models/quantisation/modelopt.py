@@ -62,13 +62,13 @@ class _NumberFormat:
     """How many inputs share a scale if the config does not say; 0 if that is not a question."""
 
     def build_storage(self, config: ModelConfig) -> WeightStorage:
-        """The arrays, with the `group_size` of the config."""
+        """Build the arrays, with the `group_size` of the config."""
         group = config.size("group_size", _find_group_size(config) or self.group) if self.group else 0
         scale = self.scale(group)
         return WeightStorage((self.codes, scale, *self.more), decoder=self._build_decoder(scale))
 
     def _build_decoder(self, scale: QuantisedArray) -> WeightDecoder | None:
-        """What decodes the weights, unless that takes the factors of their inputs, too."""
+        """Build what decodes the weights, unless that takes the factors of their inputs, too."""
         if _SMOOTHING in self.more:
             return None
         if self.codes is _FP4_CODES:
@@ -77,7 +77,7 @@ class _NumberFormat:
 
 
 def _find_group_size(config: ModelConfig) -> int:
-    """The `group_size` of the weights in the one group of `config_groups`; 0 if there is none."""
+    """Find the `group_size` of the weights in the one group of `config_groups`; 0 if there is none."""
     groups = config.values.get("config_groups")
     found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) and len(groups) == 1 else []
     return ModelConfig(found[0], config.file).count("group_size", 0) if found and isinstance(found[0], dict) else 0
@@ -140,7 +140,7 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
 
 
 def build_modelopt_storage(config: ModelConfig) -> WeightStorage | None:
-    """How weights of the config's `quant_algo` are stored; None if it is null.
+    """Build how weights of the config's `quant_algo` are stored; None if it is null.
 
     Raises UnsupportedError for one that is not known.
     """

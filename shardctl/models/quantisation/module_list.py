@@ -21,7 +21,7 @@ _MARK: Final = "re:"
 
 
 def find_module_list(config: ModelConfig, *keys: str) -> tuple[str, ...] | None:
-    """The list of strings under the first of `keys` that the config has; None if it has none of them.
+    """Find the list of strings under the first of `keys` that the config has; None if it has none of them.
 
     Raises SourceError if it is anything else.
     """
@@ -36,7 +36,7 @@ def find_module_list(config: ModelConfig, *keys: str) -> tuple[str, ...] | None:
 
 
 def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
-    """Whether a name of a module has one of `entries` as a run of whole parts.
+    """Return whether a name of a module has one of `entries` as a run of whole parts.
 
     An entry that is no plain name is a regular expression for the beginning of the name, up to the end of a part, as in
     transformers (`quantizers/quantizers_utils.py`, `should_convert_module`), which demands a whole part of plain names
@@ -57,7 +57,7 @@ def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
 
 
 def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
-    """Whether a name of a module is one of `entries`, or one that begins with `re:` matches its beginning.
+    """Return whether a name of a module is one of `entries`, or one that begins with `re:` matches its beginning.
 
     As in compressed-tensors (`utils/match.py`, `match_name`).
 
@@ -71,7 +71,9 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
 
 
 def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
-    """Whether one of `entries` is a name of a module or of one around it; `*`, `?` and `[...]` are as in file names.
+    """Return whether one of `entries` is a name of a module or of one around it.
+
+    `*`, `?` and `[...]` are as in file names.
 
     As in ModelOpt (torch/export/quant_utils.py, `_prefix_wildcard_summarize_exclude_modules`).
 
@@ -90,7 +92,7 @@ def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
 
 
 def list_enclosing_modules(name: str) -> Iterator[str]:
-    """A module's name, and those of the modules around it, from the inside.
+    """List a module's name, and those of the modules around it, from the inside.
 
     >>> list(list_enclosing_modules("layers.0.mlp"))
     ['layers.0.mlp', 'layers.0', 'layers']

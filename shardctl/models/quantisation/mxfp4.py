@@ -24,7 +24,7 @@ _DECODER: Final = PackedFloats(_CODES, _SCALES)
 
 
 def list_block_encodings(model: Model) -> Mapping[str, WeightEncoding]:
-    """How each stack of experts is stored, by the name that its values have without quantisation."""
+    """List how each stack of experts is stored, by the name that its values have without quantisation."""
     found = {}
     for name in model.plain.tensors if model.plain is not None else ():
         module, _, own = name.rpartition(".")

@@ -53,7 +53,7 @@ _CACHE_SCALES: Final = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
 def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest | None = None) -> Model:
-    """`model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
+    """Return `model` as its `quantization_config` says it is stored: the arrays of each quantised weight instead of it.
 
     Which weights those are, the config says only in part, for it also depends on the code of the class (routers and
     heads are spared unsaid). So where `stored` has a weight in one form or the other, that decides, and the config
@@ -106,7 +106,7 @@ class _ModelQuantiser:
     """Modules that are quantised though the config says that they are not."""
 
     def model_of(self, stored: Manifest | None) -> Model:
-        """The quantised model."""
+        """Return the quantised model."""
         weights = {t.name: w for t in self.plain.tensors.values() if (w := self.weight(t))}
         if stored is not None:
             self.read(stored, weights)
@@ -137,7 +137,7 @@ class _ModelQuantiser:
         )
 
     def weight(self, tensor: ModelTensor) -> _QuantisableWeight | None:
-        """The weight that `tensor` is; None if it cannot be quantised."""
+        """Return the weight that `tensor` is; None if it cannot be quantised."""
         unfit = len(tensor.shape) != _MATRIX or tensor.free or tensor.ties or tensor.row.buffer
         if unfit or not tensor.name.endswith(_WEIGHT):
             return None
@@ -157,7 +157,7 @@ class _ModelQuantiser:
                 self.present[meant] = tensor
 
     def quantised(self, weight: _QuantisableWeight) -> bool:
-        """Whether the weight is quantised: by what is stored, else by the config."""
+        """Return whether the weight is quantised: by what is stored, else by the config."""
         if not self.present:
             return not self.spared(weight)
         plain = self.present.get(weight.tensor.name)
@@ -171,25 +171,25 @@ class _ModelQuantiser:
         return plain is None and not self.spared(weight)
 
     def spared(self, weight: _QuantisableWeight) -> bool:
-        """Whether the config leaves the weight as it is, or nobody quantises such weights."""
+        """Return whether the config leaves the weight as it is, or nobody quantises such weights."""
         if weight.tensor.row.dims.startswith(_SPARED_DIMS) or self.listed(weight.module):
             return True
         where = {kind for kind, _ in weight.tensor.spec.where}
         return where == {"first"} or (where == {"last"} and not self.scheme.heads)
 
     def listed(self, module: str) -> bool:
-        """Whether the config expressly leaves the module as it is."""
+        """Return whether the config expressly leaves the module as it is."""
         return self.scheme.spares(self.names(module))
 
     def names(self, module: str) -> Names:
-        """The module's name with the base model's prefix and without, today's and older ones."""
+        """Return the module's name with the base model's prefix and without, today's and older ones."""
         prefix = f"{self.plain.prefix}."
         names = (module, module.removeprefix(prefix)) if module.startswith(prefix) else (module,)
         older = list_older_names(self.plain, names[-1])
         return (*names, *older, *(f"{prefix}{name}" for name in older if prefix != "."))
 
     def arrays(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
-        """What is stored instead of the weight."""
+        """Yield what is stored instead of the weight."""
         tensor, spec = weight.tensor, weight.tensor.spec
         for part in self.parts(weight):
             # Tensors that are cut alike share their specs in the table, and keep them meanwhile.
@@ -200,7 +200,7 @@ class _ModelQuantiser:
             yield ModelTensor(name, part.shape, part.dtype, own, part.row, (), optional, tensor.spare, part.free)
 
     def parts(self, weight: _QuantisableWeight) -> tuple[WeightArray, ...]:
-        """The arrays of the weight, worked out once for all that are alike."""
+        """Return the arrays of the weight, worked out once for all that are alike."""
         tensor, there, tabled = weight.tensor, {}, []
         for name in weight.storage.names:
             full = f"{weight.module}.{name}"
@@ -216,7 +216,7 @@ class _ModelQuantiser:
         return self.kinds[key]
 
     def cache_scales(self, weight: _QuantisableWeight) -> Iterator[ModelTensor]:
-        """The scales of the key/value cache that are stored beside or in this projection."""
+        """Yield the scales of the key/value cache that are stored beside or in this projection."""
         names = _list_cache_names(weight.module) if self.present else ()
         rows = _list_cache_names(weight.tensor.row.name.removesuffix(_WEIGHT)) if names else ()
         for name, row in zip(names, rows, strict=True):

@@ -15,7 +15,7 @@ _KEYS: Final = ("quantization_config", "compression_config")
 
 
 def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None:
-    """The `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
+    """Find the `quantization_config` of a `config.json` or of its text half; None if the model is not quantised.
 
     Raises SourceError if it is there and is no table.
     """
@@ -31,7 +31,7 @@ def find_quantisation_config(config: Mapping[str, object]) -> ModelConfig | None
 
 
 def _open_settings(settings: Mapping[str, Any]) -> ModelConfig:
-    """The settings themselves, which ModelOpt's sidecar has one table deeper than a config."""
+    """Return the settings themselves, which ModelOpt's sidecar has one table deeper than a config."""
     inner = settings.get("quantization")
     if not isinstance(inner, dict):
         return ModelConfig(settings)
@@ -39,7 +39,7 @@ def _open_settings(settings: Mapping[str, Any]) -> ModelConfig:
 
 
 def name_method(settings: ModelConfig) -> str:
-    """The method in lower case; where none is named, the one that writes such settings; empty if none does.
+    """Return the method in lower case; where none is named, the one that writes such settings; empty if none does.
 
     ModelOpt 0.31 named none in `config.json`, and compressed-tensors names none in `compression_config`.
     """
@@ -49,7 +49,7 @@ def name_method(settings: ModelConfig) -> str:
 
 
 def complete_config(config: Mapping[str, Any], sidecar: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """`config` with what only its `hf_quant_config.json` says, and warnings of what is odd about the two.
+    """Return `config` with what only its `hf_quant_config.json` says, and warnings of what is odd about the two.
 
     Where `config.json` says how weights are quantised, engines follow it; of the same quantisation the sidecar says
     more in some versions: sizes of groups, and which module has which precision.

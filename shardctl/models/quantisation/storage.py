@@ -44,7 +44,7 @@ class AlongDim:
     """Elements of the array for each block."""
 
     def extent(self, size: int) -> int:
-        """Elements of the array for `size` elements of the weight; a last block may be incomplete."""
+        """Return elements of the array for `size` elements of the weight; a last block may be incomplete."""
         return -(-size * self.stored // self.block)
 
 
@@ -62,7 +62,7 @@ class OpenDim:
     """How many elements of the whole weight each usually stands for; 0 where it does not grow."""
 
     def usual(self, weight: Sequence[int]) -> int:
-        """What it usually is for a weight of that shape."""
+        """Return what it usually is for a weight of that shape."""
         return -(-prod(weight) // self.block) if self.block else self.extent
 
 
@@ -95,7 +95,7 @@ class QuantisedArray:
 
 
 def build_packed_dim(dim: int, bits: int) -> AlongDim:
-    """A dim along which codes of `bits` are packed into integers of 32 bits.
+    """Build a dim along which codes of `bits` are packed into integers of 32 bits.
 
     >>> build_packed_dim(IN, 4)
     AlongDim(dim=1, block=8, stored=1)
@@ -122,7 +122,10 @@ class WeightDecoder(Protocol):
         """`(OUT, IN)`, or `(IN, OUT)` where neighbouring outputs lie together in the files."""
 
     def decode(self, tile: Any) -> DecodedTile:  # noqa: ANN401 - a WeightTile, whose module imports this one
-        """The elements of a `dequantisation.tile.WeightTile`; raises SourceError for numbers that no writer has."""
+        """Return the elements of a `dequantisation.tile.WeightTile`.
+
+        Raises SourceError for numbers that no writer has.
+        """
 
 
 @dataclass(frozen=True)
