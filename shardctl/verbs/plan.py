@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -323,8 +324,10 @@ def _build_result(
         if id(rank.holding.parts) not in counted:
             held = rank.holding
             counted[id(held.parts)] = sum(part.count for part in held.parts), held.nbytes
+    files = _RankFiles(work)
     ranks = tuple(
-        _build_rank_plan(rank.holding, work, *counted[id(rank.holding.parts)]) for rank in forecast.estimate.ranks
+        _build_rank_plan(rank.holding, files.sizes(rank.holding.rank), *counted[id(rank.holding.parts)])
+        for rank in forecast.estimate.ranks
     )
     weights = about.inventory.nbytes
     return PlanResult(
@@ -345,15 +348,32 @@ def _build_result(
     )
 
 
-def _build_rank_plan(holding: RankHolding, work: PlannedConversion | None, tensors: int, nbytes: int) -> RankPlan:
-    sizes: dict[str, int] = {}
-    if work is not None:
-        prefix = work.prefix(holding.rank)
-        sizes = {
-            path: file.size
-            for path, file in work.plan.want.files.items()
-            if path.startswith(prefix) and path.endswith(WEIGHT_SUFFIXES)
-        }
+class _RankFiles:
+    """Finds the files of weights of each rank by how their names begin, among as many files as there are ranks."""
+
+    def __init__(self, work: PlannedConversion | None) -> None:
+        self._work = work
+        files = work.plan.want.files if work is not None else {}
+        self._sizes = {path: file.size for path, file in files.items() if path.endswith(WEIGHT_SUFFIXES)}
+        self._turns = {path: turn for turn, path in enumerate(self._sizes)}
+        self._sorted = sorted(self._sizes)
+        self._known: dict[str, dict[str, int]] = {}
+
+    def sizes(self, rank: int) -> dict[str, int]:
+        """The bytes of each file of a rank, in the order in which they are written."""
+        if self._work is None:
+            return {}
+        prefix = self._work.prefix(rank)
+        if prefix not in self._known:
+            begin = end = bisect_left(self._sorted, prefix)
+            while end < len(self._sorted) and self._sorted[end].startswith(prefix):
+                end += 1
+            found = sorted(self._sorted[begin:end], key=self._turns.__getitem__)
+            self._known[prefix] = {path: self._sizes[path] for path in found}
+        return self._known[prefix]
+
+
+def _build_rank_plan(holding: RankHolding, sizes: dict[str, int], tensors: int, nbytes: int) -> RankPlan:
     return RankPlan(
         rank=holding.rank,
         label=holding.label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import shutil
 from dataclasses import fields
@@ -18,6 +19,7 @@ from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.record import RECORD
 from shardctl.record import parse_record as load_record
+from shardctl.verbs import plan as planning
 from shardctl.verbs.reshard import reshard
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -343,3 +345,14 @@ def test_a_file_as_source(copied, tmp_path):
     (copied / "config.json").write_text((copied / "config.json").read_text() + "\n")
     with pytest.raises(ChangedError, match=r"config\.json has"):
         reshard(read.source, tmp_path / "again", plan=read)
+
+
+def test_the_work_for_many_ranks_with_files_of_their_own_grows_with_their_number(tmp_path):
+    """It grew with its square: 56,000 ranks took minutes. Calls are counted, because timings depend on the machine."""
+    source = llama(tmp_path / "source", vocab_size=2048)
+    calls = []
+    for ranks in (400, 400, 1600):  # the first of all imports modules and fills caches
+        profile = cProfile.Profile()
+        profile.runcall(planning.plan, source, ReshardOptions(to="ranks", mesh=Mesh.of(fsdp=ranks)))
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert calls[2] < 5 * calls[1]
