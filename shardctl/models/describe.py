@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import FAMILIES
+from shardctl.models.multimodal import build_multimodal_model
 from shardctl.models.quantisation import drop_quantisation_config, quantise_model
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
@@ -60,6 +61,11 @@ def describe_model(
     """
     found = find_family(config)
     if found is None:
+        inside = (
+            build_multimodal_model(config, stored, share_kv=kv_heads == "replicate") if stored is not None else None
+        )
+        if inside is not None:
+            return inside
         named = ModelConfig(config)
         what = named.architecture() or named.text("model_type", "")
         raise UnsupportedError(

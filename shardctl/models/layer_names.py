@@ -35,7 +35,8 @@ _USUAL: Final = 2
 _Side = Literal["before", "after", ""]
 _SIDES: Final[Mapping[_Side, str]] = {
     "before": "cls_token class_token embed embeds embedder embedding embeddings emb wte wpe word token tokens tok pos "
-    "position positions positional patch patcher pre prenet stem rotary inv in input inputs shared conv subsampling",
+    "position positions positional patch patcher pre prenet stem rotary inv in input inputs shared conv subsampling "
+    "projector connector aligner adapter resampler",
     "after": "embed_out norm layernorm ln head heads lm score scorer classifier classification predictions logits "
     "pooler post postnet final last out output outputs cls generator decoder unembed unembedding merger readout",
 }

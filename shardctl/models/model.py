@@ -65,6 +65,8 @@ class Model:
     """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
+    text: Mapping[str, object] | None = None
+    """The config of the text model inside, of a model that is known by the table of that."""
     plain: Model | None = None
     """The model as it would be without quantisation; None if that makes no difference."""
     encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def build_untabled_model(config: Mapping[str, object] | None, stored: Manifest) 
             where += [("layer", tower.first) for tower in places.towers if "decoder" in tower.patterns[0].split(".")]
         if name == head:
             where.append(("last", 0))
-        tensors[name] = _place_tensor(tensor, tuple(dict.fromkeys(where)))
+        tensors[name] = place_tensor(tensor, tuple(dict.fromkeys(where)))
     architecture = read.architecture()
     title = architecture or read.text("model_type", "") or "a model without config.json"
     return UntabledModel(Model("", architecture, places.layers, tensors), places, title)
@@ -107,7 +107,7 @@ def order_ties(stored: Manifest) -> Manifest:
     return replace(stored, tensors=renamed)
 
 
-def _place_tensor(tensor: Tensor, where: tuple[tuple[Where, int], ...]) -> ModelTensor:
+def place_tensor(tensor: Tensor, where: tuple[tuple[Where, int], ...]) -> ModelTensor:
     """Return a tensor whose dim 0 fsdp cuts."""
     cuts = ((FSDP,), *((),) * (len(tensor.shape) - 1)) if tensor.shape else ()
     row = Row(list_name_patterns([tensor.name])[0], "")

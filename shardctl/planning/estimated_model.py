@@ -136,9 +136,10 @@ def _choose_activation_dtype(
 def _find_anatomy(checkpoint: OpenedCheckpoint) -> tuple[ModelAnatomy | None, str]:
     if checkpoint.config is None:
         return None, "there is no config.json"
-    if checkpoint.model is None or not checkpoint.model.family:
+    model = checkpoint.model
+    if model is None or not (model.family or model.text):
         return None, "the architecture is not known"
     try:
-        return build_anatomy(checkpoint.config), ""
+        return build_anatomy(model.text or checkpoint.config), ""
     except UnsupportedError as error:
         return None, error.message

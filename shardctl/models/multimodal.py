@@ -1,0 +1,196 @@
+"""Describes a model that has a text model of a known family inside, and no table of its own.
+
+The text half is cut as its family's table says, under the prefix that the checkpoint gives it. What else is stored,
+towers and projectors, is whole on every tp rank, as in the wrappers that have tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.models.binding import bind_names, find_canonical_name
+from shardctl.models.config import ModelConfig
+from shardctl.models.families import FAMILIES
+from shardctl.models.family import ModelClass
+from shardctl.models.layer_names import count_layers
+from shardctl.models.quantisation import quantise_model
+from shardctl.models.table import build_model
+from shardctl.models.untabled import place_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardctl.manifest import Manifest
+    from shardctl.models.family import Family
+    from shardctl.models.model import Model, ModelTensor
+
+_WORDS: Final = ("text", "llm", "language", "lm", "thinker", "decoder", "model")
+"""Words of the keys under which configs have that of the text model, the surest first."""
+_DEPTH: Final = 3
+"""How deep configs lie in each other; Qwen-Omni's is in `thinker_config.text_config`."""
+_TIED: Final = "tie_word_embeddings"
+_INHERITED: Final = ("dtype", "torch_dtype", _TIED)
+"""What an outer config says of the text model, too."""
+_PROBES: Final = 20
+"""Names of a text model by which its prefix is looked for; some may be stored under others, such as stacked experts."""
+
+
+def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, share_kv: bool) -> Model | None:
+    """Build the model whose text half a table knows; None if the config names none, or the files have it nowhere.
+
+    Raises UnsupportedError if what is stored as the text half is not what its table has.
+    """
+    problem: UnsupportedError | None = None
+    for family, inner in _list_text_models(config):
+        half = _TextHalf(family, inner, config, stored, share_kv=share_kv)
+        try:
+            model = half.model()
+        except (SourceError, UnsupportedError) as error:
+            problem = problem or UnsupportedError(f"{half.title} has {family.name} inside: {error.message}")
+            continue
+        if model is not None:
+            return model
+    if problem is not None:
+        raise problem
+    return None
+
+
+def _list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
+    """List the families of text models that a config has inside, with their configs; the likeliest first."""
+    known = {family.name: family for family in FAMILIES if "lm" in next(iter(family.classes.values())).parts.split()}
+    found = []
+    for key, inner in _list_inner_configs(config, _DEPTH):
+        ranks = [n for n, word in enumerate(_WORDS) if word in key.removesuffix("_config").split("_")]
+        family = known.get(str(inner.get("model_type", "")))
+        if ranks and family is not None:
+            found.append((ranks[0], family, inner))
+    for _, family, inner in sorted(found, key=lambda each: each[0]):
+        yield family, inner
+
+
+def _list_inner_configs(config: Mapping[str, object], depth: int) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and depth:
+            yield key, value
+            yield from _list_inner_configs(value, depth - 1)
+
+
+class _TextHalf:
+    """A text model inside another, and the checkpoint of that."""
+
+    def __init__(
+        self,
+        family: Family,
+        inner: Mapping[str, object],
+        config: Mapping[str, object],
+        stored: Manifest,
+        *,
+        share_kv: bool,
+    ) -> None:
+        self.family, self.config, self.stored, self.share_kv = family, config, stored, share_kv
+        outer = {key: config[key] for key in _INHERITED if config.get(key) is not None}
+        self.architecture, self.member = next(iter(family.classes.items()))
+        self.values = {**outer, **inner, "architectures": [self.architecture]}
+        if _TIED in outer:
+            self.values[_TIED] = outer[_TIED]
+        named = ModelConfig(config)
+        self.title = named.architecture() or named.text("model_type", "")
+
+    def model(self) -> Model | None:
+        """Build the text half and all else; None if nothing is stored under names of the text half."""
+        plain = self.build("", "")
+        inside = [t.name for t in plain.own() if t.row.name.startswith(".")]
+        base = self.find_base(inside)
+        if base is None:
+            return None
+        own = {t.name for t in plain.own()} | plain.aliases.keys()
+        head = self.find_head(base, [row.name for row in self.family.rows if row.name in own])
+        if _TIED not in self.values:
+            self.values[_TIED] = head is None
+        text = self.build(base, head or "")
+        if head is None:  # the names that a tied head would have are anyone's guess
+            text = replace(text, tensors={n: replace(t, ties=()) for n, t in text.tensors.items()}, aliases={})
+        text = quantise_model(text, self.config, self.stored)
+        known = {name for name in self.stored.tensors if find_canonical_name(text, name) is not None}
+        rest = {name: None for name in self.stored.tensors if name not in known}
+        self.check(text, base, known, rest, {name.split(".")[0] for name in inside})
+        line = f"{self.title} has {self.family.name} inside, {base}**, which is cut by its table"
+        if rest:
+            line += f"; whole on every tp rank: {format_first_few(_list_modules(rest, base))}"
+        towers = self.place(text, rest)
+        return replace(
+            text,
+            family="",
+            architecture=ModelConfig(self.config).architecture(),
+            tensors={**towers, **text.tensors},
+            plain=replace(text.plain, tensors={**towers, **text.plain.tensors}) if text.plain is not None else None,
+            warnings=(*text.warnings, line),
+            text=self.values,
+        )
+
+    def build(self, base: str, head: str) -> Model:
+        """Build the text model with prefixes, dots included, before the names of its base model and of its head."""
+        family = self.family
+        member = ModelClass(base.removesuffix("."), self.member.parts, self.member.labels)
+        inner = replace(
+            family,
+            rows=tuple(
+                row if row.name.startswith(".") else replace(row, name=f"{head}{row.name}") for row in family.rows
+            ),
+            classes={**family.classes, self.architecture: member},
+            prefixes=(),
+        )
+        return build_model(inner, self.architecture, ModelConfig(self.values), share_kv=self.share_kv)
+
+    def find_base(self, inside: list[str]) -> str | None:
+        """Find what stands before the names `inside` the base model, dot included; in several places, before most."""
+        found: dict[str, None] = {}
+        for probe in islice((name for name in inside if any(map(str.isdecimal, name.split(".")))), _PROBES):
+            found |= {name[: -len(probe)]: None for name in self.stored.tensors if f".{name}".endswith(f".{probe}")}
+        return max(found, key=lambda base: sum(f"{base}{name}" in self.stored.tensors for name in inside), default=None)
+
+    def find_head(self, base: str, heads: list[str]) -> str | None:
+        """Find what stands before the names of the head: a module around the base model; None for no head."""
+        words = base.split(".")[:-1]
+        for count in range(len(words), -1, -1):
+            prefix = "".join(f"{word}." for word in words[:count])
+            if any(f"{prefix}{name}" in self.stored.tensors for name in heads):
+                return prefix
+        return None
+
+    def check(self, text: Model, base: str, known: set[str], rest: Iterable[str], roots: set[str]) -> None:
+        """Raise UnsupportedError for names of the text half that its table lacks, SourceError for what is missing."""
+        alone = not {*base.split(".")} <= {"", "model", "transformer", self.member.prefix}
+        mine = (base,) if alone else tuple(f"{base}{root}." for root in roots)
+        unknown = [name for name in rest if name.startswith(mine)]
+        if unknown:
+            raise UnsupportedError(f"its table has no {format_first_few(unknown)}")
+        bind_names(text, replace(self.stored, tensors={n: t for n, t in self.stored.tensors.items() if n in known}))
+
+    def place(self, text: Model, rest: Iterable[str]) -> dict[str, ModelTensor]:
+        """Place what is none of the text half: on the first stage, or what follows it by its name, on the last."""
+        places = count_layers({name: tensor.shape for name, tensor in self.stored.tensors.items()})
+        first = min((places.inside[name] for name in text.tensors if name in places.inside), default=0)
+        found = {}
+        for name in rest:
+            kind, layer = places.find_stage(name)
+            after = kind == "last" or (kind == "layer" and layer >= first)
+            found[name] = place_tensor(self.stored.tensors[name], (("last" if after else "first", 0),))
+        return found
+
+
+def _list_modules(names: Iterable[str], base: str) -> list[str]:
+    """List the modules that have the names and are not around `base`, each once.
+
+    >>> _list_modules(["model.visual.blocks.0.up", "model.visual.norm", "newline"], "model.language_model.")
+    ['model.visual.**', 'newline']
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        words = name.split(".")
+        count = next(n for n in range(1, len(words) + 1) if not base.startswith(".".join([*words[:n], ""])))
+        found[".".join([*words[:count], "**"] if count < len(words) else words)] = None
+    return list(found)

@@ -1,0 +1,137 @@
+"""Wrappers without a table: the text half is cut as its own family says, towers are whole, and all come back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import assert_same, config_of, save, stored
+
+from shardctl.cli.program import run
+from shardctl.errors import UnsupportedError
+from shardctl.mesh import Mesh
+from shardctl.options import ReshardOptions
+from shardctl.verbs.digest import digest
+from shardctl.verbs.reshard import reshard
+from shardctl.verbs.verify import verify
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": [28, 28],
+    "patch_size": [14, 14],
+}
+TEXTS = {"InternVL": "qwen2", "Idefics3": "llama", "DeepseekVL": "llama", "Qwen2Audio": "qwen2", "VipLlava": "llama"}
+"""Wrappers whose text half is called differently, and the fixture of that."""
+BASES = {
+    "InternVL": "language_model.model.",
+    "Idefics3": "model.text_model.",
+    "DeepseekVL": "model.language_model.",
+    "Qwen2Audio": "language_model.model.",
+    "VipLlava": "language_model.model.",
+}
+"""What stands before the names of the text half's base model on the Hub."""
+TOWERS = {
+    "InternVL": {"vision_config": VISION},
+    "Idefics3": {"vision_config": {**VISION, "image_size": 28, "patch_size": 14}, "scale_factor": 2},
+    "DeepseekVL": {
+        "vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    },
+    "Qwen2Audio": {
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 32,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "num_mel_bins": 8,
+            "max_source_positions": 10,
+        }
+    },
+    "VipLlava": {"vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}},
+}
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def wrapper(request, tmp_path_factory):
+    """A wrapper that transformers saved, and its text half alone."""
+    name = request.param
+    text = dict(config_of(TEXTS[name]))
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = kind.config_class(text_config=text, **TOWERS[name])
+    values = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [kind.__name__], "dtype": "float32"}
+    tiny = save(tmp_path_factory.mktemp(name) / "source", values)
+    alone = tmp_path_factory.mktemp(name) / "text"
+    alone.mkdir()
+    base, whole = BASES[name], stored(tiny.path)
+    inner = {f"model.{n.removeprefix(base)}": t for n, t in whole.items() if n.startswith(base)}
+    head = next((n for n in whole if n.endswith("lm_head.weight")), None)
+    inner |= {"lm_head.weight": whole[head]} if head is not None else {}
+    save_file(inner, alone / "model.safetensors", {"format": "pt"})
+    kept = {**text, "tie_word_embeddings": "lm_head.weight" not in inner}
+    (alone / "config.json").write_text(json.dumps(kept))
+    return name, tiny, alone
+
+
+def read_rank(folder, rank):
+    """Every array that a rank's files have, by name."""
+    found = {}
+    for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def test_the_text_half_is_cut_as_by_itself_and_the_rest_is_whole(wrapper, tmp_path):
+    name, tiny, alone = wrapper
+    done = reshard(tiny.path, tmp_path / "whole", ReshardOptions(mesh=Mesh.of(tp=2)))
+    reshard(alone, tmp_path / "alone", ReshardOptions(mesh=Mesh.of(tp=2)))
+    source = stored(tiny.path)
+    for rank in range(2):
+        mine, text = read_rank(tmp_path / "whole", rank), read_rank(tmp_path / "alone", rank)
+        assert mine.keys() == source.keys()
+        for key, array in mine.items():
+            inner = f"model.{key.removeprefix(BASES[name])}" if key.startswith(BASES[name]) else "lm_head.weight"
+            cut = key.startswith(BASES[name]) or key.endswith("lm_head.weight")
+            assert torch.equal(array, text[inner] if cut else source[key]), key
+    assert any(
+        f"has {TEXTS[name]} inside, {BASES[name]}**, which is cut by its table" in line for line in done.warnings
+    )
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(tp=2, pp=2, fsdp=2)], ids=str)
+def test_there_and_back_is_the_identity(wrapper, tmp_path, mesh):
+    _, tiny, _ = wrapper
+    reshard(tiny.path, tmp_path / "ranks", ReshardOptions(mesh=mesh))
+    assert verify(tmp_path / "ranks", level="full", against=tiny.path).ok
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(tiny.path))
+    assert digest(tmp_path / "ranks").digest == digest(tiny.path).digest
+
+
+def test_the_plan_counts_the_cache_of_the_text_half(wrapper, capfd):
+    _, tiny, _ = wrapper
+    assert run(["plan", str(tiny.path), "--tp", "2", "--for", "serve", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["purpose"]["why_not"] in ("", None)
+
+
+@pytest.mark.parametrize("change", ["unknown", "missing"])
+def test_a_text_half_that_does_not_fit_its_table_is_refused_for_tp_and_placed_by_names(wrapper, tmp_path, change):
+    name, tiny, _ = wrapper
+    tensors = stored(tiny.path)
+    odd = f"{BASES[name]}layers.0.self_attn.{'extra' if change == 'unknown' else 'o_proj'}.weight"
+    tensors = (
+        tensors | {odd: torch.ones(4, 4)} if change == "unknown" else {n: t for n, t in tensors.items() if n != odd}
+    )
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_bytes((tiny.path / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError) as refused:
+        reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
+    assert odd in refused.value.message
+    done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
+    assert any(line.startswith("no table for") for line in done.warnings)
