@@ -183,11 +183,8 @@ class _RankActivations:
     def _alike(self, layer: ModelLayer, numbers: Sequence[int]) -> _AlikeLayers:
         """Return what all layers like `layer` keep, and what is alive in the moments of the backward pass of one."""
         sizes, flags = dict(compute_layer_sizes(layer, self.style, self.share)), self._flags(layer)
-        if layer.attention is not None and layer.attention.chosen is not None:
-            raise UnsupportedError(
-                f"what training keeps of layer {numbers[0]} is not known: it attends to tokens that an indexer chooses",
-                hint=PLAN_HINT,
-            )
+        if why := _find_unknown_part(layer):
+            raise UnsupportedError(f"what training keeps of layer {numbers[0]} is not known: {why}", hint=PLAN_HINT)
         if layer.state is not None:
             sizes |= compute_recurrent_sizes(layer.state, self.share, numbers[0], self.runtime.recurrence)
         full, selective = self.work.recompute == "full", self.work.recompute == "selective"
@@ -357,3 +354,12 @@ def _format_formula(amount: _ByteAmount) -> str:
 
 def _collect_inputs(amount: _ByteAmount) -> dict[str, float]:
     return {name: count for name, _, count in amount.named()}
+
+
+def _find_unknown_part(layer: ModelLayer) -> str:
+    """What a layer has of which nobody measured what training keeps; an empty string if there is nothing."""
+    if layer.attention is not None and layer.attention.chosen is not None:
+        return "it attends to tokens that an indexer chooses"
+    if layer.attention is not None and layer.attention.compressed:
+        return "it attends to compressed tokens"
+    return "it mixes several states of each token" if layer.streams > 1 else ""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardctl.estimate.holding import RankHolding
     from shardctl.estimate.workload import ServingWorkload
     from shardctl.mesh import Mesh
-    from shardctl.models.anatomy import LayerAttention, LayerState, ModelAnatomy, ModelLayer
+    from shardctl.models.anatomy import LayerAttention, LayerState, ModelAnatomy, ModelLayer, TokenCache
 
 _PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
 
@@ -34,7 +34,7 @@ def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, l
             n
             * (
                 count_elements_per_token(one, tp) * bits
-                + sum(some.elements * bits // some.tokens for some in one.besides)
+                + sum(some.elements * bits // some.tokens for some in one.besides if not some.waiting)
             )
             for one, n in _count_attentions(anatomy, layers).items()
         )
@@ -48,7 +48,7 @@ def count_elements_per_token(attention: LayerAttention, tp: int) -> int:
     Heads are divided over tp, and where there are fewer of them than ranks, each is on several. What latent attention
     caches is shared by all heads, and therefore on every rank (DeepSeek-V2, sec. 2.1; vLLM's MLA backends).
     """
-    if attention.kind == "latent":
+    if attention.latent:
         return attention.latent
     return count_units_per_rank(attention.kv_heads, tp) * (attention.head_dim + attention.value_dim)
 
@@ -134,8 +134,8 @@ def _list_terms(
             f"keys and values in a window of {window}",
             "kv cache",
             kept[1],
-            f"{_format_elements('full')} * min(B * ceil(c / p), B * (ceil(min(c, w - 1) / p) + 1) + ceil(n "
-            "/ p)) * p * bytes",
+            f"{_format_elements('latent' if any(one.latent for one in some) else 'full')} * min(B * ceil(c / p), "
+            "B * (ceil(min(c, w - 1) / p) + 1) + ceil(n / p)) * p * bytes",
             {**_collect_head_symbols(some, tp), **common, "w": window, "n": work.batched_tokens},
             f"SlidingWindowSpec, {_PAGES}; at least what transformers' DynamicSlidingWindowLayer keeps, at most all "
             "tokens, where an engine reserves full pages",
@@ -176,33 +176,65 @@ def _list_terms(
 def _list_besides(
     found: Mapping[LayerAttention, int], work: ServingWorkload, cp: int, cached: DType
 ) -> Iterator[MemoryTerm]:
-    """List what attention caches besides keys and values, by name, in pages of as many tokens."""
+    """List what attention caches besides keys and values, by name."""
     caches = Counter({some: 0 for one in found for some in one.besides})
     for one, n in found.items():
         caches.update(dict.fromkeys(one.besides, n))
-    pages = -(-work.context // work.page)
     for some, layers in caches.items():
-        tokens = -(-pages // cp) * work.page
-        vectors = layers * work.batch * -(-tokens // some.tokens)
-        kept, packed = vectors * some.elements * cached.bits // 8, vectors * some.packed
-        yield MemoryTerm(
-            some.name,
-            "kv cache",
-            kept,
-            "L * elements * B * ceil(ceil(ceil(c / p) / cp) * p / tokens) * bytes",
-            {
-                "L": layers,
-                "elements": some.elements,
-                "tokens": some.tokens,
-                "cp": cp,
-                "B": work.batch,
-                "c": work.context,
-                "p": work.page,
-                "bytes": cached.bits / 8,
-            },
-            f"transformers' cache, which keeps them in the model's type; vLLM keeps {some.packed} bytes of each",
-            interval=(min(kept, packed), max(kept, packed)) if some.packed else None,
-        )
+        build = _build_waiting_term if some.waiting else _build_vector_term
+        yield build(some, layers, work, cp, cached)
+
+
+def _build_vector_term(some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: DType) -> MemoryTerm:
+    """A vector for every so many tokens, in pages as those of keys and values."""
+    pages = -(-work.context // work.page)
+    vectors = -(-(-(-pages // cp) * work.page) // some.tokens)
+    kept, packed = (layers * work.batch * vectors * n // 8 for n in (some.elements * cached.bits, some.packed * 8))
+    least = layers * work.batch * (work.context // cp // some.tokens) * some.elements * cached.bits // 8
+    return MemoryTerm(
+        some.name,
+        "kv cache",
+        kept,
+        "L * elements * B * ceil(ceil(ceil(c / p) / cp) * p / tokens) * bytes",
+        {
+            "L": layers,
+            "elements": some.elements,
+            "tokens": some.tokens,
+            "cp": cp,
+            "B": work.batch,
+            "c": work.context,
+            "p": work.page,
+            "bytes": cached.bits / 8,
+        },
+        f"transformers' cache, which has the model's type; of vLLM's a vector has {some.packed} bytes"
+        if some.packed
+        else f"transformers' cache; {_PAGES}, tokens_per_state",
+        interval=(min(kept, packed), max(kept, packed)) if some.packed and some.tokens == 1 else (least, kept),
+    )
+
+
+def _build_waiting_term(some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: DType) -> MemoryTerm:
+    """What waits to be compressed, as a window."""
+    _, needed, _ = _count_windowed_tokens(some.waiting, -(-work.context // work.page), work)
+    kept = layers * needed * some.packed
+    least = layers * work.batch * (work.context // cp % some.tokens) * some.elements * cached.bits // 8
+    return MemoryTerm(
+        some.name,
+        "kv cache",
+        kept,
+        "L * width * min(B * ceil(c / p), B * (ceil(min(c, w - 1) / p) + 1) + ceil(n / p)) * p",
+        {
+            "L": layers,
+            "width": some.packed,
+            "w": some.waiting,
+            "B": work.batch,
+            "c": work.context,
+            "p": work.page,
+            "n": work.batched_tokens,
+        },
+        f"SlidingWindowMLASpec, {_PAGES}, in fp32; transformers keeps what is left over, in the model's type",
+        interval=(min(least, kept), kept),
+    )
 
 
 def _count_windowed_tokens(window: int, pages: int, work: ServingWorkload) -> tuple[int, int, int]:
@@ -235,7 +267,7 @@ def _collect_head_symbols(some: Mapping[LayerAttention, int], tp: int) -> dict[s
     """Collect the symbols of `_format_elements`; where layers differ, those of the layer with the most."""
     one = max(some, key=lambda attention: count_elements_per_token(attention, tp))
     count = sum(some.values())
-    if one.kind == "latent":
+    if one.latent:
         return {"L": count, "latent": one.latent}
     return {"L": count, "kv_heads": one.kv_heads, "head_dim": one.head_dim, "tp": tp}
 

@@ -52,7 +52,7 @@ def count_attention_operations(
             _count_attended_tokens(layer, layer.attention, context, masked=masked)
             * _compute_attention_width(layer.attention)
             / mesh.degree("tp")
-            + _count_seen_tokens(layer, layer.attention, context, masked=masked)
+            + _count_scored_tokens(layer, layer.attention, context, masked=masked)
             * _compute_indexer_width(layer.attention)
         )
         for layer in layers
@@ -100,8 +100,18 @@ def _count_seen_tokens(layer: ModelLayer, attention: LayerAttention, context: fl
 
 
 def _count_attended_tokens(layer: ModelLayer, attention: LayerAttention, context: float, *, masked: bool) -> float:
+    """Those of the window, or all, or those that are chosen; of compressed ones besides."""
     seen = _count_seen_tokens(layer, attention, context, masked=masked)
-    return seen if attention.chosen is None else min(seen, attention.chosen)
+    scored = _count_scored_tokens(layer, attention, context, masked=masked)
+    taken = scored if attention.chosen is None else min(scored, attention.chosen)
+    return seen + taken if attention.compressed else taken
+
+
+def _count_scored_tokens(layer: ModelLayer, attention: LayerAttention, context: float, *, masked: bool) -> float:
+    """Those that attention or its indexer chooses of: all that it sees, or compressed ones."""
+    if attention.compressed:
+        return (context / 2 if masked and not layer.encoder else context) / attention.compressed
+    return _count_seen_tokens(layer, attention, context, masked=masked)
 
 
 def _compute_indexer_width(attention: LayerAttention) -> int:

@@ -201,7 +201,7 @@ def _list_forward_terms(
 
 def _count_peak_elements(layer: ModelLayer, mesh: Mesh) -> int:
     """Count elements per token at the peak of a layer."""
-    return _STREAM * layer.hidden + max(_count_part_elements(layer, mesh).values(), default=0)
+    return _STREAM * layer.hidden * layer.streams + max(_count_part_elements(layer, mesh).values(), default=0)
 
 
 def _count_part_elements(layer: ModelLayer, mesh: Mesh) -> dict[str, int]:
@@ -225,7 +225,10 @@ def _count_part_elements(layer: ModelLayer, mesh: Mesh) -> dict[str, int]:
 def _count_attention_elements(attention: LayerAttention, tp: int) -> int:
     """Count queries, keys, values and the output; latents are unfolded into keys and values for new tokens."""
     heads = count_units_per_rank(attention.heads, tp)
-    keys = heads if attention.kind == "latent" else count_units_per_rank(attention.kv_heads, tp)
+    if attention.latent and attention.kind != "latent":
+        keys = 0  # one vector is both, for all heads
+    else:
+        keys = heads if attention.kind == "latent" else count_units_per_rank(attention.kv_heads, tp)
     return (
         heads * (attention.head_dim + attention.value_dim)
         + keys * (attention.head_dim + attention.value_dim)

@@ -38,6 +38,8 @@ class TokenCache:
     """Bytes of one vector as vLLM keeps it, whatever the cache's type is; 0 for elements of that type."""
     tokens: int = 1
     """Tokens for each vector."""
+    waiting: int = 0
+    """Of vectors of each token that wait until there are `tokens` of them to compress: how many are kept; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class LayerAttention:
     window: int | None = None
     """Tokens that a query sees, where it sees not all (sliding and chunked attention)."""
     latent: int = 0
-    """Elements that latent attention caches of each token for all heads together: `kv_lora_rank + qk_rope_head_dim`."""
+    """Elements that are cached of each token for all heads together: of latent attention `kv_lora_rank +
+    qk_rope_head_dim`, of DeepSeek-V4 the one vector that is key and value; 0 for keys and values of heads."""
     query_rank: int = 0
     """Elements of its compressed queries; 0 where they are not compressed."""
     key_rank: int = 0
@@ -79,6 +82,8 @@ class LayerAttention:
     chooses them."""
     indexer: LayerIndexer | None = None
     """What chooses them, if this layer does."""
+    compressed: int = 0
+    """Tokens of which one vector is made, that queries attend to besides; 0 for none. The indexer scores those."""
     besides: tuple[TokenCache, ...] = ()
     """What it caches besides."""
 
@@ -167,6 +172,8 @@ class ModelLayer:
     """Whether it is an encoder's, which caches nothing and sees tokens both ways."""
     wide: bool = False
     """Whether what it adds to is fp32 whatever computes (Mamba's `residual_in_fp32`)."""
+    streams: int = 1
+    """The states of each token between layers, which it mixes (hyper-connections)."""
 
     @property
     def mixes(self) -> bool:
@@ -332,7 +339,7 @@ class _AnatomyReader:
         norms = [row for row in rows if _is_norm(row)]
         whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]
         self.norm = self.norm_kind(whole, rows)
-        within = [row for row in norms if row not in whole] if attention and attention.kind != "latent" else []
+        within = [row for row in norms if row not in whole] if attention and not attention.latent else []
         return ModelLayer(
             hidden=named.size("hidden"),
             attention=attention,
@@ -345,6 +352,7 @@ class _AnatomyReader:
             # Towers and encoders by themselves have no class that generates.
             encoder=index == "encoder" or not any("lm" in one.parts.split() for one in self.family.classes.values()),
             wide=self.config.switch(self.traits.fp32_sums[0], default=self.traits.fp32_sums[1]),
+            streams=named.size("streams") // named.size("hidden") if named.has("streams") else 1,
         )
 
     def norm_kind(self, norms: list[Row], rows: list[Row]) -> NormKind:
@@ -369,6 +377,8 @@ class _AnatomyReader:
             return _add_indexer(latent, named) if named.known("chosen") else latent
         if not named.has("q"):
             return None
+        if named.has("shared_kv"):
+            return _build_compressed_attention(named, window)
         head = named.size("head") if named.known("head") else named.unit("q")
         width = named.size("q")
         keys = width
@@ -392,8 +402,43 @@ def _add_indexer(attention: LayerAttention, named: RowDims) -> LayerAttention:
     if not named.has("index"):
         return chosen
     width = named.size("index")
-    keys = TokenCache("keys of the indexer", width, width + -(-width // _INDEXER_BLOCK) * 4)
-    return replace(chosen, indexer=LayerIndexer(named.size("index_heads"), width), besides=(keys,))
+    indexer = LayerIndexer(named.size("index_heads"), width)
+    return replace(chosen, indexer=indexer, besides=(_build_indexer_cache(width, 1),))
+
+
+def _build_indexer_cache(width: int, tokens: int) -> TokenCache:
+    return TokenCache("keys of the indexer", width, width + -(-width // _INDEXER_BLOCK) * 4, tokens)
+
+
+def _build_compressed_attention(named: RowDims, window: int | None) -> LayerAttention:
+    """DeepSeek-V4's: of each token one vector that is key and value of all heads, and one of every so many tokens.
+
+    A compressor sums up so many tokens, and with those of the vector before where it has two sums; it keeps them and
+    their weights in fp32 until then (vLLM, `compressor.py`, `CompressorStateCache`).
+    """
+    width = named.size("shared_kv")
+    heads = named.size("q") // width
+    plain = LayerAttention("sliding", heads, heads, width, width, window, width, named.size("q_rank"))
+    two = named.has("rate")
+    if not two and not named.has("dense_rate"):
+        return plain
+    tokens, sums = (named.size("rate"), 2) if two else (named.size("dense_rate"), 1)
+    made = [("", width), *([(" of the indexer", named.size("index"))] if two else [])]
+    waiting = tuple(
+        TokenCache(f"{tokens} tokens that wait for the compressor{of}", 2 * n, 8 * n, tokens, sums * tokens)
+        for of, n in ((of, sums * one) for of, one in made)
+    )
+    kept = TokenCache(f"keys and values of {tokens} tokens, compressed", width, 0, tokens)
+    if not two:
+        return replace(plain, compressed=tokens, besides=(kept, *waiting))
+    indexer, keys = named.size("index"), _build_indexer_cache(named.size("index"), tokens)
+    return replace(
+        plain,
+        chosen=named.size("chosen"),
+        indexer=LayerIndexer(named.size("index_heads"), indexer),
+        compressed=tokens,
+        besides=(kept, keys, *waiting),
+    )
 
 
 _WITH_GATE: Final = 3

@@ -10,7 +10,13 @@ from shardctl.errors import SourceError, UnsupportedError
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
 
-_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+_WINDOWED: Final = (
+    "sliding_attention",
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+"""What `layer_types` calls layers with a window; those of the last two see compressed tokens besides (DeepSeek-V4)."""
 _WHOLE: Final = (
     "full_attention",
     "attention",

@@ -70,7 +70,7 @@ def test_layers_have_the_elements_that_their_tensors_have(name):
         if hidden in tensor.shape and len(tensor.shape) > 1 and min(tensor.shape) > 1 and "bias" not in tensor.name:
             found[number] += prod(tensor.shape)
     for layer, elements in zip(layers, found, strict=True):
-        if layer.state is not None or (layer.attention is not None and layer.attention.kind == "latent"):
+        if layer.state is not None or (layer.attention is not None and layer.attention.latent):
             continue
         gate = layer.hidden * layer.attention.heads * layer.attention.head_dim if layer.attention.gated else 0
         assert elements == matrices(layer) + gate

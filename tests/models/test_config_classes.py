@@ -127,7 +127,8 @@ def test_a_window_is_on_the_layers_where_the_class_has_it(name):
     config = {key: value for key, value in fixture(name).items() if key != "layer_types"}
     text = config_class(name).from_dict(config).get_text_config()
     windowed = [one.attention is not None and one.attention.window is not None for one in build_anatomy(config).layers]
-    assert windowed == [kind in {"sliding_attention", "chunked_attention"} for kind in text.layer_types]
+    kinds = {"sliding_attention", "chunked_attention", "compressed_sparse_attention", "heavily_compressed_attention"}
+    assert windowed == [kind in kinds for kind in text.layer_types]
 
 
 def test_what_is_assumed_is_said(tmp_path):

@@ -39,6 +39,7 @@ UNPLANNED = {
 """Families for which transformers has no plan."""
 PARTLY_PLANNED = {
     "deepseek_v3": "its plan is for the MLPs, and leaves latent attention whole",
+    "deepseek_v4": "its plan is for the routed experts, and leaves attention and the shared ones whole",
     "gpt_oss": "it has a plan for expert parallelism only",
     "granitemoe": "its plan is for the experts, and leaves attention whole",
     "granitemoeshared": "the same",
@@ -184,7 +185,7 @@ def test_too_few_key_value_heads_are_refused_with_the_degrees_that_work():
 def test_a_degree_that_the_heads_do_not_allow_is_refused(name):
     model = describe_model(fixture(name), kv_heads="replicate")
     refused = next(t for t in model.own() if any(c.sections for cuts in t.spec.cuts for c in cuts))
-    nouns = "attention heads|key/value groups|channels|state space heads|key heads"
+    nouns = "attention heads|groups of attention heads|key/value groups|channels|state space heads|key heads"
     with pytest.raises(CutError, match=rf"over tp=3: \d+ ({nouns})"):
         check_cuts(refused.name, refused.shape, refused.spec, Mesh.of(tp=3))
 

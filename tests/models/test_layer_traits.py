@@ -31,8 +31,8 @@ KEPT = {
 }
 """The kind of a norm, by the types of what it keeps of a bf16 input besides the input itself."""
 HEAD_NORM = re.compile(r"(^|\.)(q|k|qk)_(layer)?norm(\.|$)")
-WITHIN_MIXERS = re.compile(r"(^|\.)(mixer|mamba|linear_attn|indexer)\.|_a_layernorm$")
-"""Norms inside recurrent layers and indexers, and of what latent attention compresses."""
+WITHIN_MIXERS = re.compile(r"(^|\.)(mixer|mamba|linear_attn|indexer|\w+_hc)\.|_a_layernorm$|\.(q_a|q_b|kv)_norm$")
+"""Norms inside recurrent layers, indexers and what mixes streams, and of what latent attention compresses."""
 
 
 def kept_by(norm):
@@ -125,8 +125,9 @@ def check_norms_and_activations(config):
         assert {kept_by(norms[n]) for n in heads} == ({layer.head_norm} - {None}), heads
         kinds = {
             type(m)
-            for m in modules.values()
-            if type(m).__module__ in {"transformers.activations", "torch.nn.modules.activation"}
+            for n, m in modules.items()
+            if not n.endswith("score_fn")  # of routers
+            and type(m).__module__ in {"transformers.activations", "torch.nn.modules.activation"}
         }
         name = {"gated-gelu": "gelu_new"}.get(found.style.activation, found.style.activation)
         assert kinds <= {type(ACT2FN[name])} if name in ACT2FN else not kinds
@@ -153,8 +154,11 @@ def test_weights_of_experts_are_of_the_type_that_routers_make_them(name):
         routers = [m for m in modules.values() if type(m).__name__.endswith("Router")]
         assert bool(routers) == (layer.experts is not None)
         for router in routers:
-            bias = {"e_score_correction_bias": torch.zeros(layer.experts.count, device="meta")}
-            asked = {key: bias[key] for key in signature(router.forward).parameters if key in bias}
+            more = {
+                "e_score_correction_bias": torch.zeros(layer.experts.count, device="meta"),
+                "input_ids": torch.zeros(3, device="meta", dtype=torch.long),
+            }
+            asked = {key: more[key] for key in signature(router.forward).parameters if key in more}
             made = router(torch.ones((3, layer.hidden), device="meta", dtype=torch.bfloat16), **asked)
             assert made[1].dtype == (torch.float32 if layer.experts.wide else torch.bfloat16)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 WORLD = 2
 COUNTS = (
     *("num_heads", "n_head", "n_heads", "num_attention_heads", "num_kv_heads", "num_key_value_heads", "n_groups"),
-    *("num_k_heads", "num_v_heads", "key_dim", "value_dim"),
+    *("num_k_heads", "num_v_heads", "key_dim", "value_dim", "o_groups"),
     *("split_size", "embed_dim", "inner_dim", "intermediate_size"),
 )
 """Attributes of attentions and mixers that count heads, groups or channels, of which a rank has its part."""
@@ -118,7 +118,8 @@ def shrink(module, projections):
             setattr(owner, count, value // WORLD)
     if "conv1d" in projections:
         module.conv_dim = module.conv1d.weight.shape[0]
-    if "k_proj" in projections and projections["k_proj"] is None:
+    keys = next((name for name in ("k_proj", "kv_proj") if name in projections), None)
+    if keys is not None and projections[keys] is None:
         module.num_key_value_groups //= WORLD  # fewer queries share the head that both ranks have
 
 
@@ -189,6 +190,8 @@ def exchange(module, dim, offset, rank, *, is_head):  # noqa: C901 - one case a 
     elif isinstance(module, nn.Conv1d):
         assert module.groups == module.in_channels
         module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
+    elif kind == "DeepseekV4GroupedLinear":
+        module.n_groups //= WORLD
     elif isinstance(module, nn.Linear | Conv1D):
         if dim == (0 if isinstance(module, Conv1D) else 1):
             rowwise(module)

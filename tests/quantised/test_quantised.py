@@ -423,7 +423,7 @@ class TestMistakes:
                 {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"},
                 "no 4-bit type 'af4'",
             ),
-            ({**FP8, "expert_dtype": "fp4"}, "packed as fp4"),
+            ({**FP8, "expert_dtype": "int3"}, "experts of this fp8 checkpoint are int3"),
             (
                 {"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": {}}}, "format": "marlin-24"},
                 "the compressed-tensors format 'marlin-24' is not known",

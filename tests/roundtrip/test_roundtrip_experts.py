@@ -21,6 +21,9 @@ MODELS = {name: describe_model(config_of(name)) for name in FIXTURES}
 MOE = [name for name, model in MODELS.items() if any(t.spec.of_expert for t in model.own())]
 FUSED = [name for name in MOE if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values())]
 """Those whose experts transformers holds in another form than the Hub."""
+OTHERWISE_SPELLED = {"deepseek_v4"}
+"""Those of which the Hub spells other tensors otherwise, too: names of experts in one form do not say the other's."""
+SPELLED = [name for name in FUSED if name not in OTHERWISE_SPELLED]
 MESHES = {
     "ep2": Mesh.of(dp=2, ep=2),
     "tp2-ep2": Mesh.of(tp=2, ep=2),
@@ -67,6 +70,18 @@ def test_from_one_mesh_to_another(tiny, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", FUSED)
+def test_keep_gives_back_the_form_of_the_source(tiny, tmp_path, name):
+    fused = tmp_path / "fused"
+    reshard(tiny(name).path, fused, ReshardOptions(experts="fused"))
+    (fused / "shardctl.json").unlink()
+    for form in ("keep", "split", "fused"):
+        there, back = tmp_path / f"{form}-ranks", tmp_path / f"{form}-back"
+        reshard(fused, there, ReshardOptions(mesh=Mesh.of(tp=2, ep=2), experts=form))
+        reshard(there, back, ReshardOptions(to="hf"))
+        assert_same(stored(back), stored(fused))
+
+
+@pytest.mark.parametrize("name", SPELLED)
 class TestForms:
     def test_fused_files_hold_the_state_dict_and_transformers_loads_them(self, tiny, tmp_path, name):
         source, fused = tiny(name), tmp_path / "fused"
@@ -83,16 +98,6 @@ class TestForms:
         assert digest(fused).digest == digest(split).digest == digest(source).digest
         assert digest(fused).tensors == digest(source).tensors
         assert verify(fused, level="full", against=source).ok
-
-    def test_keep_gives_back_the_form_of_the_source(self, tiny, tmp_path, name):
-        fused = tmp_path / "fused"
-        reshard(tiny(name).path, fused, ReshardOptions(experts="fused"))
-        (fused / "shardctl.json").unlink()
-        for form in ("keep", "split", "fused"):
-            there, back = tmp_path / f"{form}-ranks", tmp_path / f"{form}-back"
-            reshard(fused, there, ReshardOptions(mesh=Mesh.of(tp=2, ep=2), experts=form))
-            reshard(there, back, ReshardOptions(to="hf"))
-            assert_same(stored(back), stored(fused))
 
     def test_one_repository_may_have_both(self, tiny, tmp_path, name):
         source, fused, mixed = tiny(name), tmp_path / "fused", tmp_path / "mixed"

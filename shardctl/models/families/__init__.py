@@ -9,6 +9,7 @@ from shardctl.models.families.clip import CLIP, CLIP_TEXT, CLIP_VISION, SIGLIP
 from shardctl.models.families.cohere import COHERE, COHERE2
 from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from shardctl.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
+from shardctl.models.families.deepseek_v4 import DEEPSEEK_V4
 from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
@@ -62,6 +63,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
+    DEEPSEEK_V4,
     DISTILBERT,
     FALCON,
     FALCON_MAMBA,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
-from shardctl.models.decoder import LAYER, NORMS
+from shardctl.models.decoder import LAYER, NORMS, assume_sizes
 from shardctl.models.experts import build_fused_experts, list_sparse_layers
 from shardctl.models.families.deepseek import BALANCED_EXPERTS, add_balanced_facts, build_balanced_rows
 from shardctl.models.family import Family, LogicalDim, ModelClass, Row
@@ -77,6 +77,12 @@ def _list_choosing_layers(config: ModelConfig) -> frozenset[int]:
 
 _LAYER: Final = (*LATENT, *INDEXER, *BALANCED_EXPERTS, *NORMS)
 _ROWS: Final = build_balanced_rows(_LAYER, "moe shared indexer")
+_NAMES: Final = {
+    "num_experts": "n_routed_experts",
+    "num_local_experts": "n_routed_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
+_EXPERTS: Final = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
 _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8)
 DEEPSEEK_V32: Final = Family(
     name="deepseek_v32",
@@ -86,6 +92,8 @@ DEEPSEEK_V32: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=_TRAITS,
+    aliases=_NAMES,
+    assumed={**assume_sizes(129280, 7168, 18432, 61, 128), **_EXPERTS},
 )
 GLM_MOE_DSA: Final = Family(
     name="glm_moe_dsa",
@@ -95,4 +103,6 @@ GLM_MOE_DSA: Final = Family(
     prefixes=("model",),
     fused=build_fused_experts(),
     traits=_TRAITS,
+    aliases=_NAMES,
+    assumed={**assume_sizes(154880, 6144, 12288, 78, 64), **_EXPERTS},
 )

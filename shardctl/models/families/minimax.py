@@ -16,6 +16,7 @@ from shardctl.models.decoder import (
     LAYER,
     NORMS,
     QKVO,
+    assume_sizes,
     build_decoder_classes,
     build_decoder_facts,
 )
@@ -35,7 +36,7 @@ _BALANCE: Final = f"{LAYER}.{_MODULE}.e_score_correction_bias"
 
 def _build_facts(config: ModelConfig) -> FamilyFacts:
     facts = build_decoder_facts(config, head_dim=128, kv_heads=8)
-    return add_expert_facts(facts, count_experts(config, "num_local_experts", "num_experts"), facts.size("ffn"))
+    return add_expert_facts(facts, count_experts(config, "num_local_experts"), facts.size("ffn"))
 
 
 MINIMAX_M2: Final = Family(
@@ -61,4 +62,6 @@ MINIMAX_M2: Final = Family(
         *build_fused_experts(_MODULE, _NAMES, within="mlp"),
     ),
     traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    aliases={"num_experts": "num_local_experts"},
+    assumed={**assume_sizes(200064, 3072, 1536, 62, 48), "num_local_experts": 256},
 )

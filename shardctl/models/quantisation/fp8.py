@@ -1,8 +1,10 @@
 """Describes fp8 with a scale per tensor, per row, or per block of rows and columns.
 
 DeepSeek-V3 and Qwen3 have blocks of 128 x 128 with `weight_scale_inv` (transformers,
-integrations/finegrained_fp8.py, `FP8Linear`); vLLM's own `fp8` has one `weight_scale` a tensor
-(vllm/model_executor/layers/quantization/fp8.py); FBGEMM has one a row (integrations/fbgemm_fp8.py).
+integrations/finegrained_fp8.py, `FP8Linear`). In DeepSeek-V4 it is `scale`, an exponent alone, and routed experts are
+fp4, two codes in a byte, with such a scale for each 32 of a row (vLLM, models/deepseek_v4/nvidia/model.py). vLLM's own
+`fp8` has one `weight_scale` a tensor (vllm/model_executor/layers/quantization/fp8.py); FBGEMM has one a row
+(integrations/fbgemm_fp8.py).
 """
 
 from __future__ import annotations
@@ -31,22 +33,37 @@ if TYPE_CHECKING:
 
 _CODES: Final = QuantisedArray("weight", FP8, ((AlongDim(OUT), AlongDim(IN)),))
 _INPUT: Final = QuantisedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
+_EXPONENTS: Final = ("F8_E8M0", *SCALE)
+_FP4: Final = WeightStorage(
+    (
+        QuantisedArray("weight", ("I8", "U8"), ((AlongDim(OUT), AlongDim(IN, 2)),)),
+        QuantisedArray("scale weight_scale", _EXPONENTS, ((AlongDim(OUT), AlongDim(IN, 32)),)),
+    )
+)
 _BLOCK_DIMS: Final = 2
 
 
 def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
-    if config.text("expert_dtype", "fp8") != "fp8":
-        raise UnsupportedError("the experts of this fp8 checkpoint are packed as fp4, which is not known yet")
+    experts = config.text("expert_dtype", "")
+    if experts not in ("", "fp8", "fp4"):
+        raise UnsupportedError(f"the experts of this fp8 checkpoint are {experts}, which is not known")
     listed = find_module_list(config, "modules_to_not_convert", "ignored_layers")
     block = parse_block_size(config, "weight_block_size")
     if block is None:
         scale = QuantisedArray("weight_scale weight_scale_inv", SCALE, (*PER_TENSOR, *PER_ROW))
     else:
         scale = QuantisedArray(
-            "weight_scale_inv weight_scale", SCALE, ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),)
+            "scale weight_scale_inv weight_scale" if experts else "weight_scale_inv weight_scale scale",
+            _EXPONENTS if experts else SCALE,
+            ((AlongDim(OUT, block[0]), AlongDim(IN, block[1])),),
         )
     storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
-    return QuantisationScheme(lambda _names: storage, match_name_parts(listed or ()), heads=listed is not None)
+    routed = _FP4 if experts == "fp4" else storage
+    return QuantisationScheme(
+        lambda names: routed if ".experts." in names[0] else storage,
+        match_name_parts(listed or ()),
+        heads=listed is not None,
+    )
 
 
 def parse_block_size(config: ModelConfig, key: str) -> tuple[int, int] | None:

@@ -71,7 +71,7 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
             f"quantised weights by {name!r} are not known" if name else "quantization_config names no quant_method",
             hint="on one device they are converted as they are; for a mesh, say how they are cut with --rules FILE",
         )
-    scheme = method.read(settings)
+    scheme = method.read(settings.over({"expert_dtype": config.get("expert_dtype")}))  # where DeepSeek-V4 has it
     if scheme is None:
         return model
     if model.family in _TRANSPOSED:
