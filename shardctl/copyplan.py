@@ -18,8 +18,6 @@ from shardctl.manifest import ConstantFill, first_byte, narrow_chunk
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from shardctl.manifest import Chunk, Manifest, Tensor
 
 
@@ -41,16 +39,6 @@ class TensorCopy:
     def write_bytes(self) -> int:
         """Bytes written, replicas included."""
         return sum(chunk.dtype.nbytes(chunk.box.shape) for chunk in self.target.chunks)
-
-    def strided_copies(self) -> Iterator[tuple[Chunk, Chunk]]:
-        """Yield every `(from, to)`: equal boxes with a stride rule on both sides.
-
-        Each wanted box is filled exactly once.
-        """
-        index = BoxIndex([chunk.box for chunk in self.reads])
-        for wanted in self.target.chunks:
-            for position, common in index.overlapping(wanted.box):
-                yield narrow_chunk(self.reads[position], common), narrow_chunk(wanted, common)
 
 
 @dataclass(frozen=True, slots=True)

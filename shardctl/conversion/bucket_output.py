@@ -25,8 +25,8 @@ from shardctl.execute.provenance import list_whole_files
 from shardctl.execute.uploads import BucketUploads, require_free_destination
 from shardctl.manifest import ConstantFill
 from shardctl.record import RECORD, SUMS, encode_record, parse_record
+from shardctl.settings import is_text
 from shardctl.shares import WorkerShare, build_share, divide_files, group_files
-from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.cloud.bucket import CloudBucket, estimate_upload_memory
 from shardctl.storage.free_space import measure_free_space
 from shardctl.version import __version__
@@ -135,7 +135,7 @@ def check_bucket(work: PlannedConversion, destination: str, *, overwrite: bool) 
 
 def require_object_names(work: PlannedConversion) -> None:
     """Raise DestinationError for a side file that no object can be called as: names of objects are UTF-8."""
-    odd = [side.name for side in work.carried if not is_unicode(side.name)]
+    odd = [side.name for side in work.carried if not is_text(side.name)]
     if odd:
         raise DestinationError(
             f"{odd[0]} is copied, and its name is not UTF-8, as the name of an object must be",

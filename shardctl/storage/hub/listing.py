@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from shardctl.errors import HostileError, SourceError, UsageError
+from shardctl.settings import is_text
 from shardctl.storage import HIDDEN
-from shardctl.storage.byte_names import is_unicode
 from shardctl.storage.hub.questions import HubQuestions
 from shardctl.storage.hub.refusals import build_offline_error, build_refusal_error, build_unreachable_error
 from shardctl.storage.hub.statuses import PASSING, parse_retry_after
@@ -182,7 +182,7 @@ def _select_visible_files(files: Mapping[str, HubFile]) -> dict[str, HubFile]:
             raise SourceError(f"the Hub lists a file {path!r:.200} whose name is not text")
         if "\0" in path or not {"", ".", ".."}.isdisjoint(path.split("/")):
             raise HostileError(f"the Hub lists a file {path!r}, which would lie outside of its repository")
-        if not is_unicode(path):
+        if not is_text(path):
             raise SourceError(f"the Hub lists a file {path!a:.200}, whose name is not Unicode text")
         if not isinstance(file.size, int) or not 0 <= file.size <= _LARGEST:
             raise SourceError(f"the Hub lists {path!r} with a size of {file.size!r}")
