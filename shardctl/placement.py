@@ -125,7 +125,7 @@ def check_cuts(
     `beside` says how other tensors are cut, for which those degrees must work as well.
     """
     if spec.cuts and len(spec.cuts) != len(shape):
-        raise CutError(f"{name} has {len(shape)} dims but its rule speaks of {len(spec.cuts)}")
+        raise CutError(f"{name} has {len(shape)} dims, but its rule is for {len(spec.cuts)}")
     for extent, cuts in zip(shape, spec.cuts, strict=False):
         for cut in cuts:
             ruled = sum(section.size for section in cut.sections)

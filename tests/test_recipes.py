@@ -111,7 +111,7 @@ def test_the_help_names_both(extended):
     [
         (("--to", "toys"), "the layouts are toy, hf"),
         (("--to", "toy", "--tp", "2"), "layout toy has no ranks"),
-        (("--to", "toy", "--max-shard-size", "1MB"), "--max-shard-size means nothing to --to toy"),
+        (("--to", "toy", "--max-shard-size", "1MB"), "--to toy does not use --max-shard-size"),
         (("--to", "toy", "--vllm-profile", "0.25"), "layouts with this option: vllm"),
         (("--from", "toys"), "formats: toy, safetensors"),
     ],

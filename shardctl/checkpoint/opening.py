@@ -287,7 +287,7 @@ def _refuse_unbound(manifest: Manifest, problem: UnsupportedError | None, source
         raise problem
     title = schemas.get_schema(manifest.dialect.schema).title
     raise SourceError(
-        f"only a config says which model's tensors are in these arrays of {title}",
+        f"without a config, nothing says which model's tensors are in these arrays of {title}",
         hint="give the model's config.json of transformers with --config PATH",
     )
 

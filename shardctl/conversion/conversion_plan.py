@@ -253,7 +253,7 @@ def _check_meaningful(reshard_options: ReshardOptions, layout: Layout, mesh: Mes
     for name in (*sorted(_COMMON_OPTIONS), *_SPECIAL_OPTIONS):
         if name not in layout.options and getattr(reshard_options, name) != _USUAL_VALUES[name]:
             raise UsageError(
-                f"--{name.replace('_', '-')} means nothing to --to {layout.name}",
+                f"--to {layout.name} does not use --{name.replace('_', '-')}",
                 hint=f"leave it out; layouts with this option: {', '.join(list_layouts_with(name))}",
             )
 

@@ -108,7 +108,7 @@ class AllowedDegrees:
 
     def _reason(self, axis: str, degree: int) -> str:
         if axis in self.inventory.unknown:
-            return f"nobody knows how {axis} cuts this model"
+            return f"no table or rule says how {axis} cuts this model"
         if axis == "pp":
             return f"pp={degree} needs at least {degree} layers, and the model has {self.inventory.layers}"
         if axis == "cp":

@@ -43,7 +43,7 @@ class Rule:
         if not shape:
             return ()
         if len(self.axes) > len(shape):
-            raise UsageError(f"the rule {self.pattern!r} speaks of {len(self.axes)} dims, but {name} is {list(shape)}")
+            raise UsageError(f"the rule {self.pattern!r} is for {len(self.axes)} dims, but {name} is {list(shape)}")
         every = (*self.axes, *((),) * (len(shape) - len(self.axes)))
         return tuple(
             tuple(AxisCut(axis) if axis == "fsdp" else AxisCut(axis, (CutSection(extent),)) for axis in axes)

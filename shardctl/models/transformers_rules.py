@@ -52,7 +52,7 @@ def build_transformers_model(config: Mapping[str, object], stored: Manifest) -> 
     architecture = named.architecture()
     if find_quantisation_config(config) is not None:
         raise UnsupportedError(
-            f"the plan that transformers has for {architecture} does not speak of quantised weights",
+            f"the plan that transformers has for {architecture} does not cover quantised weights",
             hint="write a rule file and give it with --rules FILE",
         )
     plan = read_plan(named.text("model_type", ""), architecture)
@@ -174,7 +174,7 @@ def _find_prefix(plan: TransformersPlan, stored: Manifest) -> str:
     if len(found) != 1:
         what = "nowhere" if not found else f"in several places ({', '.join(found)})"
         raise UnsupportedError(
-            f"the plan of {plan.source} speaks of {next(iter(plan.tp))}, which the checkpoint has {what}",
+            f"the plan of {plan.source} names {next(iter(plan.tp))}, which the checkpoint has {what}",
             hint="write a rule file and give it with --rules FILE",
         )
     return next(iter(found))

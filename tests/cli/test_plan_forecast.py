@@ -328,7 +328,7 @@ def test_a_search_shows_what_is_impossible_and_what_comes_closest(say, monkeypat
     [
         (("--to", "nosuch"), "unknown layout 'nosuch'"),
         (("--to", "hf", "--tp", "2"), "layout hf has no ranks"),
-        (("--to", "meta", "--max-shard-size", "1GB"), "--max-shard-size means nothing to --to meta"),
+        (("--to", "meta", "--max-shard-size", "1GB"), "--to meta does not use --max-shard-size"),
     ],
 )
 def test_a_config_alone_takes_no_options_that_a_checkpoint_does_not(say, options, said):

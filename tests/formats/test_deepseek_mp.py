@@ -63,7 +63,7 @@ class TestReading:
         assert (str(dialect.mesh), len(dialect.ranks)) == ("tp4 x ep4", 4)
 
     def test_without_a_config_one_is_asked_for(self, place):
-        with pytest.raises(SourceError, match="only a config says which model's tensors") as caught:
+        with pytest.raises(SourceError, match="without a config, nothing says which model's tensors") as caught:
             digest(place)
         assert "--config" in caught.value.hint
 

@@ -116,7 +116,7 @@ def test_a_tensor_that_one_rank_lacks_is_named(place):
 def test_tensors_that_no_such_llama_has_are_refused(place):
     for rank in range(2):
         change(place / f"consolidated.{rank:02d}.pth", vision_model__conv1__weight=torch.zeros(2))
-    with pytest.raises(UnsupportedError, match=r"'vision_model\.conv1\.weight', which Llama 2 and 3 have not"):
+    with pytest.raises(UnsupportedError, match=r"'vision_model\.conv1\.weight', which Llama 2 and 3 do not have"):
         scan(place)
 
 

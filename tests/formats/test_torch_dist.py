@@ -424,7 +424,7 @@ def test_a_vocabulary_that_cannot_be_known_is_asked_for(place):
 def test_without_common_pt_a_config_is_asked_for(place):
     where = place()
     (where / "common.pt").unlink()
-    with pytest.raises(SourceError, match="only a config says") as error, open_checkpoint(where):
+    with pytest.raises(SourceError, match="without a config, nothing says") as error, open_checkpoint(where):
         pass
     assert "--config" in error.value.hint
     with open_checkpoint(where, SourceOptions(config=model("stacked"))) as checkpoint:
@@ -480,7 +480,7 @@ def drafted(name: str, **reshard_options) -> None:
 
 
 def test_what_megatron_has_no_place_for_is_refused_by_name():
-    with pytest.raises(CutError, match="no 3 equal parts"):
+    with pytest.raises(CutError, match="cannot be divided into 3 equal parts"):
         drafted("stacked", mesh=Mesh.of(tp=3))
     with pytest.raises(CutError, match="4 experts cannot be divided over ep=3"):
         drafted("moe", mesh=Mesh.of(dp=3, ep=3))
@@ -488,7 +488,7 @@ def test_what_megatron_has_no_place_for_is_refused_by_name():
         drafted("stacked", mesh=Mesh.of(pp=3))
     with pytest.raises(UnsupportedError, match=r"needs every tensor, and model\.norm\.weight"):
         drafted("stacked", exclude="model.norm")
-    with pytest.raises(UsageError, match="--names means nothing to --to torch_dist"):
+    with pytest.raises(UsageError, match="--to torch_dist does not use --names"):
         drafted("stacked", names="keep")
 
 

@@ -378,7 +378,7 @@ class TestRefusals:
     def test_no_config(self, place):
         at = place("llama/0.25-tp2")
         (at / "config.json").unlink()
-        with pytest.raises(SourceError, match="only a config says which model's tensors"):
+        with pytest.raises(SourceError, match="without a config, nothing says which model's tensors"):
             digest(at)
         with open_checkpoint(at, SourceOptions(config=source("llama/"))) as found:
             assert found.model is not None

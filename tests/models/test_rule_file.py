@@ -148,7 +148,7 @@ def test_a_missing_file_is_an_error(tmp_path):
 
 
 def test_a_rule_of_more_dims_than_the_tensor_is_an_error(load):
-    with pytest.raises(UsageError, match=r"speaks of 3 dims, but net\.embed\.weight is \[10, 4\]"):
+    with pytest.raises(UsageError, match=r"is for 3 dims, but net\.embed\.weight is \[10, 4\]"):
         choose_model(None, stored(FOREIGN.items()), load('[rules]\n"**" = ["", "", "tp"]'))
 
 

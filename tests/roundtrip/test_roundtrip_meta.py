@@ -279,12 +279,12 @@ def test_a_tied_embedding_is_written_under_both_names(tmp_path):
         ),
         ({}, ReshardOptions(to="meta", mesh=Mesh.of(pp=2)), "the mesh is pp2"),
         ({}, ReshardOptions(to="meta", exclude="norm"), "was left out"),
-        ({}, ReshardOptions(to="meta", max_shard_size=1000), "--max-shard-size means nothing to --to meta"),
+        ({}, ReshardOptions(to="meta", max_shard_size=1000), "--to meta does not use --max-shard-size"),
         ({}, ReshardOptions(to="meta", optimizer_states="keep"), "no optimizer states"),
         (
             {"vocab_size": 33},
             ReshardOptions(to="meta", mesh=Mesh.of(tp=2)),
-            r"lm_head.weight \[33, 16\] has no 2 equal parts",
+            r"lm_head.weight \[33, 16\] cannot be divided into 2 equal parts",
         ),
     ],
 )

@@ -149,7 +149,9 @@ def test_an_index_of_a_stack_is_the_array_that_was_stacked():
 
 def test_parts_that_would_not_be_equal_are_refused_by_name():
     whole = CompositeArray.whole("model.norm.weight", (6, 2))
-    with pytest.raises(CutError, match=re.escape("model.norm.weight: 6 rows or columns have no 4 equal parts")):
+    with pytest.raises(
+        CutError, match=re.escape("model.norm.weight: 6 rows or columns cannot be divided into 4 equal parts")
+    ):
         whole.share(0, 1, 4)
     with pytest.raises(CutError, match="no part 4:9"):
         whole.part(0, 4, 9)

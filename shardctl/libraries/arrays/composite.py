@@ -105,7 +105,7 @@ class CompositeArray:
         if extent % count:
             raise CutError(
                 f"{self.pieces[0].tensor if self.pieces else 'an array'}: {extent} rows or columns "
-                f"have no {count} equal parts"
+                f"cannot be divided into {count} equal parts"
             )
         return self.part(dim, index * extent // count, (index + 1) * extent // count)
 

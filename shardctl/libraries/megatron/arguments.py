@@ -228,7 +228,7 @@ def convert_config_to_arguments(config: Mapping[str, object], model: Model) -> d
     latent, heads = f"{first}.kv_b_proj.weight" in own, said.size("num_attention_heads")
     biased = f"{first}.o_proj.bias" in own
     if biased != ("model.layers.0.mlp.gate_proj.bias" in own):
-        raise UnsupportedError(f"{TITLE} has biases in all projections or in none, but for those of q, k and v")
+        raise UnsupportedError(f"{TITLE} has biases in all projections or in none, except in those of q, k and v")
     if said.text("hidden_act", "silu") not in {"silu", "swish"}:
         raise UnsupportedError(f"{TITLE}'s args have no activation {config['hidden_act']!r} for models like this")
     hidden = own["model.embed_tokens.weight"].shape[1]
@@ -357,7 +357,7 @@ def _find_window(config: Mapping[str, object], model: Model) -> tuple[int, int] 
     width = config.get("sliding_window")
     if not isinstance(width, int) or model.family not in {"mistral", "mixtral"}:
         if config.get("use_sliding_window") is True:
-            raise UnsupportedError(f"{TITLE}'s args have no window that only some layers have")
+            raise UnsupportedError(f"{TITLE}'s args cannot say that only some layers have a window")
         return None
     return width - 1, 0
 

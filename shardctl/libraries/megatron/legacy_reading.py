@@ -153,7 +153,9 @@ def _count_layers(files: Mapping[str, MegatronRankFile], ranks: Mapping[int, str
             )
     chunks = {len(counts) for _, counts in stages.values()}
     if len(chunks) > 1:
-        raise SourceError("stages differ in their chunks of layers", hint="files of two checkpoints are mixed")
+        raise SourceError(
+            "the stages have different numbers of chunks of layers", hint="files of two checkpoints are mixed"
+        )
     found = tuple(stages[stage][1][chunk] for chunk in range(chunks.pop()) for stage in range(mesh.degree("pp")))
     first = next(iter(files.values()))
     said = first.arguments.get("num_layers")

@@ -136,7 +136,7 @@ def _build_mesh(order: PackRequest) -> Mesh:
     heads = ModelConfig(order.config).size("n_head" if order.model.family == "gpt2" else "num_attention_heads")
     if heads % tp:
         raise CutError(
-            f"{TITLE} gives every tp rank as many attention heads, and {heads} have no {tp} equal parts",
+            f"{TITLE} gives every tp rank as many heads as any other, and {heads} cannot be divided over tp={tp}",
             hint=f"use --tp {', '.join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)}",
         )
     ep, etp = (mesh.ep, mesh.etp) if layers.count_experts(order.model) else (1, tp)
@@ -162,7 +162,9 @@ def _count_chunk_layers(order: PackRequest, wanted: MegatronOptions) -> tuple[in
     stages = order.mesh.degree("pp")
     turns = stages * wanted.chunks
     if wanted.chunks > 1 and (stages == 1 or order.stages is not None):
-        raise UsageError(f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have as many layers")
+        raise UsageError(
+            f"virtual={wanted.chunks} needs --pp, and no --stages: all chunks have the same number of layers"
+        )
     if order.stages is not None:
         _find_end_stages(order.stages)
         return order.stages
@@ -183,7 +185,7 @@ def _find_end_stages(stages: Sequence[int]) -> tuple[int | None, int | None]:
     middle = stages[1:-1]
     if len(set(middle)) > 1:
         raise CutError(
-            f"{TITLE} has stages of as many layers, but for the first and the last: --stages "
+            f"{TITLE} gives all stages the same number of layers, except the first and the last: --stages "
             f"{','.join(map(str, stages))} differ in the middle"
         )
     if len(set(stages)) == 1:

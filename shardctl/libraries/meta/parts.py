@@ -150,7 +150,7 @@ def _check_known(path: str, names: Sequence[str]) -> None:
     unknown = [n for n in names if n != EMBEDDING and not any(p.fullmatch(n) for p in (_OUTPUTS, _INPUTS, _WHOLE))]
     if unknown:
         raise UnsupportedError(
-            f"{path} has {format_first_few(map(ascii, unknown))}, which Llama 2 and 3 have not",
+            f"{path} has {format_first_few(map(ascii, unknown))}, which Llama 2 and 3 do not have",
             hint="how such tensors are cut is not known; give the model in the layout of transformers",
         )
     lacking = [name for name in (EMBEDDING, NORM) if name not in names]

@@ -100,7 +100,9 @@ def _list_rank_boxes(
                 rows, columns = piece.tensor.shape
                 box = Box((0, rank * (columns // ranks)), (rows, columns // ranks))
             if any(part != whole and whole % part for part, whole in zip(box.shape, piece.tensor.shape, strict=True)):
-                raise CutError(f"{piece.tensor.name} {list(piece.tensor.shape)} has no {ranks} equal parts")
+                raise CutError(
+                    f"{piece.tensor.name} {list(piece.tensor.shape)} cannot be divided into {ranks} equal parts"
+                )
             boxes.append((piece.tensor, box))
         yield rank, boxes
 

@@ -42,7 +42,7 @@ def build_refusal_error(error: HfHubHTTPError, address: HubAddress, path: str = 
     if isinstance(error, errors.EntryNotFoundError):
         return SourceError(f"{path or address.inside} is missing in {name} on the Hub")
     if isinstance(error, errors.DisabledRepoError):
-        return AccessError(f"{name} was disabled by the Hub, which gives it to nobody")
+        return AccessError(f"{name} was disabled by the Hub and cannot be downloaded")
     if status in {401, 403}:
         return AccessError(
             f"the Hub refuses {name} (HTTP {status}): {error.server_message or 'the token does not allow it'}",
