@@ -49,6 +49,7 @@ def build_plan_fields(result: PlanResult) -> Document:
         "architecture": result.architecture,
         "parameters": result.parameters,
         "weight_bytes": result.weight_bytes,
+        "weight_types": list(result.weight_types),
         "mesh": build_mesh_fields(result.mesh),
         "stages": [asdict(stage) for stage in result.stages],
         "ranks": [asdict(rank) | {"needs": place} for rank, place in zip(result.ranks, places, strict=True)],

@@ -140,7 +140,8 @@ def _format_header(planned: PlanResult) -> str:
     world = planned.mesh.world
     mesh = f"{planned.mesh} = {format_plural(world, 'rank')}" if world > 1 else "one device"
     amounts = f"{format_count(planned.parameters)} parameters  {format_memory_size(planned.weight_bytes)}"
-    layout = f" | layout {planned.layout}" if planned.layout else " | a config without weights"
+    types = ", ".join(planned.weight_types)
+    layout = f" | layout {planned.layout}" if planned.layout else f" | a config, which says {types}"
     if planned.forecast.quantised:
         layout = f" | if it were quantised to {planned.forecast.quantised}"
     elif planned.forecast.dequantised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.estimate.holding import RankHolding
+    from shardctl.estimate.inventory import TensorInventory
 
 
 _NOTHING: Final = "a plan is for tensors that are stored, in a type that reshard writes"
@@ -101,6 +103,8 @@ class PlanResult:
     parameters: int
     weight_bytes: int
     """Of the checkpoint, each element once, in the types that will be written."""
+    weight_types: tuple[str, ...]
+    """The types that have a hundredth of these bytes at least, the most first."""
     mesh: Mesh
     stages: tuple[StagePlan, ...]
     ranks: tuple[RankPlan, ...]
@@ -336,6 +340,7 @@ def _build_result(
         architecture=checkpoint.model.architecture if checkpoint.model else "",
         parameters=about.parameters,
         weight_bytes=weights,
+        weight_types=_list_weight_types(about.inventory),
         mesh=mesh,
         stages=_build_stage_plans(stages, ranks) if mesh.world > 1 else (),
         ranks=ranks,
@@ -346,6 +351,13 @@ def _build_result(
         conversion=conversion,
         warnings=checkpoint.manifest.warnings,
     )
+
+
+def _list_weight_types(inventory: TensorInventory) -> tuple[str, ...]:
+    sizes: Counter[str] = Counter()
+    for kind in inventory.kinds:
+        sizes[kind.dtype.name] += kind.count * kind.dtype.nbytes(kind.shape)
+    return tuple(name for name, size in sizes.most_common() if size * 100 >= sizes.total())
 
 
 class _RankFiles:

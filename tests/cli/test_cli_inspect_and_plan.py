@@ -140,6 +140,7 @@ def test_plan_as_json(say, source):
     document = json.loads(say("plan", source, "--mesh", "pp=2,tp=2", "--stages", "1,1", "--json").out)
     assert list(document) == [
         *("schema", "status", "exit_code", "path", "layout", "architecture", "parameters", "weight_bytes"),
+        "weight_types",
         *("mesh", "stages", "ranks", "needs", "replication", "purpose", "device", "verdict", "offload", "strategies"),
         *("calibration", "search", "advice", "types", "conversion", "warnings"),
     ]
@@ -186,3 +187,13 @@ def test_strict_makes_a_warning_an_error(say, source, tmp_path):
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+def test_a_plan_of_a_config_says_in_which_types_it_counts(say, tmp_path):
+    path = Path(__file__).parents[2] / "fixtures" / "configs" / "llama.json"
+    config = {**json.loads(path.read_text()), "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "| a config, which says BF16\n" in say("plan", tmp_path).out
+    sidecar = {"quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(sidecar))
+    assert "| a config, which says BF16, U8, F8_E4M3\n" in say("plan", tmp_path).out

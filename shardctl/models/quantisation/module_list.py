@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
+from shardctl.models.quantisation.expressions import compile_expression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from shardctl.models.quantisation.storage import Names
 
 _PLAIN: Final = re.compile(r"[\w.\-]+")
+_FILE: Final = "config.json"
 _WILDCARD: Final = frozenset("*?[")
 _MARK: Final = "re:"
 """What stands before a regular expression in the lists of compressed-tensors."""
@@ -49,9 +51,11 @@ def match_name_parts(entries: Sequence[str]) -> Callable[[Names], bool]:
     [True, False]
     """
     plain = [f".{entry.removeprefix('.').removesuffix('.')}." for entry in entries if _PLAIN.fullmatch(entry)]
-    others = [_compile_expression(rf"(?:{entry})(?=\.|$)", entry) for entry in entries if not _PLAIN.fullmatch(entry)]
+    others = [
+        compile_expression(rf"(?:{entry})(?=\.|$)", _FILE, entry) for entry in entries if not _PLAIN.fullmatch(entry)
+    ]
     return lambda names: any(
-        any(run in f".{name}." for run in plain) or any(expression.match(name) for expression in others)
+        any(run in f".{name}." for run in plain) or any(expression.matches(name) for expression in others)
         for name in names
     )
 
@@ -66,8 +70,10 @@ def match_exact_names(entries: Sequence[str]) -> Callable[[Names], bool]:
     [True, False, True]
     """
     plain = {entry for entry in entries if not entry.startswith(_MARK)}
-    others = [_compile_expression(entry.removeprefix(_MARK), entry) for entry in entries if entry.startswith(_MARK)]
-    return lambda names: any(name in plain or any(expression.match(name) for expression in others) for name in names)
+    others = [
+        compile_expression(entry.removeprefix(_MARK), _FILE, entry) for entry in entries if entry.startswith(_MARK)
+    ]
+    return lambda names: any(name in plain or any(expression.matches(name) for expression in others) for name in names)
 
 
 def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
@@ -100,10 +106,3 @@ def list_enclosing_modules(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _compile_expression(expression: str, entry: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise SourceError(f"config.json has {entry!r}, which is not a regular expression: {error}") from error

@@ -15,12 +15,14 @@ from shardctl.models.quantisation.awq import AWQ
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
 from shardctl.models.quantisation.encoding import WeightEncoding
+from shardctl.models.quantisation.expressions import limit_matching
 from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
 from shardctl.models.quantisation.mxfp4 import MXFP4
 from shardctl.models.quantisation.settings import find_quantisation_config, name_method
 from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
+from shardctl.models.quantisation.unexplained import check_unexplained_codes
 from shardctl.placement import PartitionSpec
 
 if TYPE_CHECKING:
@@ -58,12 +60,13 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
     Which weights those are, the config says only in part, for it also depends on the code of the class (routers and
     heads are spared unsaid). So where `stored` has a weight in one form or the other, that decides, and the config
     only where it has none.
-    Raises UnsupportedError for a method that is not known, SourceError for settings that make no sense and for an
-    array that is stored as another type than its method has.
+    Raises UnsupportedError for a method that is not known, or codes that no config explains, SourceError for settings
+    that make no sense and for an array that is stored as another type than its method has.
     """
     settings = find_quantisation_config(config)
     if settings is None:
-        return model
+        noticed = check_unexplained_codes(model, stored) if stored is not None else ()
+        return replace(model, warnings=(*model.warnings, *noticed)) if noticed else model
     name = name_method(settings)
     method = next((m for m in METHODS if name in m.names), None)
     if method is None:
@@ -76,7 +79,8 @@ def quantise_model(model: Model, config: Mapping[str, object], stored: Manifest 
         return model
     if model.family in _TRANSPOSED:
         raise UnsupportedError(f"quantised weights of {model.architecture}, which are [in, out], are not known")
-    return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
+    with limit_matching():
+        return _ModelQuantiser(model, scheme, known=stored is not None).model_of(stored)
 
 
 @dataclass(frozen=True, slots=True)
