@@ -1,4 +1,7 @@
-"""Names of files with weights: what formats look for, what layouts write, and what others tell weights by."""
+"""Names of files with weights: what formats look for, what layouts write, and what others tell weights by.
+
+Readers ask for these names while they scan; the catalogue imports all readers, so the names cannot come from there.
+"""
 
 from typing import Final
 

@@ -143,7 +143,11 @@ def _break_connection(connection: http.client.HTTPConnection) -> None:
 
 
 def _is_default_client() -> bool:
-    """Return whether the library makes its client itself, as far as can be seen."""
+    """Return whether the library makes its client itself, as far as can be seen.
+
+    `set_client_factory` has no public counterpart that reads, and a client does not show whether it was given a proxy
+    or certificates, so the factory itself is compared. If its private name is gone, the library's client is used.
+    """
     module = import_module("huggingface_hub.utils._http")
     made = getattr(module, "_GLOBAL_CLIENT_FACTORY", None)
     return made is not None and made is getattr(module, "default_client_factory", None)
