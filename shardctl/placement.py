@@ -41,6 +41,8 @@ class CutSection:
     """Where there are fewer units than ranks, neighbouring ranks hold the same unit (key/value heads)."""
     noun: str = ""
     """What a unit is, for messages: `key/value heads`."""
+    even: bool = True
+    """Whether every rank has as many units; else each has the ceil of its share, and the last rank fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class AxisCut:
     axis: str
     """The mesh axis."""
     sections: tuple[CutSection, ...] = ()
-    """The sections of the dim, each divided exactly; empty means any extent in ceil-sized parts, as `torch.chunk`
+    """The sections of the dim, each divided by its units; empty means any extent in ceil-sized parts, as `torch.chunk`
     does for FSDP: the last part may be short and trailing parts empty."""
 
 
@@ -152,8 +154,10 @@ def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
 
 
 def can_divide(section: CutSection, degree: int) -> bool:
-    """Return whether `degree` ranks can share the section's units evenly."""
+    """Say whether `degree` ranks can share the section's units evenly, or, where that is enough, so that all have some."""
     units = section.size // section.unit
+    if not section.even:
+        return -(-units // degree) * (degree - 1) < units
     return units % degree == 0 or (section.shared and degree % units == 0)
 
 
@@ -185,6 +189,9 @@ def _cut_sections(held: Sequence[Interval], cut: AxisCut, degree: int, index: in
         if units % degree == 0:
             share = units // degree
             first = index * share
+        elif not section.even:
+            first, stop = compute_ceil_part(units, degree, index)
+            share = stop - first
         elif section.shared and degree % units == 0:
             share = 1
             first = index // (degree // units)

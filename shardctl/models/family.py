@@ -34,7 +34,8 @@ class LogicalDim:
     loose: bool = False
     """The extent is the class's choice (labels), and not checked in the head of another class."""
     even: bool = True
-    """Whether the parts must be equal. A vocabulary's need not: DTensor cuts it in ceil-sized parts, unpadded."""
+    """Whether the parts must be equal. A vocabulary's need not: DTensor cuts it in ceil-sized parts, unpadded. With a
+    `noun`, the parts are of whole units, and no rank goes without: vLLM's MXFP4 blocks."""
 
 
 @dataclass(frozen=True, slots=True)

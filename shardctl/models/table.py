@@ -168,9 +168,10 @@ class _ModelBuilder:
             raise AssertionError(f"one axis must cut all of a fused dim: {fused}")
         if not axis:
             return ()
-        if not all(dim.even for dim in fused):
+        if any(not dim.even and not dim.noun for dim in fused):
             return (AxisCut(axis),)
-        return (AxisCut(axis, tuple(CutSection(d.size, d.unit, d.shared and self.share, d.noun) for d in fused)),)
+        sections = (CutSection(d.size, d.unit, d.shared and self.share, d.noun, d.even) for d in fused)
+        return (AxisCut(axis, tuple(sections)),)
 
     def expand(self, plans: Sequence[_RowPlan], at: tuple[int, ...] = ()) -> None:
         """Add every tensor of `plans`, whose first ``len(at)`` indices are `at`."""

@@ -142,6 +142,25 @@ def test_a_pair_of_gate_and_up_columns_stays_together():
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_mxfp4_blocks_are_shared_out_as_in_vllm(tp):
+    """`per_rank_intermediate_size_block` of `vllm/model_executor/models/gpt_oss.py`, and what it narrows."""
+    config = fixture("gpt_oss", intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, **MXFP4)
+    model, mesh = describe_model(config), Mesh.of(tp=tp)
+    width = -(-2880 // 32 // tp) * 32
+    for rank in range(tp):
+        start, stop = rank * width, min((rank + 1) * width, 2880)
+        for name, dim, of in (
+            ("gate_up_proj_blocks", 1, lambda n: 2 * n),
+            ("gate_up_proj_bias", 1, lambda n: 2 * n),
+            ("down_proj_blocks", 2, lambda n: n // 32),
+            ("down_proj_scales", 2, lambda n: n // 32),
+        ):
+            tensor = model.tensors[f"model.layers.0.mlp.experts.{name}"]
+            (box,) = compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
+            assert (box.origin[dim], box.origin[dim] + box.shape[dim]) == (of(start), of(stop))
+
+
 def test_mxfp4_is_cut_between_blocks_and_scales_with_them():
     model, mesh = describe_model(fixture("gpt_oss", **MXFP4)), Mesh.of(tp=2)
     base = "model.layers.0.mlp.experts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
 import pytest
 import torch
@@ -239,6 +240,19 @@ def test_mxfp4_blocks_keep_their_bits(tiny, tmp_path, mesh):
     (source / "config.json").write_text(json.dumps(config))
     save_file({**others, **made}, source / "model.safetensors", {"format": "pt"})
     reshard(source, tmp_path / "ranks", ReshardOptions(mesh=MESHES[mesh]))
+    reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
+    assert_same(stored(tmp_path / "back"), stored(source))
+    assert verify(tmp_path / "ranks", level="full", against=source).ok
+
+
+def test_mxfp4_blocks_that_ranks_do_not_divide_come_back(tmp_path):
+    config = {**config_of("gpt_oss"), "intermediate_size": 96, "quantization_config": {"quant_method": "mxfp4"}}
+    made = {t.name: torch.arange(prod(t.shape)).to(torch.uint8).reshape(t.shape) for t in describe_model(config).own()}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    save_file(made, source / "model.safetensors", {"format": "pt"})
+    reshard(source, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
     reshard(tmp_path / "ranks", tmp_path / "back", ReshardOptions(to="hf"))
     assert_same(stored(tmp_path / "back"), stored(source))
     assert verify(tmp_path / "ranks", level="full", against=source).ok

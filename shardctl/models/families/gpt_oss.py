@@ -1,7 +1,9 @@
 """Describes gpt-oss: transposed experts with alternating gate and up columns, in bf16 or MXFP4, and sinks.
 
 Names and shapes follow the Hub (`models/gpt_oss/modeling_gpt_oss.py`; the blocks in `integrations/mxfp4.py`): a block
-is 32 elements of one row along the summed dim, 16 bytes, with one byte of scale.
+is 32 elements of one row along the summed dim, 16 bytes, with one byte of scale. Where blocks do not divide evenly,
+each rank has the ceil of its share and the last one fewer, as in vLLM (`vllm/model_executor/models/gpt_oss.py`,
+`per_rank_intermediate_size_block`); gate and up columns follow.
 """
 
 from __future__ import annotations
@@ -44,13 +46,16 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
     bias, ffn = config.switch("attention_bias", default=True), config.size("intermediate_size")
     quantized = config.values.get("quantization_config")
     mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    noun = "pairs of gate and up columns of each expert"
+    if mxfp4:
+        noun = f"MXFP4 blocks of {_BLOCK} columns of each expert"
     facts = build_decoder_facts(config, head_dim=64, kv_heads=8, qkv_bias=bias, o_bias=bias)
     return add_expert_facts(facts, count_experts(config, "num_local_experts"), ffn).also(
         dims={
             "q_heads": LogicalDim(config.size("num_attention_heads"), axis="tp", noun="attention heads"),
-            "pairs": LogicalDim(2 * ffn, 2, "etp", noun="pairs of gate and up columns of each expert"),
+            "pairs": LogicalDim(2 * ffn, 2 * _BLOCK if mxfp4 else 2, "etp", noun=noun, even=not mxfp4),
             "hidden_blocks": LogicalDim(config.size("hidden_size") // _BLOCK),
-            "blocks": LogicalDim(ffn // _BLOCK, axis="etp", noun=f"MXFP4 blocks of {_BLOCK} columns of each expert"),
+            "blocks": LogicalDim(ffn // _BLOCK, axis="etp", noun=noun, even=False),
         },
         flags={"mxfp4": mxfp4},
     )
