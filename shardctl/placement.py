@@ -154,7 +154,7 @@ def _list_exact_cuts(spec: PartitionSpec) -> Iterator[AxisCut]:
 
 
 def can_divide(section: CutSection, degree: int) -> bool:
-    """Say whether `degree` ranks can share the section's units evenly, or, where that is enough, so that all have some."""
+    """Return whether `degree` ranks can share the section's units, evenly unless it is enough that all have some."""
     units = section.size // section.unit
     if not section.even:
         return -(-units // degree) * (degree - 1) < units

@@ -317,7 +317,11 @@ class _ActivationSender:
         if self.alike or self.common:
             return
         own = self.tokens / self.mesh.degree("tp")
-        routed = sum(layer.experts.chosen * layer.hidden for layer in self.layers if layer.experts) * own * self.width
+        routed = (
+            sum(one.chosen * (one.width or layer.hidden) for layer in self.layers if (one := layer.experts))
+            * own
+            * self.width
+        )
         count = 2 * (self.forward + self.backward) * sum(1 for layer in self.layers if layer.experts)
         passes = self.forward + self.backward
         yield self.traffic(

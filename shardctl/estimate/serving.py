@@ -243,6 +243,7 @@ def _count_expert_elements(experts: LayerExperts, layer: ModelLayer, mesh: Mesh)
     fused_moe/fused_moe.py, `intermediate_cache13` and `intermediate_cache2`). The router's logits are in fp32.
     """
     up = (2 if layer.gated else 1) * count_units_per_rank(experts.size, mesh.etp)
-    rows = experts.chosen * (max(up, layer.hidden) + count_units_per_rank(experts.size, mesh.etp))
+    width = experts.width or layer.hidden
+    rows = experts.chosen * (max(up, width) + count_units_per_rank(experts.size, mesh.etp))
     shared = 3 * count_units_per_rank(experts.shared, mesh.degree("tp"))
     return max(rows + layer.hidden + 2 * experts.count, shared)

@@ -178,5 +178,5 @@ def _add_expert_sizes(sizes: dict[Size, float], experts: LayerExperts, hidden: i
     routed = share.tokens * experts.chosen * share.etp / share.tp
     sizes["router"] = share.tokens * experts.count
     sizes["chosen"] = share.tokens * experts.chosen
-    sizes["routed_hidden"] = routed * hidden
+    sizes["routed_hidden"] = routed * (experts.width or hidden)
     sizes["routed"] = routed * -(-experts.size // share.etp)

@@ -148,6 +148,8 @@ class LayerExperts:
     """Whether what those make of a token is multiplied by a gate (Qwen2-MoE, Qwen3-Next)."""
     wide: bool = True
     """Whether results are weighted in fp32, because the router's weights stay fp32."""
+    width: int = 0
+    """Elements of a token's latent, which routed experts read and write (Nemotron 3); 0 for the hidden ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +324,7 @@ class _AnatomyReader:
         named = RowDims(self.facts, index, rows)
         attention = self.attention(named, rows, window)
         state = _find_state(named, _find_scan(named))
-        if attention is None and state is None:
+        if attention is None and state is None and not self.traits.alone:
             raise UnsupportedError(f"what the layers of {self.family.name} do besides their MLP is not known")
         experts = None
         if named.has("effn"):
@@ -333,7 +335,8 @@ class _AnatomyReader:
             chosen = config.size("num_experts_per_tok", self.traits.experts_per_token)
             gated = any("shared_expert_gate" in row.name for row in rows)
             wide = not self.traits.narrow_experts
-            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide)
+            width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
+            experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width)
         mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]

@@ -49,6 +49,8 @@ class LayerTraits:
     """The bound of the logits."""
     position_biases: bool = False
     """Whether scores get learned biases, which fused attention must be given as a tensor (T5)."""
+    alone: bool = False
+    """Whether a layer may be an MLP or experts and nothing else (Nemotron-H)."""
     fp32_sums: tuple[str, bool] = ("", False)
     """Whether what layers add to is fp32 whatever computes (Mamba)."""
 

@@ -38,7 +38,7 @@ class WindowRule:
 
     size: int | None
     """Tokens; None for no window."""
-    layers: Literal["all", "all but every nth", "even", "first even", "last", "rotary"] = "all"
+    layers: Literal["all", "none", "all but every nth", "even", "first even", "last", "rotary"] = "all"
     """Which layers have it, if `layer_types` does not say so."""
     period: int = 0
     """The n of "all but every nth"; of "rotary" that of the layers without rotary positions."""
@@ -88,8 +88,8 @@ def _get_window_size(rule: WindowRule, config: ModelConfig) -> int | None:
 def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
     """Return whether each layer has the window."""
     match rule.layers:
-        case "all":
-            return [True] * layers
+        case "all" | "none":
+            return [rule.layers == "all"] * layers
         case "even":
             return [n % 2 == 0 for n in range(layers)]
         case "all but every nth":

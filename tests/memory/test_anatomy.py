@@ -54,7 +54,8 @@ def matrices(layer):
     found += each * layer.mlp
     if layer.experts is not None:
         experts = layer.experts
-        found += each * (experts.count * experts.size + experts.shared) + experts.count * h
+        routed = 2 * h * experts.width if experts.width else each * experts.count * experts.size  # or the latent's two
+        found += routed + each * experts.shared + experts.count * h
     return found
 
 
@@ -72,7 +73,8 @@ def test_layers_have_the_elements_that_their_tensors_have(name):
     for layer, elements in zip(layers, found, strict=True):
         if layer.state is not None or (layer.attention is not None and layer.attention.latent):
             continue
-        gate = layer.hidden * layer.attention.heads * layer.attention.head_dim if layer.attention.gated else 0
+        one = layer.attention
+        gate = layer.hidden * one.heads * one.head_dim if one is not None and one.gated else 0
         assert elements == matrices(layer) + gate
 
 

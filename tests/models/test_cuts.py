@@ -44,6 +44,7 @@ PARTLY_PLANNED = {
     "granitemoe": "its plan is for the experts, and leaves attention whole",
     "granitemoeshared": "the same",
     "jamba": "its plan is for the experts that most Jambas have, and leaves attention and Mamba whole",
+    "nemotron_h": "its plan is for the experts and the embedding, and leaves attention and Mamba whole",
     "phimoe": "its plan is for the experts, and leaves attention whole",
     "qwen3_vl": "its plan is for the head only",
 }

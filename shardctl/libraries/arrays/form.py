@@ -10,7 +10,7 @@ from shardctl.record import RECORD
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from shardctl.dtype import DType
     from shardctl.manifest import Manifest, Tensor
@@ -57,15 +57,16 @@ def choose_form(
     """
     names = {name: (spelled and tensor.spelling) or (name, *tensor.ties) for name, tensor in have.tensors.items()}
     places: dict[str, FusedPlace] = {}
+    put_prefix = _find_prefix(have) if spelled else str
     for fusion in fusions.values():
         found = [have.tensors[name] for name in fusion.tensors if name in have.tensors]
         if not found:
             continue
         stored = _find_stored_name(fusion, found)
-        wanted = fusion.name if experts == "fused" or not spelled else stored
+        wanted = put_prefix(fusion.name) if experts == "fused" or not spelled else stored
         if experts == "split" or len(found) < len(fusion.tensors) or wanted is None:
             if stored is not None or experts == "split":
-                names |= {tensor.name: (tensor.name, *tensor.ties) for tensor in found}
+                names |= {tensor.name: tuple(map(put_prefix, (tensor.name, *tensor.ties))) for tensor in found}
         elif fusion.renames:
             names[found[0].name] = (wanted,)
         else:
@@ -73,6 +74,27 @@ def choose_form(
             places |= {tensor.name: FusedPlace(wanted, fusion, n) for n, tensor in enumerate(found)}
     _check_distinct(names, places)
     return ArrayForm(names, places)
+
+
+def _find_prefix(have: Manifest) -> Callable[[str], str]:
+    """Find which word the source's names begin with where ours begin with another (Nemotron-H's `backbone`).
+
+    Returns what puts it before a name. Names stay as they are unless all that begin with the one agree.
+    """
+    pairs = {
+        (ours, theirs)
+        for tensor in have.tensors.values()
+        for (ours, _, rest), (theirs, _, same) in zip(
+            (name.partition(".") for name in (tensor.name, *tensor.ties)),
+            (name.partition(".") for name in tensor.spelling or ()),
+            strict=False,
+        )
+        if rest == same and rest
+    }
+    words = dict(pairs)
+    if len(words) < len(pairs):
+        return str
+    return lambda name: f"{words.get(name.partition('.')[0], name.partition('.')[0])}.{name.partition('.')[2]}"
 
 
 def _check_distinct(names: Mapping[str, tuple[str, ...]], places: Mapping[str, FusedPlace]) -> None:

@@ -27,6 +27,7 @@ from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.families.minimax import MINIMAX_M2
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
+from shardctl.models.families.nemotron_h import NEMOTRON_H
 from shardctl.models.families.olmo import OLMO, OLMO2, OLMO3
 from shardctl.models.families.opt import OPT
 from shardctl.models.families.phi import PHI, PHI3
@@ -96,6 +97,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MISTRAL,
     MISTRAL3,
     MIXTRAL,
+    NEMOTRON_H,
     OLMO,
     OLMO2,
     OLMO3,

@@ -14,6 +14,8 @@ from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, 
 from shardctl.models.layer_traits import LayerTraits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardctl.models.config import ModelConfig
 
 
@@ -35,6 +37,45 @@ def build_mixer_rows(under: str, when: str = "") -> tuple[Row, ...]:
     )
 
 
+_IN: Final = "inner+inner+groups+groups+heads"
+"""What the input is projected to: the gate, the channels, B, C, and a time step for each head."""
+_CONV: Final = "inner+groups+groups"
+
+
+def build_mixer2_rows(under: str, when: str = "", *, norm: str = "") -> tuple[Row, ...]:
+    """The second Mamba's rows in a module `under`, present if `when` holds, and its norm if `norm` holds as well.
+
+    Heads share the B and C of their group, as query heads share keys and values. The norm before the last projection is
+    over the channels of one group; where ranks are more than groups, they sum its variance.
+    """
+    conv, bias = f"{when} conv_bias".strip(), f"{when} mixer_bias".strip()
+    return (
+        Row(f"{under}.dt_bias", "heads", when),
+        Row(f"{under}.A_log", "heads", when),
+        Row(f"{under}.D", "heads", when),
+        Row(f"{under}.conv1d.weight", f"{_CONV} 1 window", when),
+        Row(f"{under}.conv1d.bias", _CONV, conv),
+        Row(f"{under}.in_proj.weight", f"{_IN} hidden", when),
+        Row(f"{under}.in_proj.bias", _IN, bias),
+        Row(f"{under}.norm.weight", "inner", f"{when} {norm}".strip()),
+        Row(f"{under}.out_proj.weight", "hidden inner", when),
+        Row(f"{under}.out_proj.bias", "hidden", bias),
+    )
+
+
+def build_mixer2_dims(
+    heads: int, head: int, *, state: int, groups: int, window: int, chunk: int
+) -> Mapping[str, LogicalDim]:
+    """The dims of those rows: `heads` of `head` channels, and `groups` that share a B and a C of `state` elements."""
+    return {
+        "inner": LogicalDim(heads * head, head, "tp", noun="state space heads"),
+        "heads": LogicalDim(heads, axis="tp", noun="state space heads"),
+        "groups": LogicalDim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
+        "window": LogicalDim(window),
+        "chunk": LogicalDim(chunk),
+    }
+
+
 def compute_time_step_rank(config: ModelConfig, key: str) -> int:
     """Compute the low rank of the time step; "auto" is a sixteenth of the hidden size, rounded up."""
     automatic = -(-config.size("hidden_size") // 16)
@@ -48,26 +89,12 @@ _HEADS: Final = (
     Row("lm_head.weight", "vocab hidden", when="lm", on="last", tie=".embeddings.weight"),
 )
 _MAMBA: Final = (_EMBEDDING, _NORM, *build_mixer_rows(".layers.{layer}.mixer"), *_HEADS)
-_IN: Final = "inner+inner+groups+groups+heads"
-"""What the input is projected to: the gate, the channels, B, C, and a time step for each head."""
-_CONV: Final = "inner+groups+groups"
 _MAMBA2: Final = (
     _EMBEDDING,
     _NORM,
-    Row(".layers.{layer}.mixer.dt_bias", "heads"),
-    Row(".layers.{layer}.mixer.A_log", "heads"),
-    Row(".layers.{layer}.mixer.D", "heads"),
-    Row(".layers.{layer}.mixer.conv1d.weight", f"{_CONV} 1 window"),
-    Row(".layers.{layer}.mixer.conv1d.bias", _CONV, "conv_bias"),
-    Row(".layers.{layer}.mixer.in_proj.weight", f"{_IN} hidden"),
-    Row(".layers.{layer}.mixer.in_proj.bias", _IN, "mixer_bias"),
-    Row(".layers.{layer}.mixer.norm.weight", "inner"),
-    Row(".layers.{layer}.mixer.out_proj.weight", "hidden inner"),
-    Row(".layers.{layer}.mixer.out_proj.bias", "hidden", "mixer_bias"),
+    *build_mixer2_rows(".layers.{layer}.mixer"),
     *_HEADS,
 )
-"""Heads share the B and C of their group, as query heads share keys and values. The norm before the last projection is
-over the channels of one group; where ranks are more than groups, they sum its variance."""
 
 
 def _build_common_facts(config: ModelConfig, *, tied: bool) -> FamilyFacts:
@@ -97,15 +124,15 @@ def _build_mamba_facts(config: ModelConfig) -> FamilyFacts:
 
 
 def _build_mamba2_facts(config: ModelConfig) -> FamilyFacts:
-    heads, head = config.size("num_heads", 128), config.size("head_dim", 64)
-    state, groups = config.size("state_size", 128), config.size("n_groups", 8)
     return _build_common_facts(config, tied=False).also(
-        dims={
-            "inner": LogicalDim(heads * head, head, "tp", noun="state space heads"),
-            "heads": LogicalDim(heads, axis="tp", noun="state space heads"),
-            "chunk": LogicalDim(config.size("chunk_size", 256)),
-            "groups": LogicalDim(groups * state, state, "tp", shared=True, noun="key/query groups (B and C)"),
-        }
+        dims=build_mixer2_dims(
+            config.size("num_heads", 128),
+            config.size("head_dim", 64),
+            state=config.size("state_size", 128),
+            groups=config.size("n_groups", 8),
+            window=config.size("conv_kernel", 4),
+            chunk=config.size("chunk_size", 256),
+        )
     )
 
 

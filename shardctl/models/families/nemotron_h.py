@@ -1,0 +1,174 @@
+"""Describes Nemotron-H and Nemotron 3: each layer is one of Mamba 2, attention, an MLP, or experts, behind one norm.
+
+Names and shapes follow transformers 5 (`models/nemotron_h/modeling_nemotron_h.py`); on the Hub the base model is called
+`backbone`. No MLP has a gate. Routed experts of the larger models read and write a latent, which one projection makes
+and another unfolds, both whole on every tp rank. The layers that predict further tokens, `mtp.layers`, are on the Hub
+only (vLLM's `models/nemotron_h_mtp.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.config import ModelConfig
+from shardctl.models.decoder import build_decoder_facts
+from shardctl.models.experts import add_expert_facts, build_predicting_rows
+from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
+from shardctl.models.family import Family, FusedArray, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.windows import WindowRule
+
+if TYPE_CHECKING:
+    from shardctl.models.family import FamilyFacts
+
+_LAYER: Final = ".layers.{layer}"
+_MIXER: Final = f"{_LAYER}.mixer"
+_EXPERT: Final = f"{_MIXER}.experts.{{expert}}"
+_NORM: Final = Row(f"{_LAYER}.norm.weight", "hidden")
+_ATTENTION: Final = (
+    Row(f"{_MIXER}.q_proj.weight", "q hidden", "attention"),
+    Row(f"{_MIXER}.k_proj.weight", "kv hidden", "attention"),
+    Row(f"{_MIXER}.v_proj.weight", "kv hidden", "attention"),
+    Row(f"{_MIXER}.o_proj.weight", "hidden q", "attention"),
+)
+_MOE: Final = (
+    Row(f"{_EXPERT}.up_proj.weight", "effn routed", "moe"),
+    Row(f"{_EXPERT}.down_proj.weight", "routed effn", "moe"),
+    Row(f"{_MIXER}.gate.weight", "experts hidden", "moe"),
+    Row(f"{_MIXER}.gate.e_score_correction_bias", "experts", "moe", dtype="F32"),
+    Row(f"{_MIXER}.shared_experts.up_proj.weight", "sffn hidden", "moe shared"),
+    Row(f"{_MIXER}.shared_experts.up_proj.bias", "sffn", "moe shared mlp_bias"),
+    Row(f"{_MIXER}.shared_experts.down_proj.weight", "hidden sffn", "moe shared"),
+    Row(f"{_MIXER}.shared_experts.down_proj.bias", "hidden", "moe shared mlp_bias"),
+    Row(f"{_MIXER}.fc1_latent_proj.weight", "routed hidden", "moe latent"),
+    Row(f"{_MIXER}.fc1_latent_proj.bias", "routed", "moe latent mlp_bias"),
+    Row(f"{_MIXER}.fc2_latent_proj.weight", "hidden routed", "moe latent"),
+    Row(f"{_MIXER}.fc2_latent_proj.bias", "hidden", "moe latent mlp_bias"),
+)
+_MLP: Final = (
+    Row(f"{_MIXER}.up_proj.weight", "ffn hidden", "mlp"),
+    Row(f"{_MIXER}.up_proj.bias", "ffn", "mlp mlp_bias"),
+    Row(f"{_MIXER}.down_proj.weight", "hidden ffn", "mlp"),
+    Row(f"{_MIXER}.down_proj.bias", "hidden", "mlp mlp_bias"),
+)
+
+
+def _build_next_rows() -> tuple[Row, ...]:
+    """The layers that predict: each of one kind, the first joins two streams, and the last has a norm of its own."""
+    first, last, layer = "mtp.layers.{next_first}", "mtp.layers.{next_last}", "mtp.layers.%s"
+    return (
+        Row(f"{first}.enorm.weight", "hidden", on="last", optional=True),
+        Row(f"{first}.hnorm.weight", "hidden", on="last", optional=True),
+        Row(f"{first}.eh_proj.weight", "hidden hidden+hidden", on="last", optional=True),
+        *build_predicting_rows((_NORM, *_ATTENTION), layer % "{next_attention}", "attention"),
+        *build_predicting_rows((_NORM, *_MOE), layer % "{next_moe}", "moe shared"),
+        Row(f"{last}.final_layernorm.weight", "hidden", on="last", optional=True),
+    )
+
+
+_NEMOTRON_H: Final = (
+    Row(".embeddings.weight", "vocab hidden", on="first"),
+    _NORM,
+    *build_mixer2_rows(_MIXER, "mamba"),
+    *_ATTENTION,
+    *_MLP,
+    *_MOE,
+    Row(".norm_f.weight", "hidden", on="last"),
+    Row("lm_head.weight", "vocab hidden", when="lm", on="last"),
+    *_build_next_rows(),
+)
+_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""What `hybrid_override_pattern` calls the kinds of layers."""
+_KINDS: Final = {"linear_attention": "mamba", "full_attention": "attention"} | {
+    kind: kind for kind in _LETTERS.values()
+}
+"""What lists of them do, today and formerly."""
+
+
+def _list_kinds(config: ModelConfig, listed: str, pattern: str, usual: list[str]) -> list[str]:
+    """The kind of each layer, from a list or the pattern of letters; raises SourceError for one that is not known."""
+    said = config.values.get(listed)
+    letters = config.text(pattern, "")
+    if said is None:
+        said = [_LETTERS.get(letter, letter) for letter in letters] if letters else usual
+    if not isinstance(said, list):
+        raise SourceError(f"config.json has {listed} = {said!r} where a list of layers is expected")
+    odd = [kind for kind in said if kind not in _KINDS]
+    if odd:
+        raise SourceError(f"config.json has layers of type {odd[0]!r}; the types are {', '.join(_KINDS)}")
+    return [_KINDS[kind] for kind in said]
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    kinds = _list_kinds(config, "layers_block_type", "hybrid_override_pattern", ["mamba", "moe", "attention", "mlp"])
+    following = _list_kinds(config, "mtp_layers_block_type", "mtp_hybrid_override_pattern", ["attention", "moe"])
+    following *= config.count("num_nextn_predict_layers", 0)
+    facts = build_decoder_facts(
+        ModelConfig({**config.values, "num_hidden_layers": len(kinds)}),
+        head_dim=128,
+        kv_heads=8,
+        mlp_bias=config.switch("mlp_bias", default=False),
+    )
+    at = {kind: [n for n, one in enumerate(kinds) if one == kind] for kind in _LETTERS.values()}
+    latent = config.values.get("moe_latent_size") is not None
+    return add_expert_facts(
+        facts,
+        config.size("n_routed_experts", 8),
+        config.size("moe_intermediate_size", 7688),
+        moe=at["moe"],
+        shared=config.size("moe_shared_expert_intermediate_size", 7688),
+    ).also(
+        dims={
+            **build_mixer2_dims(
+                config.size("mamba_num_heads", 128),
+                config.size("mamba_head_dim", 64),
+                state=config.size("ssm_state_size", 128),
+                groups=config.size("n_groups", 8),
+                window=config.size("conv_kernel", 4),
+                chunk=config.size("chunk_size", 128),
+            ),
+            "routed": LogicalDim(config.size("moe_latent_size", facts.size("hidden"))),
+        },
+        indices={
+            "next_first": RowIndex(range(0, len(following), max(len(following), 1))),
+            "next_last": RowIndex(range(len(following))[-1:]),
+            **{f"next_{k}": RowIndex([n for n, one in enumerate(following) if one == k]) for k in ("attention", "moe")},
+        },
+        flags={
+            **{kind: numbers for kind, numbers in at.items() if kind != "moe"},
+            "latent": latent,
+            "conv_bias": config.switch("use_conv_bias", default=True),
+            "mixer_bias": config.switch("use_bias", default=False),
+        },
+    )
+
+
+NEMOTRON_H: Final = Family(
+    name="nemotron_h",
+    rows=_NEMOTRON_H,
+    facts=_build_facts,
+    classes={"NemotronHForCausalLM": ModelClass("model", "lm"), "NemotronHModel": ModelClass()},
+    prefixes=("model", "backbone"),
+    fused=(
+        FusedArray(f"{_MIXER}.experts.up_proj", (f"{_EXPERT}.up_proj.weight",)),
+        FusedArray(f"{_MIXER}.experts.down_proj", (f"{_EXPERT}.down_proj.weight",)),
+    ),
+    traits=LayerTraits(
+        activation=("mlp_hidden_act", "relu2"),
+        norm="rms32",
+        dropout=("hidden_dropout", 0.0),
+        window=WindowRule(None, "none"),
+        experts_per_token=2,
+        alone=True,
+    ),
+    assumed={"vocab_size": 131072, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 21504},
+    aliases={
+        "layer_types": "layers_block_type",
+        "num_local_experts": "n_routed_experts",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_chunk_size": "chunk_size",
+    },
+)
