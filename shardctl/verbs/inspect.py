@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.models import build_rule_table
 from shardctl.options import SourceOptions
@@ -138,7 +139,7 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         dropped=tuple(dict.fromkeys(o.name for o in manifest.objects if o.policy == "drop")),
         digest=record.digest if record else "",
         rules=build_rule_table(model) if model else (),
-        warnings=manifest.warnings,
+        warnings=(*manifest.warnings, *lint_config(checkpoint)),
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,

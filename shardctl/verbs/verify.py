@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardctl.checkpoint.config_lint import lint_config, lint_tokenizer
 from shardctl.checkpoint.dequantising import dequantise_as
 from shardctl.checkpoint.opening import OpenedCheckpoint, in_file_order, open_checkpoint
 from shardctl.checkpoint.record_crcs import build_crc_tracker, check_crcs
@@ -165,6 +166,8 @@ def _list_warnings(checkpoint: OpenedCheckpoint, whose: str = "") -> Iterator[Ch
 
 def _check_structure(checkpoint: OpenedCheckpoint) -> Iterator[CheckFinding]:
     yield from _list_warnings(checkpoint)
+    for warning in (*lint_config(checkpoint), *lint_tokenizer(checkpoint)):
+        yield CheckFinding("warning", "config", warning)
     if isinstance(checkpoint.source, LocalSource):
         yield from structure.check_modes(checkpoint.source.root, checkpoint.source.files())
     yield from structure.check_coverage(checkpoint.whole)

@@ -1,0 +1,156 @@
+"""Compares what the configs beside a checkpoint say with what its headers show, and says what to do where they differ.
+
+What a known family's table holds is compared when names are bound to it, and is an error there: shapes, layers,
+experts and the vocabulary. Here is what no table can know, and the same counts for models without a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from shardctl.errors import SourceError
+from shardctl.models import find_quantisation_config
+from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardctl.checkpoint.opening import OpenedCheckpoint
+
+_PREDICTING: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+"""How configs call the number of layers that predict further tokens."""
+_PREDICTING_NAME: Final = re.compile(r"(^|\.)(mtp|nextn|mtp_layers|mtp_block)\.")
+_LAYER_NAME: Final = re.compile(r"^(.*?(?:^|\.)(?:layers|h|blocks|layer))\.(\d+)\.")
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_EXPERT_NAME: Final = re.compile(r"\.experts\.(\d+)\.")
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
+_TEXTS: Final = ("text_config", "llm_config", "language_config")
+_NARROW: Final = ("F8_", "I8", "U8", "I32", "F4", "F6")
+_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_GENERATION: Final = "generation_config.json"
+_TOKENIZER: Final = "tokenizer.json"
+
+
+def lint_config(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    """What `config.json` and `generation_config.json` say that the headers contradict; reads no weights."""
+    if checkpoint.config is None or checkpoint.hypothetical:
+        return
+    config = _find_text_config(checkpoint.config)
+    filtered = checkpoint.record is not None and checkpoint.record.filtered
+    if not filtered:
+        yield from _lint_predicting_layers(checkpoint, config)
+        if checkpoint.model is None or not checkpoint.model.family:
+            yield from _lint_counts(checkpoint, config)
+    yield from _lint_quantisation(checkpoint)
+    yield from _lint_generation(checkpoint, config)
+
+
+def lint_tokenizer(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    """Tokens of `tokenizer.json` for which the vocabulary has no row; parses the file, which may have many MB."""
+    if checkpoint.config is None or _TOKENIZER not in checkpoint.source.files():
+        return
+    rows = _get_count(_find_text_config(checkpoint.config), ("vocab_size",))
+    if rows is None or checkpoint.source.files()[_TOKENIZER].size > CONFIG_TEXT.size:
+        return
+    tokenizer, problem = _read_table(checkpoint, _TOKENIZER)
+    yield from problem
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    ids = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    words = model.get("vocab") if isinstance(model, dict) else None
+    ids += list(words.values()) if isinstance(words, dict) else [len(words) - 1] if isinstance(words, list) else []
+    highest = max((n for n in ids if isinstance(n, int)), default=0)
+    if highest >= rows:
+        yield (
+            f"{_TOKENIZER} has token {highest}, and the vocabulary has {rows} rows: "
+            "it may belong to another model, or the embedding was not resized"
+        )
+
+
+def _find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = next((config[key] for key in _TEXTS if isinstance(config.get(key), dict)), {})
+    return {**config, **inner}
+
+
+def _get_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _read_table(checkpoint: OpenedCheckpoint, path: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """A small file of JSON; an empty table and why, if it is none."""
+    try:
+        content = parse_json(read_text(checkpoint.source, path, CONFIG_TEXT), path, CONFIG_TEXT)
+    except SourceError as error:
+        return {}, (error.message,)
+    return (content, ()) if isinstance(content, dict) else ({}, (f"{path} is not a JSON object",))
+
+
+def _lint_predicting_layers(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
+    key = next((key for key in _PREDICTING if config.get(key)), None)
+    layers = _get_count(config, _LAYERS)
+    if key is None or layers is None:
+        return
+    for name in checkpoint.manifest.tensors:
+        layer = _LAYER_NAME.match(name)
+        if _PREDICTING_NAME.search(name) or (layer and int(layer[2]) >= layers):
+            return
+    yield (
+        f"config.json declares layers that predict further tokens ({key} {config[key]}), and no file holds them: "
+        f"engines that speculate with them will fail; set {key} to 0, or take the layers from the original checkpoint"
+    )
+
+
+def _lint_counts(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
+    """Layers, experts and rows of the vocabulary of a model that no table describes."""
+    towers: dict[str, int] = {}
+    elements: Counter[str] = Counter()
+    experts = -1
+    for name, tensor in checkpoint.manifest.tensors.items():
+        layer, expert = _LAYER_NAME.match(name), _EXPERT_NAME.search(name)
+        if layer:
+            towers[layer[1]] = max(towers.get(layer[1], 0), int(layer[2]) + 1)
+            elements[layer[1]] += tensor.size
+        experts = max(experts, int(expert[1]) if expert else -1)
+    declared = _get_count(config, _LAYERS)
+    if towers and declared is not None:
+        largest = max(towers, key=lambda tower: elements[tower])
+        if not declared <= towers[largest] <= declared + (_get_count(config, _PREDICTING) or 0):
+            yield f"config.json declares {declared} layers, and the files hold {towers[largest]} of {largest}"
+    declared = _get_count(config, _EXPERTS)
+    if experts >= 0 and declared is not None and experts + 1 != declared:
+        yield f"config.json declares {declared} experts, and the files hold {experts + 1}"
+    rows = _get_count(config, ("vocab_size",))
+    for name, tensor in checkpoint.manifest.tensors.items():
+        if rows is not None and _EMBEDDING.search(name) and tensor.shape and tensor.shape[0] < rows:
+            yield f"config.json declares a vocabulary of {rows}, and {name} has {tensor.shape[0]} rows"
+
+
+def _lint_quantisation(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    settings = find_quantisation_config(checkpoint.config or {})
+    if settings is None:
+        return
+    if not any(tensor.dtype.name.startswith(_NARROW) for tensor in checkpoint.manifest.tensors.values()):
+        yield (
+            "config.json says that weights are quantised, and the files hold none that are: "
+            "take quantization_config out of it, or the quantised files may be elsewhere"
+        )
+
+
+def _lint_generation(checkpoint: OpenedCheckpoint, config: Mapping[str, Any]) -> Iterator[str]:
+    """Special tokens outside the vocabulary."""
+    rows = _get_count(config, ("vocab_size",))
+    if rows is None:
+        return
+    said: dict[str, Mapping[str, Any]] = {"config.json": config}
+    if _GENERATION in checkpoint.source.files():
+        said[_GENERATION], problem = _read_table(checkpoint, _GENERATION)
+        yield from problem
+    for file, values in said.items():
+        for key in _TOKENS:
+            ids = values.get(key) if isinstance(values.get(key), list) else [values.get(key)]
+            outside = [n for n in ids or [] if isinstance(n, int) and not isinstance(n, bool) and n >= rows]
+            if outside:
+                yield f"{file} has {key} {outside[0]}, and the vocabulary has {rows} rows"

@@ -1,0 +1,85 @@
+"""What configs say and headers contradict is a warning of `inspect` and `verify`, with what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardctl.models import describe_model
+from shardctl.verbs.inspect import inspect
+from shardctl.verbs.verify import verify
+
+QUANTISED = (
+    "config.json says that weights are quantised, and the files hold none that are: "
+    "take quantization_config out of it, or the quantised files may be elsewhere"
+)
+CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
+
+
+def write(path, config, state=None, **files):
+    path.mkdir()
+    state = state or {name: torch.zeros(shape) for name, shape in describe_model(config).state().items()}
+    save_file({name: t.contiguous() for name, t in state.items()}, path / "model.safetensors", {"format": "pt"})
+    for name, content in {"config": config, **files}.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def get_config(name, **more):
+    return {**json.loads((CONFIGS / f"{name}.json").read_text()), **more}
+
+
+def list_config_findings(path):
+    (structure,) = [level for level in verify(path).levels if level.name == "structure"]
+    return [finding.message for finding in structure.findings if finding.check == "config"]
+
+
+def unknown(layers=2, experts=0, rows=16):
+    state = {"model.embed_tokens.weight": torch.zeros(rows, 8)}
+    for n in range(layers):
+        state[f"model.layers.{n}.up.weight"] = torch.zeros(8, 8)
+        state |= {f"model.layers.{n}.experts.{e}.w.weight": torch.zeros(4, 8) for e in range(experts)}
+    return state
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"num_hidden_layers": 3}, "config.json declares 3 layers, and the files hold 2 of model.layers"),
+        ({"num_experts": 5}, "config.json declares 5 experts, and the files hold 4"),
+        ({"vocab_size": 32}, "config.json declares a vocabulary of 32, and model.embed_tokens.weight has 16 rows"),
+        ({"eos_token_id": [3, 16]}, "config.json has eos_token_id 16, and the vocabulary has 16 rows"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            QUANTISED,
+        ),
+    ],
+)
+def test_a_config_that_headers_contradict_is_named(tmp_path, more, expected):
+    config = {"model_type": "nobody", "num_hidden_layers": 2, "num_experts": 4, "vocab_size": 16}
+    right = write(tmp_path / "right", config, unknown(experts=4))
+    assert not list_config_findings(right)
+    wrong = write(tmp_path / "wrong", config | more, unknown(experts=4))
+    assert expected in inspect(wrong).warnings
+    assert list_config_findings(wrong) == [expected]
+
+
+def test_layers_that_predict_further_tokens_are_missed(tmp_path):
+    config = get_config("deepseek_v3", num_nextn_predict_layers=1)
+    (found,) = list_config_findings(write(tmp_path / "lost", config))
+    assert "layers that predict further tokens (num_nextn_predict_layers 1)" in found
+    assert not list_config_findings(write(tmp_path / "none", config | {"num_nextn_predict_layers": 0}))
+
+
+def test_tokens_without_a_row_are_named(tmp_path):
+    config = get_config("llama")
+    rows = config["vocab_size"]
+    added = {"added_tokens": [{"id": rows}], "model": {"vocab": {"a": 0}}}
+    path = write(tmp_path / "model", config, tokenizer=added, generation_config={"pad_token_id": rows})
+    found = list_config_findings(path)
+    assert f"generation_config.json has pad_token_id {rows}, and the vocabulary has {rows} rows" in found
+    assert any(message.startswith(f"tokenizer.json has token {rows}") for message in found)
