@@ -33,7 +33,12 @@ class TensorCopy:
     @property
     def read_bytes(self) -> int:
         """Bytes read once for all targets."""
-        return sum(c.dtype.nbytes(c.box.shape) for c in self.reads if not isinstance(c.where, ConstantFill))
+        return self.count_read_bytes([chunk.box for chunk in self.reads if not isinstance(chunk.where, ConstantFill)])
+
+    def count_read_bytes(self, boxes: Iterable[Box]) -> int:
+        """Count the bytes that are read for `boxes`: of values that are worked out of codes, those of the codes."""
+        values = sum(self.source.dtype.nbytes(box.shape) for box in boxes)
+        return values * self.source.encoded_bytes // self.source.nbytes if self.source.encoded_bytes else values
 
     @property
     def write_bytes(self) -> int:

@@ -45,8 +45,8 @@ class WorkerShare:
         if portions is None:
             return copy.read_bytes
         index = BoxIndex([chunk.box for chunk in copy.reads])
-        return sum(
-            copy.reads[position].dtype.nbytes(common.shape)
+        return copy.count_read_bytes(
+            common
             for portion in portions
             for position, common in index.overlapping(portion.box)
             if not isinstance(copy.reads[position].where, ConstantFill)

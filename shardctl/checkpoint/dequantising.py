@@ -133,4 +133,11 @@ def _build_tensor(
         strides = weight.strides[::-1] if encoding.transposed else weight.strides
         where = Region(_PLACE.format(weight.name), 0, (*(weight.nbytes,) * lead, *strides))
         chunks.append(Chunk(box, weight.dtype, where, name))
-    return Tensor(tensor.name, parts[0].dtype, tensor.shape, tuple(chunks), spelling=(name,) if spelled else ())
+    return Tensor(
+        tensor.name,
+        parts[0].dtype,
+        tensor.shape,
+        tuple(chunks),
+        spelling=(name,) if spelled else (),
+        encoded_bytes=sum(stored[n].nbytes for array in encoding.arrays if (n := encoding.name(array)) in stored),
+    )

@@ -97,6 +97,12 @@ def test_every_layout_holds_the_same_numbers(quantised, tmp_path, name):
         assert_same(read(back), read(tmp_path / "plain"))
 
 
+def test_what_is_read_are_the_bytes_of_the_codes(quantised, tmp_path):
+    source = quantised("gptq-4")
+    done = reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    assert done.read_bytes == sum(tensor.nbytes for tensor in read(source).values())
+
+
 def test_ranks_of_a_quantised_model_are_taken_back_too(quantised, tmp_path):
     source = quantised("gptq-4")
     reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
