@@ -18,6 +18,8 @@ from shardctl.manifest import ConstantFill, first_byte, narrow_chunk
 from shardctl.value import value_class
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardctl.manifest import Chunk, Manifest, Tensor
 
 
