@@ -7,6 +7,7 @@ no `quantization_config` (transformers_utils/config.py), or has one that leaves 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,9 +59,10 @@ def read_config(source: Source, override: Path | None = None, *, given: str = CO
 
 def list_override_files(given: Path) -> tuple[Path, ...]:
     """List the files that `--config` means: a config, or a directory's, and the sidecar beside it if there is one."""
-    path = given / CONFIG if given.is_dir() else given
+    path = given / CONFIG if os.path.isdir(given) else given  # noqa: PTH112 - is_dir() raises for a name too long
     name = _name_sidecar(path.name)
-    return (path, path.with_name(name)) if name and path.with_name(name).is_file() else (path,)
+    beside = path.with_name(name) if name else path
+    return (path, beside) if name and os.path.isfile(beside) else (path,)  # noqa: PTH113 - as above
 
 
 def _name_sidecar(config: str) -> str:

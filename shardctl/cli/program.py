@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import typer
@@ -42,6 +43,7 @@ def run(args: Sequence[str]) -> int:
 
 
 def _invoke_command(args: list[str]) -> int:
+    _refuse_empty_values(args)
     command = typer.main.get_command(app)
     if _asks_help(args):
         _fill_in_choices(command)
@@ -51,6 +53,15 @@ def _invoke_command(args: list[str]) -> int:
             return code or 0
     except typer.Exit as done:
         return done.exit_code
+
+
+def _refuse_empty_values(args: list[str]) -> None:
+    """Raise UsageError for `--option ""`, as scripts write it whose variable is not set: it would mean the default."""
+    given = args[: args.index("--")] if "--" in args else args
+    spread = [part for arg in given for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    for option, value in pairwise(spread):
+        if option.startswith("--") and not value:
+            raise UsageError(f"{option} has an empty value", hint="give it a value, or leave it out")
 
 
 def _fill_in_choices(command: object) -> None:

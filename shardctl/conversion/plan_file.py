@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -117,7 +118,7 @@ def write_plan_file(path: str | Path, work: PlannedConversion, source_options: S
     path, source_options = Path(path), source_options or SourceOptions()
     source = work.checkpoint.source
     folder = None if find_given_file(source) is not None else source.folder
-    if folder is not None and path.absolute().resolve().is_relative_to(folder.resolve()):
+    if folder is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise DestinationError(f"{path} is inside the source, and would be copied with it", hint="write it elsewhere")
     with translate_os_errors(path, "looking at"):
         if path.is_dir() or (path.exists() and not _is_plan(path)):

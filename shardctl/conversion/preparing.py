@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
@@ -67,7 +68,8 @@ def _check_apart(checkpoint: OpenedCheckpoint, destination: str | Path) -> None:
         source, wanted = PurePosixPath(checkpoint.source.location), PurePosixPath(destination)
         same = source == wanted
     elif isinstance(checkpoint.source, LocalSource):
-        source, wanted = here, there = checkpoint.source.path.resolve(), Path(destination).resolve()
+        here, there = (Path(os.path.realpath(path)) for path in (checkpoint.source.path, destination))
+        source, wanted = here, there
         with translate_os_errors(destination, "looking at"):
             same = there.exists() and there.samefile(here)  # under another name, as bind mounts give
     else:

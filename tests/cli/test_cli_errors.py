@@ -225,6 +225,7 @@ def test_a_size_beyond_any_machine_is_refused(say, source, tmp_path, option, siz
 @pytest.mark.parametrize("option", ["--config", "--rules"])
 def test_a_file_with_a_name_that_is_too_long_cannot_be_read(say, source, option):
     assert say("plan", source, option, "x" * 5000).code in {2, 4}
+    assert say("plan", source, option, "x" * 5000 + "/config.json").code in {2, 4}
 
 
 def test_a_plan_cannot_be_written_under_a_name_that_is_too_long(say, source):
@@ -244,3 +245,32 @@ def test_a_setting_that_a_library_cannot_be_imported_with_is_a_usage_error(sourc
     found = shardctl_run(*(part.format(source=source) for part in verb), HF_HUB_ETAG_TIMEOUT="abc")
     assert found.returncode == 2
     assert found.stderr.startswith("error: HF_HUB_ETAG_TIMEOUT is 'abc', which is not a number of seconds\n")
+
+
+@pytest.mark.parametrize("given", [["--to", ""], ["--to="], ["--include", ""], ["--rules="]], ids="".join)
+def test_an_option_with_an_empty_value_is_a_usage_error(say, source, tmp_path, given):
+    """Scripts write this whose variable is not set; it was taken for the default."""
+    found = say("reshard", source, tmp_path / "out", *given)
+    assert found.code == 2
+    assert f"{given[0].rstrip('=')} has an empty value" in found.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_destination_in_a_circle_of_links_cannot_be_written(say, source, tmp_path):
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    (tmp_path / "one.html").symlink_to(tmp_path / "one.html")
+    assert say("plan", source, "--report", tmp_path / "one.html").code == 6
+    assert say("reshard", source, tmp_path / "one", "--tp", "2").code == 6
+    assert say("reshard", source, tmp_path / "one" / "out", "--tp", "2").code == 6
+    assert say("plan", source, "--out", tmp_path / "one").code == 6
+    assert say("inspect", tmp_path / "one").code == 4
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"], ids=["below a file", "not text"])
+def test_a_token_that_cannot_be_read_is_exit_code_5(tmp_path, content):
+    place = tmp_path / "token"
+    place.write_bytes(content or b"")
+    found = shardctl_run("inspect", "hf://me/model", HF_TOKEN_PATH=str(place if content else place / "token"))
+    assert found.returncode == 5, found.stderr
+    assert "the token in " in found.stderr

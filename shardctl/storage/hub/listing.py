@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from shardctl.errors import HostileError, SourceError, UsageError
+from shardctl.errors import AccessError, HostileError, SourceError, UsageError
 from shardctl.settings import is_text
 from shardctl.storage import HIDDEN
 from shardctl.storage.hub.questions import HubQuestions
@@ -92,7 +92,12 @@ def _list_from_hub(address: HubAddress, stop: StopRequest) -> HubListing:
     from shardctl.storage.hub.library import build_hf_headers, validate_repo_id
 
     _check_connections()
-    headers = build_hf_headers(library_name="shardctl", library_version=__version__)
+    try:
+        headers = build_hf_headers(library_name="shardctl", library_version=__version__)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(
+            f"the token in {constants.HF_TOKEN_PATH} cannot be read: {error}", hint="set HF_TOKEN, or HF_TOKEN_PATH"
+        ) from error
     hub = HubQuestions(constants.ENDPOINT, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT)
     api = f"{constants.ENDPOINT}/api/models/{address.repository}"
 
