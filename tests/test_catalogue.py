@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 from test_layers import LIBRARIES, MODULES, graph, library_of
@@ -12,7 +13,10 @@ from test_layers import LIBRARIES, MODULES, graph, library_of
 from shardctl.conversion.conversion_plan import choose_layout
 from shardctl.errors import UsageError
 from shardctl.libraries.catalogue import FORMATS, LAYOUTS, SCHEMAS
+from shardctl.libraries.trtllm import writing as trtllm_writing
+from shardctl.libraries.vllm import arrays as vllm_arrays
 from shardctl.options import ReshardOptions
+from shardctl.options.declaration import declared_options
 
 MACHINERY = {"arrays", "catalogue", "files", "reader", "registry", "schemas", "writer"}
 ZIP = {"shardctl.libraries.torch_save.zip_records"}
@@ -28,6 +32,15 @@ def test_no_name_stands_for_two(known):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_the_options_of_a_layout_are_options(layout):
     assert layout.options <= {field.name for field in fields(ReshardOptions)}
+
+
+@pytest.mark.parametrize(
+    ("option", "known"), [("vllm_profile", vllm_arrays.PROFILES), ("trtllm_embedding", tuple(trtllm_writing._CUTS))]
+)
+def test_an_option_of_a_layout_has_the_choices_that_the_layout_knows(option, known):
+    """Declared apart, because the program starts without loading the libraries."""
+    (annotation,) = (each.annotation for each in declared_options(ReshardOptions) if each.name == option)
+    assert get_args(get_args(annotation)[0]) == known
 
 
 def test_what_is_above_libraries_knows_none_of_them_but_by_the_catalogue():
