@@ -30,7 +30,7 @@ def count_parameters(model: Model, config: Mapping[str, object] | None, tensors:
 
 def is_quantised(model: Model, config: Mapping[str, object] | None) -> bool:
     """Return whether codes of weights are stored, of which the config says what they stand for."""
-    return config is not None and bool(model.family) and find_quantisation_config(config) is not None
+    return config is not None and model.tabled and find_quantisation_config(config) is not None
 
 
 def list_meant_parameters(
@@ -44,5 +44,5 @@ def list_meant_parameters(
         module, _, kind = name.rpartition(".")
         return name in tensors or name in stems or (kind == "weight" and module in modules)
 
-    plain = model.plain or describe_model(drop_quantisation_config(config))
+    plain = model.plain or (model if model.text else describe_model(drop_quantisation_config(config)))
     return [t for t in plain.tensors.values() if not t.row.buffer and stored(t.name)]

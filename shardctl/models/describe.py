@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from shardctl.errors import UnsupportedError, UsageError
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import FAMILIES
-from shardctl.models.multimodal import build_multimodal_model
+from shardctl.models.multimodal import build_multimodal_model, describe_text_half
 from shardctl.models.quantisation import drop_quantisation_config, quantise_model
 from shardctl.models.table import build_model
 from shardctl.models.transformers_rules import build_transformers_model
@@ -61,9 +61,11 @@ def describe_model(
     """
     found = find_family(config)
     if found is None:
-        inside = (
-            build_multimodal_model(config, stored, share_kv=kv_heads == "replicate") if stored is not None else None
-        )
+        share = kv_heads == "replicate"
+        if stored is None:
+            inside = describe_text_half(config, share_kv=share)
+        else:
+            inside = build_multimodal_model(config, stored, share_kv=share)
         if inside is not None:
             return inside
         named = ModelConfig(config)

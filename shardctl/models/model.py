@@ -72,6 +72,11 @@ class Model:
     encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)
     """How each quantised weight is stored, by its name."""
 
+    @property
+    def tabled(self) -> bool:
+        """Whether a family's table knows it, or at least its text half; else only names, or rules that a user gave."""
+        return bool(self.family or self.text)
+
     def own(self) -> Iterator[ModelTensor]:
         """Yield the tensors of the class's state dict: all but the optional ones."""
         return (t for t in self.tensors.values() if not t.optional)

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError, format_first_few
+from shardctl.manifest import Manifest
 from shardctl.models.binding import bind_names, find_canonical_name
 from shardctl.models.config import ModelConfig
 from shardctl.models.families import FAMILIES
@@ -23,7 +24,6 @@ from shardctl.models.untabled import place_tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from shardctl.manifest import Manifest
     from shardctl.models.family import Family
     from shardctl.models.model import Model, ModelTensor
 
@@ -34,6 +34,8 @@ _DEPTH: Final = 3
 _TIED: Final = "tie_word_embeddings"
 _INHERITED: Final = ("dtype", "torch_dtype", _TIED)
 """What an outer config says of the text model, too."""
+_USUAL: Final = "language_model."
+"""Where the text model usually is."""
 _PROBES: Final = 20
 """Names of a text model by which its prefix is looked for; some may be stored under others, such as stacked experts."""
 
@@ -55,6 +57,14 @@ def build_multimodal_model(config: Mapping[str, object], stored: Manifest, *, sh
             return model
     if problem is not None:
         raise problem
+    return None
+
+
+def describe_text_half(config: Mapping[str, object], *, share_kv: bool) -> Model | None:
+    """Describe the text model that a config has inside, where there is no checkpoint; None if no table knows any."""
+    nothing = Manifest("", {}, {})
+    for family, inner in _list_text_models(config):
+        return _TextHalf(family, inner, config, nothing, share_kv=share_kv).alone()
     return None
 
 
@@ -121,15 +131,19 @@ class _TextHalf:
         if rest:
             line += f"; whole on every tp rank: {format_first_few(_list_modules(rest, base))}"
         towers = self.place(text, rest)
-        return replace(
-            text,
-            family="",
-            architecture=ModelConfig(self.config).architecture(),
-            tensors={**towers, **text.tensors},
-            plain=replace(text.plain, tensors={**towers, **text.plain.tensors}) if text.plain is not None else None,
-            warnings=(*text.warnings, line),
-            text=self.values,
-        )
+        if text.plain is not None:
+            text = replace(text, plain=replace(text.plain, tensors={**towers, **text.plain.tensors}))
+        return self.complete(replace(text, tensors={**towers, **text.tensors}), line)
+
+    def alone(self) -> Model:
+        """Build the text half of a model of which nothing is stored, under the usual names."""
+        text = quantise_model(self.build(f"{_USUAL}{self.member.prefix}.", _USUAL), self.config)
+        return self.complete(text, f"of {self.title} only the {self.family.name} inside is counted, and no tower")
+
+    def complete(self, text: Model, line: str) -> Model:
+        """Complete the description of the model around the text half, and say `line` of it."""
+        outer = ModelConfig(self.config).architecture()
+        return replace(text, family="", architecture=outer, warnings=(*text.warnings, line), text=self.values)
 
     def build(self, base: str, head: str) -> Model:
         """Build the text model with prefixes, dots included, before the names of its base model and of its head."""

@@ -137,7 +137,7 @@ def _find_anatomy(checkpoint: OpenedCheckpoint) -> tuple[ModelAnatomy | None, st
     if checkpoint.config is None:
         return None, "there is no config.json"
     model = checkpoint.model
-    if model is None or not (model.family or model.text):
+    if model is None or not model.tabled:
         return None, "the architecture is not known"
     try:
         return build_anatomy(model.text or checkpoint.config), ""

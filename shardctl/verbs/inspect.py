@@ -138,12 +138,19 @@ def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:
         carried=tuple(o.name for o in manifest.objects if o.policy == "carry"),
         dropped=tuple(dict.fromkeys(o.name for o in manifest.objects if o.policy == "drop")),
         digest=record.digest if record else "",
-        rules=build_rule_table(model) if model else (),
+        rules=_list_rules(checkpoint),
         warnings=(*manifest.warnings, *lint_config(checkpoint)),
         training=_summarise_training(manifest.training) if manifest.training is not None else None,
         address=checkpoint.source.location if "://" in checkpoint.source.location else "",
         hypothetical=checkpoint.hypothetical,
     )
+
+
+def _list_rules(checkpoint: OpenedCheckpoint) -> tuple[RuleRow, ...]:
+    """List the rules in force; where no table knows the model, those of the axes that need none."""
+    if checkpoint.model is not None:
+        return build_rule_table(checkpoint.model)
+    return build_rule_table(checkpoint.untabled().model) if checkpoint.untabled is not None else ()
 
 
 def _explain_no_model(checkpoint: OpenedCheckpoint) -> str:

@@ -15,6 +15,7 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
 from shardctl.options import PlanOptions, ReshardOptions
 from shardctl.verbs.digest import digest
+from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
 from shardctl.verbs.reshard import reshard
 from shardctl.verbs.verify import verify
@@ -231,3 +232,11 @@ def test_a_known_family_whose_tensors_do_not_fit_is_refused_as_before(tiny, tmp_
     save_file(stored(source.path) | {"v_head.weight": torch.ones(3, 3)}, tmp_path / "source" / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has no tensor v_head\.weight"):
         reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
+
+
+def test_inspect_shows_how_the_axes_that_need_no_table_cut(unknown):
+    rules = {rule.pattern: rule for rule in inspect(unknown).rules}
+    assert rules["tok_embed.weight"].axes == (("fsdp",), ())
+    assert rules["tok_embed.weight"].stages == ("first",)
+    assert rules["to_logits.weight"].stages == ("last",)
+    assert sum(rule.tensors for rule in rules.values()) == len(stored(unknown))

@@ -135,3 +135,13 @@ def test_a_text_half_that_does_not_fit_its_table_is_refused_for_tp_and_placed_by
     assert odd in refused.value.message
     done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
     assert any(line.startswith("no table for") for line in done.warnings)
+
+
+def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towers_are_not_counted(wrapper, capfd):
+    name, tiny, alone = wrapper
+    assert run(["plan", str(tiny.path / "config.json"), "--tp", "2", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    counted = sum(tensor.numel() for tensor in stored(alone).values())
+    assert found["parameters"] == counted
+    line = f"of {name}ForConditionalGeneration only the {TEXTS[name]} inside is counted, and no tower"
+    assert line in found["warnings"]
