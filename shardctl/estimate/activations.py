@@ -166,6 +166,10 @@ class _RankActivations:
 
     def terms(self) -> Iterator[MemoryTerm]:
         """Yield the terms, in the order of the groups."""
+        if self.style.unmodelled:
+            raise UnsupportedError(
+                f"what training keeps of this model is not known: it has {self.style.unmodelled}", hint=PLAN_HINT
+            )
         alike: dict[ModelLayer, list[int]] = {}
         for number in self.numbers:
             alike.setdefault(self.anatomy.layers[number], []).append(number)

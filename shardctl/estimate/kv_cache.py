@@ -277,7 +277,7 @@ def _count_attentions(anatomy: ModelAnatomy, layers: range | None) -> Counter[La
     return Counter(
         layer.attention
         for layer in _select_layers(anatomy, layers)
-        if layer.attention is not None and not layer.encoder
+        if layer.attention is not None and not layer.attention.borrowed and not layer.encoder
     )
 
 

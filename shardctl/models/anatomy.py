@@ -77,6 +77,8 @@ class LayerAttention:
     """Whether the layer attends to the encoder, too, with heads of the same numbers and a cache of its own."""
     gated: bool = False
     """Whether its result is multiplied by a gate (Qwen3-Next)."""
+    borrowed: bool = False
+    """Whether keys and values are those of an earlier layer, and cached there (Gemma 4)."""
     chosen: int | None = None
     """The most tokens that a query attends to, of all that it sees, where an indexer of this or an earlier layer
     chooses them."""
@@ -378,21 +380,26 @@ class _AnatomyReader:
             ranks = named.size("q_rank") if named.has("q_rank") else 0, named.size("kv_rank")
             latent = LayerAttention("latent", heads, heads, head, value, None, ranks[1] + named.size("rope"), *ranks)
             return _add_indexer(latent, named) if named.known("chosen") else latent
-        if not named.has("q"):
+        wide = "full_" if named.has("full_q") else ""
+        if not named.has(f"{wide}q"):
             return None
         if named.has("shared_kv"):
             return _build_compressed_attention(named, window)
-        head = named.size("head") if named.known("head") else named.unit("q")
-        width = named.size("q")
+        head = named.size(f"{wide}head") if named.known(f"{wide}head") else named.unit("q")
+        width = named.size(f"{wide}q")
         keys = width
-        if named.has("kv"):
-            keys = named.size("kv")
+        borrowed = bool(self.facts.flags.get("own_kv")) and not named.has(f"{wide}kv")
+        if borrowed or named.has(f"{wide}kv"):
+            keys = named.size(f"{wide}kv")
         elif named.has("qkv"):
             keys = (named.size("qkv") - width) // 2
         cross = any(name in row.name for row in rows for name in _CROSS)
+        window = None if wide else window
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
-        return LayerAttention(kind, width // head, keys // head, head, head, window, cross=cross, gated=gated)
+        return LayerAttention(
+            kind, width // head, keys // head, head, head, window, cross=cross, gated=gated, borrowed=borrowed
+        )
 
 
 _INDEXER_BLOCK: Final = 128

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts
 
-_EXPERTS: Final = ".layers.{layer}.%s.experts.{expert}.%s.weight"
+_EXPERTS: Final = "%s.experts.{expert}.%s.weight"
 _USUAL: Final = ("gate_proj", "up_proj", "down_proj")
 
 
 def build_expert_rows(module: str = "mlp", names: tuple[str, str, str] = _USUAL, when: str = "moe") -> tuple[Row, ...]:
-    """Build the routed experts of a layer's `module`, whose gate, up and down projections are called `names`."""
-    gate, up, down = (_EXPERTS % (module, name) for name in names)
+    """Build the routed experts of a layer's `module`, whose gate, up and down projections are called `names`.
+
+    An empty `module` is the layer itself.
+    """
+    gate, up, down = (_EXPERTS % (_name_module(LAYER, module), name) for name in names)
     return (
         Row(gate, "effn hidden", when=when),
         Row(up, "effn hidden", when=when),
@@ -38,9 +41,13 @@ def build_fused_experts(
     module: str = "mlp", names: tuple[str, str, str] = _USUAL, *, within: str | None = None, layer: str = LAYER
 ) -> tuple[FusedArray, ...]:
     """Build the two arrays that transformers has for them, in the module that it calls `within` if not the same."""
-    gate, up, down = ((_EXPERTS % (module, name)).replace(LAYER, layer) for name in names)
-    array = f"{layer}.{within or module}.experts"
+    gate, up, down = (_EXPERTS % (_name_module(layer, module), name) for name in names)
+    array = f"{_name_module(layer, within or module)}.experts"
     return FusedArray(f"{array}.gate_up_proj", (gate, up)), FusedArray(f"{array}.down_proj", (down,))
+
+
+def _name_module(layer: str, module: str) -> str:
+    return f"{layer}.{module}" if module else layer
 
 
 def build_shared_expert_rows(module: str) -> tuple[Row, ...]:

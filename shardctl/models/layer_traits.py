@@ -53,6 +53,8 @@ class LayerTraits:
     """Whether a layer may be an MLP or experts and nothing else (Nemotron-H)."""
     fp32_sums: tuple[str, bool] = ("", False)
     """Whether what layers add to is fp32 whatever computes (Mamba)."""
+    unmodelled: str = ""
+    """What its layers compute that estimates of training do not know of; empty for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class LayerStyle:
     """Whether the logits are."""
     position_biases: bool = False
     """Whether scores get learned biases."""
+    unmodelled: str = ""
+    """What layers compute that estimates of training do not know of."""
 
     @property
     def steps(self) -> int:
@@ -99,6 +103,7 @@ def read_style(traits: LayerTraits, norm: NormKind, config: ModelConfig) -> Laye
         capped_scores=_is_positive(config, *traits.score_cap),
         capped_logits=_is_positive(config, *traits.logit_cap),
         position_biases=traits.position_biases,
+        unmodelled=traits.unmodelled,
     )
 
 

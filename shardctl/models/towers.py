@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from shardctl.models.config import ModelConfig
 from shardctl.models.family import Family, ModelClass
 from shardctl.models.nesting import join_facts, nest_facts, nest_fused_arrays, nest_rows, nest_tower_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardctl.models.config import ModelConfig
     from shardctl.models.family import FamilyFacts, Row
     from shardctl.models.layer_traits import LayerTraits
 
@@ -28,6 +28,8 @@ class ModelTower:
     rows: tuple[Row, ...]
     facts: Callable[[ModelConfig], FamilyFacts]
     """What its own config says."""
+    optional: bool = False
+    """Whether a config may have none: then the flag `vision_tower`, or as it is called, is false."""
 
     @property
     def word(self) -> str:
@@ -44,22 +46,29 @@ def build_tower_family(
     name: str,
     classes: Mapping[str, ModelClass],
     text: Family,
-    towers: Sequence[ModelTower],
+    before: Sequence[ModelTower | Row],
     *,
-    joining: tuple[Row, ...] = (),
+    after: Sequence[ModelTower | Row] = (),
     facts: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None = None,
     legacy: Mapping[str, str] | None = None,
     assumed: Mapping[str, object] | None = None,
 ) -> Family:
     """Build the family of a model with the text model `text` in `language_model`, which is cut as it is by itself.
 
-    `joining` is the rows between the towers and the text model, and `facts` adds what those need to know.
+    `before` and `after` are the towers and the rows that join them to the text model, in the order of the state dict;
+    `facts` adds what those rows need to know.
     """
-    seen = (row for tower in towers for row in nest_tower_rows(tower.rows, tower.module, word=tower.word))
+    inner = nest_rows(text.rows, "language_model")
+    towers = tuple(part for part in (*before, *after) if isinstance(part, ModelTower))
     return replace(
         text,
         name=name,
-        rows=(*seen, *joining, *nest_rows(text.rows, "language_model")),
+        rows=(
+            *_list_rows(before),
+            *(row for row in inner if row.name.startswith(".")),
+            *_list_rows(after),
+            *(row for row in inner if not row.name.startswith(".")),
+        ),
         facts=partial(_build_facts, text=text, towers=towers, more=facts),
         classes=classes,
         prefixes=("model",),
@@ -69,8 +78,17 @@ def build_tower_family(
         weightless=nest_rows(text.weightless, "language_model"),
         text=partial(_read_text, text=text),
         aliases={},
-        assumed={"text_config": {}, **{tower.key: {} for tower in towers}, **(assumed or {})},
+        assumed={"text_config": {}, **{tower.key: {} for tower in towers if not tower.optional}, **(assumed or {})},
     )
+
+
+def _list_rows(parts: Sequence[ModelTower | Row]) -> Iterator[Row]:
+    for part in parts:
+        if isinstance(part, ModelTower):
+            when = f"{part.word}tower" if part.optional else ""
+            yield from nest_tower_rows(part.rows, part.module, word=part.word, when=when)
+        else:
+            yield part
 
 
 def _build_facts(
@@ -82,7 +100,10 @@ def _build_facts(
     """Build the facts of all; the outer config says whether the head is tied, else the inner one or its class."""
     facts = text.facts(text.complete_config(config.part("text_config")))
     for tower in towers:
-        facts = join_facts(facts, nest_facts(tower.facts(config.part(tower.key)), tower.word, whole=True))
+        there = config.values.get(tower.key) is not None or not tower.optional
+        seen = tower.facts(config.part(tower.key) if there else ModelConfig({}))
+        facts = join_facts(facts, nest_facts(seen, tower.word, whole=True))
+        facts = facts.also(flags={f"{tower.word}tower": there})
     tied = config.switch("tie_word_embeddings", default=bool(facts.flags["tied"]))
     facts = facts.also(flags={"tied": tied})
     return more(config, facts) if more is not None else facts

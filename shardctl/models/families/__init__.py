@@ -13,6 +13,7 @@ from shardctl.models.families.deepseek_v4 import DEEPSEEK_V4
 from shardctl.models.families.distilbert import DISTILBERT
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from shardctl.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from shardctl.models.families.glm import GLM, GLM4
 from shardctl.models.families.gpt2 import GPT2
 from shardctl.models.families.gpt_neox import GPT_NEOX
@@ -72,6 +73,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GEMMA2,
     GEMMA3,
     GEMMA3_TEXT,
+    GEMMA4,
+    GEMMA4_TEXT,
     GLM,
     GLM4,
     GLM4_MOE,

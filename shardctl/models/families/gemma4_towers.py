@@ -1,0 +1,126 @@
+"""Describes what Gemma 4 sees and hears with: a vision transformer and a conformer.
+
+Names and shapes follow transformers 5 (`models/gemma4/modeling_gemma4.py`). Linear layers may keep the bounds that
+their inputs and outputs are clipped to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.family import FamilyFacts, LogicalDim, Row, RowIndex
+from shardctl.models.towers import ModelTower
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+
+_BOUNDS: Final = ("input_min", "input_max", "output_min", "output_max")
+
+
+def _build_clipped_rows(name: str, dims: str) -> tuple[Row, ...]:
+    return (*(Row(f"{name}.{bound}", "", "clipped") for bound in _BOUNDS), Row(f"{name}.linear.weight", dims))
+
+
+_SEEN: Final = ".encoder.layers.{layer}"
+_VISION: Final = (
+    Row(".std_bias", "hidden", "standardized"),
+    Row(".std_scale", "hidden", "standardized"),
+    Row(".patch_embedder.position_embedding_table", "2 positions hidden"),
+    Row(".patch_embedder.input_proj.weight", "hidden pixels"),
+    *_build_clipped_rows(f"{_SEEN}.self_attn.q_proj", "q hidden"),
+    *_build_clipped_rows(f"{_SEEN}.self_attn.k_proj", "kv hidden"),
+    *_build_clipped_rows(f"{_SEEN}.self_attn.v_proj", "kv hidden"),
+    *_build_clipped_rows(f"{_SEEN}.self_attn.o_proj", "hidden q"),
+    Row(f"{_SEEN}.self_attn.q_norm.weight", "head"),
+    Row(f"{_SEEN}.self_attn.k_norm.weight", "head"),
+    *_build_clipped_rows(f"{_SEEN}.mlp.gate_proj", "ffn hidden"),
+    *_build_clipped_rows(f"{_SEEN}.mlp.up_proj", "ffn hidden"),
+    *_build_clipped_rows(f"{_SEEN}.mlp.down_proj", "hidden ffn"),
+    Row(f"{_SEEN}.input_layernorm.weight", "hidden"),
+    Row(f"{_SEEN}.post_attention_layernorm.weight", "hidden"),
+    Row(f"{_SEEN}.pre_feedforward_layernorm.weight", "hidden"),
+    Row(f"{_SEEN}.post_feedforward_layernorm.weight", "hidden"),
+)
+_HEARD: Final = ".layers.{layer}"
+
+
+def _build_ffw_rows(name: str) -> tuple[Row, ...]:
+    return (
+        *_build_clipped_rows(f"{name}.ffw_layer_1", "ffn hidden"),
+        *_build_clipped_rows(f"{name}.ffw_layer_2", "hidden ffn"),
+        Row(f"{name}.pre_layer_norm.weight", "hidden"),
+        Row(f"{name}.post_layer_norm.weight", "hidden"),
+    )
+
+
+_AUDIO: Final = (
+    Row(".subsample_conv_projection.layer0.conv.weight", "conv0 1 3 3"),
+    Row(".subsample_conv_projection.layer0.norm.weight", "conv0"),
+    Row(".subsample_conv_projection.layer1.conv.weight", "conv1 conv0 3 3"),
+    Row(".subsample_conv_projection.layer1.norm.weight", "conv1"),
+    Row(".subsample_conv_projection.input_proj_linear.weight", "hidden subsampled"),
+    *_build_ffw_rows(f"{_HEARD}.feed_forward1"),
+    *_build_ffw_rows(f"{_HEARD}.feed_forward2"),
+    Row(f"{_HEARD}.self_attn.per_dim_scale", "head"),
+    *_build_clipped_rows(f"{_HEARD}.self_attn.q_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_HEARD}.self_attn.k_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_HEARD}.self_attn.v_proj", "hidden hidden"),
+    *_build_clipped_rows(f"{_HEARD}.self_attn.post", "hidden hidden"),
+    Row(f"{_HEARD}.self_attn.relative_k_proj.weight", "hidden hidden"),
+    *_build_clipped_rows(f"{_HEARD}.lconv1d.linear_start", "hidden+hidden hidden"),
+    *_build_clipped_rows(f"{_HEARD}.lconv1d.linear_end", "hidden hidden"),
+    Row(f"{_HEARD}.lconv1d.depthwise_conv1d.weight", "hidden 1 window"),
+    Row(f"{_HEARD}.lconv1d.pre_layer_norm.weight", "hidden"),
+    Row(f"{_HEARD}.lconv1d.conv_norm.weight", "hidden"),
+    Row(f"{_HEARD}.norm_pre_attn.weight", "hidden"),
+    Row(f"{_HEARD}.norm_post_attn.weight", "hidden"),
+    Row(f"{_HEARD}.norm_out.weight", "hidden"),
+    Row(".output_proj.weight", "output hidden"),
+    Row(".output_proj.bias", "output"),
+)
+
+
+def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+    hidden, head = config.size("hidden_size", 768), config.size("head_dim", 64)
+    return FamilyFacts(
+        dims={
+            "hidden": LogicalDim(hidden),
+            "output": LogicalDim(hidden),
+            "positions": LogicalDim(config.size("position_embedding_size", 10 * 1024)),
+            "pixels": LogicalDim(3 * config.size("patch_size", 16) ** 2),
+            "q": LogicalDim(config.size("num_attention_heads", 12) * head),
+            "kv": LogicalDim(config.size("num_key_value_heads", 12) * head),
+            "head": LogicalDim(head),
+            "ffn": LogicalDim(config.size("intermediate_size", 3072)),
+        },
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers", 16)))},
+        flags={
+            "clipped": config.switch("use_clipped_linears", default=False),
+            "standardized": config.switch("standardize", default=False),
+        },
+    )
+
+
+def _build_audio_facts(config: ModelConfig) -> FamilyFacts:
+    hidden, channels = config.size("hidden_size", 1024), config.values.get("subsampling_conv_channels", [128, 32])
+    if not isinstance(channels, list) or len(channels) != 2 or not all(isinstance(n, int) for n in channels):  # noqa: PLR2004
+        raise SourceError(f"config.json has subsampling_conv_channels = {channels!r} where two numbers are expected")
+    return FamilyFacts(
+        dims={
+            "hidden": LogicalDim(hidden),
+            "head": LogicalDim(hidden // config.size("num_attention_heads", 8)),
+            "ffn": LogicalDim(4 * hidden),
+            "conv0": LogicalDim(channels[0]),
+            "conv1": LogicalDim(channels[1]),
+            "subsampled": LogicalDim(channels[0] // 4 * channels[1]),
+            "window": LogicalDim(config.size("conv_kernel_size", 5)),
+            "output": LogicalDim(config.size("output_proj_dims", 1536)),
+        },
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers", 12)))},
+        flags={"clipped": config.switch("use_clipped_linears", default=True)},
+    )
+
+
+GEMMA4_VISION: Final = ModelTower("vision_config", "vision_tower", _VISION, _build_vision_facts, optional=True)
+GEMMA4_AUDIO: Final = ModelTower("audio_config", "audio_tower", _AUDIO, _build_audio_facts, optional=True)
