@@ -339,7 +339,7 @@ class _AnatomyReader:
             wide = not self.traits.narrow_experts
             width = next((named.size("routed") for row in rows if "latent" in row.when.split()), 0)
             experts = LayerExperts(named.size("experts"), chosen, named.size("effn"), shared, gated, wide, width)
-        mlp = next((name for name in ("ffn", "dffn") if named.has(name)), "")
+        mlp = next((n for n in ("ffn", "dffn", *(() if experts else ("sffn",))) if named.has(n)), "")
         widest = mlp or ("effn" if experts else "")
         norms = [row for row in rows if _is_norm(row)]
         whole = [row for row in norms if row.dims.split()[-1] == named.known("hidden")]

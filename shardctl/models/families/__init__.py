@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from shardctl.models.families.bamba import BAMBA, GRANITE_MOE_HYBRID
 from shardctl.models.families.bart import BART, MBART, WHISPER
 from shardctl.models.families.bert import BERT
 from shardctl.models.families.bloom import BLOOM
@@ -54,6 +55,7 @@ from shardctl.models.families.vit import VIT
 from shardctl.models.family import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    BAMBA,
     BART,
     BERT,
     BLOOM,
@@ -85,6 +87,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GPT_OSS,
     GRANITE,
     GRANITE_MOE,
+    GRANITE_MOE_HYBRID,
     GRANITE_MOE_SHARED,
     JAMBA,
     LLAMA,

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from shardctl.models.family import FamilyFacts
 
 _MODULE: Final = f"{LAYER}.block_sparse_moe"
-_MOE: Final = (
+MOE: Final = (
     Row(f"{_MODULE}.router.layer.weight", "experts hidden"),
     Row(f"{_MODULE}.input_linear.weight", "expert effn+effn hidden"),
     Row(f"{_MODULE}.output_linear.weight", "expert hidden effn"),
 )
-_SHARED: Final = (
+SHARED: Final = (
     Row(f"{LAYER}.shared_mlp.input_linear.weight", "sffn+sffn hidden", when="shared"),
     Row(f"{LAYER}.shared_mlp.output_linear.weight", "hidden sffn", when="shared"),
 )
-_FUSED: Final = (
+FUSED: Final = (
     FusedArray(f"{_MODULE}.router.weight", (f"{_MODULE}.router.layer.weight",)),
     FusedArray(f"{_MODULE}.experts.gate_up_proj", (f"{_MODULE}.input_linear.weight",)),
     FusedArray(f"{_MODULE}.experts.down_proj", (f"{_MODULE}.output_linear.weight",)),
@@ -47,21 +47,21 @@ def _build_facts(config: ModelConfig) -> FamilyFacts:
 _TRAITS: Final = LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True)
 GRANITE_MOE: Final = Family(
     name="granitemoe",
-    rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *NORMS, *MOE, *LAST_NORM, *HEADS),
     facts=_build_facts,
     classes={"GraniteMoeForCausalLM": ModelClass("model", "lm"), "GraniteMoeModel": ModelClass()},
     prefixes=("model",),
-    fused=_FUSED,
+    fused=FUSED,
     traits=_TRAITS,
     assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )
 GRANITE_MOE_SHARED: Final = Family(
     name="granitemoeshared",
-    rows=(*EMBEDDING, *QKVO, *NORMS, *_MOE, *_SHARED, *LAST_NORM, *HEADS),
+    rows=(*EMBEDDING, *QKVO, *NORMS, *MOE, *SHARED, *LAST_NORM, *HEADS),
     facts=_build_facts,
     classes={"GraniteMoeSharedForCausalLM": ModelClass("model", "lm"), "GraniteMoeSharedModel": ModelClass()},
     prefixes=("model",),
-    fused=_FUSED,
+    fused=FUSED,
     traits=_TRAITS,
     assumed={**assume_sizes(32000, 4096, 11008, 32, 32), "num_local_experts": 8},
 )

@@ -1,0 +1,129 @@
+"""Describes Bamba and Granite 4: layers of Mamba 2, and a few of attention, each with an MLP or experts behind.
+
+Names and shapes follow transformers 5 (`models/bamba/modeling_bamba.py`,
+`models/granitemoehybrid/modeling_granitemoehybrid.py`). Granite's shared expert is there without routed ones, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import add_condition, add_expert_facts
+from shardctl.models.families.granite_moe import FUSED, MOE, SHARED
+from shardctl.models.families.mamba import build_mixer2_dims, build_mixer2_rows
+from shardctl.models.family import Family, ModelClass, Row
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_MIXER: Final = build_mixer2_rows(f"{LAYER}.mamba", "!attention")
+_ATTENTION: Final = add_condition((row for row in QKVO if not row.buffer), "attention")
+_BAMBA: Final = (
+    *EMBEDDING,
+    Row(f"{LAYER}.feed_forward.gate_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.feed_forward.gate_proj.bias", "ffn", when="mlp_bias"),
+    Row(f"{LAYER}.feed_forward.up_proj.weight", "ffn hidden"),
+    Row(f"{LAYER}.feed_forward.up_proj.bias", "ffn", when="mlp_bias"),
+    Row(f"{LAYER}.feed_forward.down_proj.weight", "hidden ffn"),
+    Row(f"{LAYER}.feed_forward.down_proj.bias", "hidden", when="mlp_bias"),
+    Row(f"{LAYER}.input_layernorm.weight", "hidden"),
+    Row(f"{LAYER}.pre_ff_layernorm.weight", "hidden"),
+    *_MIXER,
+    *_ATTENTION,
+    Row(".final_layernorm.weight", "hidden", on="last"),
+    *HEADS,
+)
+_GRANITE: Final = (
+    *EMBEDDING,
+    *NORMS,
+    *add_condition(MOE, "moe"),
+    *SHARED,
+    *_MIXER,
+    *_ATTENTION,
+    *LAST_NORM,
+    *HEADS,
+)
+
+
+def _add_mixer_facts(facts: FamilyFacts, config: ModelConfig, attention: frozenset[int]) -> FamilyFacts:
+    """`facts`, and those of Mamba 2 in all layers but those of `attention`."""
+    heads, inner = config.size("mamba_n_heads", 128), config.size("mamba_expand", 2) * config.size("hidden_size")
+    if inner % heads:
+        raise SourceError(f"config.json has {heads} mamba_n_heads, which do not divide {inner} channels")
+    head = inner // heads if config.values.get("mamba_d_head", "auto") == "auto" else config.size("mamba_d_head")
+    return facts.also(
+        dims=build_mixer2_dims(
+            heads,
+            head,
+            state=config.size("mamba_d_state", 256),
+            groups=config.size("mamba_n_groups", 1),
+            window=config.size("mamba_d_conv", 4),
+            chunk=config.size("mamba_chunk_size", 256),
+        ),
+        flags={
+            "attention": attention,
+            "conv_bias": config.switch("mamba_conv_bias", default=True),
+            "mixer_bias": config.switch("mamba_proj_bias", default=False),
+        },
+    )
+
+
+def _build_bamba_facts(config: ModelConfig) -> FamilyFacts:
+    bias, listed = config.switch("attention_bias", default=False), config.values.get("attn_layer_indices") or []
+    if not isinstance(listed, list):
+        raise SourceError(f"config.json has attn_layer_indices = {listed!r} where a list of layers is expected")
+    facts = build_decoder_facts(
+        config, kv_heads=8, qkv_bias=bias, o_bias=bias, mlp_bias=config.switch("mlp_bias", default=False)
+    )
+    return _add_mixer_facts(facts, config, frozenset(listed))
+
+
+def _build_granite_facts(config: ModelConfig) -> FamilyFacts:
+    bias, kinds = config.switch("attention_bias", default=False), config.values.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise SourceError(f"config.json has layer_types = {kinds!r} where a list of layers is expected")
+    count = config.count("num_local_experts", 8)
+    facts = add_expert_facts(
+        build_decoder_facts(config, qkv_bias=bias, o_bias=bias),
+        count,
+        config.size("intermediate_size"),
+        moe=count > 0,
+        shared=config.size("shared_intermediate_size", 1024),
+    )
+    attention = frozenset(n for n, kind in enumerate(kinds) if kind in {"attention", "full_attention"})
+    return _add_mixer_facts(facts, config, attention)
+
+
+BAMBA: Final = Family(
+    name="bamba",
+    rows=_BAMBA,
+    facts=_build_bamba_facts,
+    classes={"BambaForCausalLM": ModelClass("model", "lm"), "BambaModel": ModelClass()},
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms"),
+    assumed=assume_sizes(128000, 4096, 14336, 32, 32),
+)
+GRANITE_MOE_HYBRID: Final = Family(
+    name="granitemoehybrid",
+    rows=_GRANITE,
+    facts=_build_granite_facts,
+    classes={"GraniteMoeHybridForCausalLM": ModelClass("model", "lm"), "GraniteMoeHybridModel": ModelClass()},
+    prefixes=("model",),
+    fused=FUSED,
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=2, narrow_experts=True),
+    assumed=assume_sizes(32000, 4096, 11008, 32, 32),
+    aliases={"layers_block_type": "layer_types"},
+)
