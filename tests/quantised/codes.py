@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,6 +200,38 @@ def nvfp4_of_modelopt() -> Codec:
     return Codec(settings, encode, decode)
 
 
+def mxfp4_of_quark() -> Codec:
+    """Two codes a byte, the lower first, with an exponent for each 32 (vLLM, quark/schemes/quark_ocp_mx.py)."""
+
+    def encode(weight: torch.Tensor) -> Arrays:
+        blocks = weight.float().reshape(weight.shape[0], -1, 32)
+        exponents = (torch.floor(torch.log2(blocks.abs().amax(2))) - 2).clamp(-127, 127)
+        exact = blocks / torch.exp2(exponents)[..., None]
+        codes = (exact[..., None] - E2M1).abs().argmin(-1).reshape(weight.shape).to(torch.uint8)
+        return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": (exponents + 127).to(torch.uint8)}
+
+    def decode(arrays: Arrays) -> torch.Tensor:
+        words = arrays["weight"]
+        codes = torch.stack([words & 15, words >> 4], -1).reshape(words.shape[0], -1)
+        return E2M1[codes.int()] * torch.exp2(arrays["weight_scale"].float() - 127).repeat_interleave(32, 1)
+
+    return Codec(quark("fp4", "per_group", group_size=32, scale_format="e8m0"), encode, decode)
+
+
+def quark(dtype: str, scheme: str, **more: Any) -> dict[str, Any]:
+    """The settings of Quark for all weights but the head."""
+    weight = {"dtype": dtype, "qscheme": scheme, "is_dynamic": False, "symmetric": True, **more}
+    settings = {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None}
+    export = {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"}
+    return {"quant_method": "quark", "global_quant_config": settings, "exclude": ["lm_head"], "export": export}
+
+
+def autoround(codec: Codec, packing: str) -> Codec:
+    """The same arrays, as AutoRound names their method."""
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": False}
+    return replace(codec, settings={**settings, "packing_format": packing, "block_name_to_quantize": "model.layers"})
+
+
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 CODECS = {
@@ -218,6 +250,10 @@ CODECS = {
     "gptq-2": gptq(2, 32),
     "gptq-whole": gptq(4, -1, desc_act=True),
     "awq": awq(32),
+    "autoround-gptq": autoround(gptq(4, 32), "auto_round:auto_gptq"),
+    "autoround-awq": autoround(awq(32), "auto_round:auto_awq"),
+    "quark-fp8": fp8_scaled("", quark("fp8_e4m3", "per_tensor"), extra="input_scale"),
+    "quark-mxfp4": mxfp4_of_quark(),
 }
 
 

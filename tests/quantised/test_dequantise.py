@@ -20,7 +20,7 @@ from shardctl.verbs.verify import verify
 
 CONFIGS = Path(__file__).parents[2] / "fixtures/configs"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-OWN = {"gptq": torch.float16, "awq": torch.float16}
+OWN = {"gptq": torch.float16, "awq": torch.float16, "auto-round": torch.float16}
 """The type in which the layers of a method compute their weights, which is that of their scales; else F32."""
 
 

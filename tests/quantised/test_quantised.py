@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state
+from codes import CODECS, LLAMA, encoded, fp8_blocks, gptq, plain_state, quark
 
 from shardctl.box import Box
 from shardctl.dtype import BY_TORCH
@@ -375,6 +375,78 @@ class TestWhichWeights:
         assert describe_model(of({"quant_method": "mxfp4"})).tensors == describe_model(LLAMA).tensors
 
 
+class TestOtherwiseForSomeModules:
+    """GPTQ's `dynamic`, AutoRound's `extra_config`, Quark's `layer_quant_config`: the first that matches decides."""
+
+    def arrays(self, settings):
+        model = describe_model(of(settings))
+        return {module: shapes(model, module) for module in (UP, DOWN, "model.layers.1.mlp.up_proj", "lm_head")}
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {
+                **GPTQ,
+                "dynamic": {r"-:.*\.1\..*": {}, r"+:.*up_proj": {"bits": 8, "group_size": 64}, ".*up": {"bits": 2}},
+            },
+            {
+                "quant_method": "auto-round",
+                "bits": 4,
+                "group_size": 32,
+                "packing_format": "auto_round:auto_gptq",
+                "extra_config": {
+                    "model.layers.1.mlp.up_proj": {"bits": 16},
+                    r"layers\.[0-9]+\.mlp\.up": {"bits": 8, "group_size": 64},
+                },
+            },
+        ],
+        ids=["gptq", "auto-round"],
+    )
+    def test_integers(self, settings):
+        found = self.arrays(settings)
+        assert found[UP]["qweight"] == ("I32", (32, 256))
+        assert found[UP]["scales"] == ("BF16", (2, 256))
+        assert found[DOWN]["qweight"] == ("I32", (32, 128))
+        assert found["model.layers.1.mlp.up_proj"] == {"weight": ("BF16", (256, 128))}
+        assert found["lm_head"] == {"weight": ("BF16", (96, 128))}
+
+    def test_quark(self):
+        settings = {
+            **quark("fp8_e4m3", "per_channel"),
+            "layer_quant_config": {
+                "*.0.mlp.up_proj": {"weight": [{"dtype": "int8", "qscheme": "per_tensor"}]},
+                "*.1.mlp.*": {"weight": None},
+            },
+            "exclude": ["re:.*lm_head"],
+        }
+        found = self.arrays(settings)
+        assert found[UP] == {"weight": ("I8", (256, 128)), "weight_scale": ("F32", ())}
+        assert found[DOWN] == {"weight": ("F8_E4M3", (128, 256)), "weight_scale": ("F32", (128,))}
+        assert found["model.layers.1.mlp.up_proj"] == {"weight": ("BF16", (256, 128))}
+        assert found["lm_head"] == {"weight": ("BF16", (96, 128))}
+
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({**GPTQ, "dynamic": {"(a*)*": {}}}, SourceError, "could take for ever"),
+            ({**GPTQ, "dynamic": {"a": 8}}, SourceError, "a table of modules is expected"),
+            (
+                {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:gguf"},
+                UnsupportedError,
+                "AutoRound's int weights in the format 'auto_round:gguf' are not known",
+            ),
+            ({"quant_method": "auto-round", "bits": 4, "extra_config": [1]}, SourceError, "a table of modules"),
+            ({"quant_method": "auto-round", "bits": 16}, UnsupportedError, "weights of 16 bits"),
+            (quark("fp6_e2m3", "per_group"), UnsupportedError, "Quark's fp6_e2m3 per group is not known"),
+            (quark("fp8_e4m3", "per_block"), SourceError, "no block_size"),
+            ({"quant_method": "quark"}, UnsupportedError, "of no weights that they are quantised"),
+        ],
+    )
+    def test_what_is_not_known_is_named(self, settings, error, message):
+        with pytest.raises(error, match=message):
+            describe_model(of(settings))
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("codec", "lost"),
@@ -417,7 +489,6 @@ class TestMistakes:
             ({}, "quantization_config names no quant_method"),
             ({**AWQ, "version": "gemv"}, "AWQ weights in the format 'gemv'"),
             ({**GPTQ, "checkpoint_format": "marlin"}, "GPTQ weights in the format 'marlin'"),
-            ({**GPTQ, "dynamic": {"+:.*up_proj": {"bits": 8}}}, "other bits or groups for some modules"),
             ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
             (
                 {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"},

@@ -32,20 +32,23 @@ _KERNEL_BITS: Final = 4
 """Bits of a code for which the order in an integer is known."""
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def build_awq_storage(config: ModelConfig) -> WeightStorage:
+    """Build the arrays of a weight with the bits and groups that a config says."""
     form = (config.text("version", "") or config.text("format", "gemm")).lower()
     if form != "gemm":
         raise UnsupportedError(f"AWQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
     bits, group = parse_bits_and_groups(config, "w_bit" if "w_bit" in config.values else "bits")
-
     by_group = AlongDim(IN, group) if group > 0 else 1
     codes = QuantisedArray("qweight", ("I32",), ((AlongDim(IN), build_packed_dim(OUT, bits)),))
     zeros = QuantisedArray("qzeros", ("I32",), ((by_group, build_packed_dim(OUT, bits)),))
     scales = QuantisedArray("scales", FLOAT, ((by_group, AlongDim(OUT)),), plain=True)
     bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
     decoder = PackedByInput(codes, scales, zeros, bits, group, interleaved=True) if bits == _KERNEL_BITS else None
-    storage = WeightStorage((codes, zeros, scales, bias), decoder=decoder)
+    return WeightStorage((codes, zeros, scales, bias), decoder=decoder)
 
+
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+    storage = build_awq_storage(config)
     return QuantisationScheme(
         lambda _names: storage, match_name_parts(find_module_list(config, "modules_to_not_convert") or ())
     )

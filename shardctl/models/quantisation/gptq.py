@@ -6,10 +6,12 @@ Layout: `QuantLinear` in AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.dequantisation.integers import PackedByInput
+from shardctl.models.quantisation.expressions import compile_expression
 from shardctl.models.quantisation.module_list import match_name_parts
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -25,6 +27,8 @@ from shardctl.models.quantisation.storage import (
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
+    from shardctl.models.quantisation.expressions import ModuleExpression
+    from shardctl.models.quantisation.storage import Names
 
 _BITS: Final = (2, 3, 4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -43,12 +47,11 @@ def parse_bits_and_groups(config: ModelConfig, key: str = "bits") -> tuple[int, 
     return bits, -1 if config.values.get("group_size") == -1 else config.size("group_size", 128)
 
 
-def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+def build_gptq_storage(config: ModelConfig) -> WeightStorage:
+    """Build the arrays of a weight with the bits, groups and order that a config says."""
     form = config.text("checkpoint_format", "") or config.text("format", "gptq")
     if form.lower() not in _FORMATS:
         raise UnsupportedError(f"GPTQ weights in the format {form!r} are ordered for one kernel, and cannot be cut")
-    if any(not rule.startswith("-") for rule in _list_dynamic_modules(config)):
-        raise UnsupportedError("GPTQ with other bits or groups for some modules (`dynamic`) is not known yet")
     bits, group = parse_bits_and_groups(config)
     mixed = config.switch("desc_act", default=False) and group > 0
     by_group = AlongDim(IN, group) if group > 0 else 1
@@ -58,16 +61,29 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
     # Without act-order it says nothing new, and some writers leave it out.
     groups = QuantisedArray("g_idx", ("I32", "I64"), ((AlongDim(IN),),), optional=not mixed)
     bias = QuantisedArray("bias", FLOAT, ((AlongDim(OUT),),), optional=True)
-    storage = WeightStorage(
+    return WeightStorage(
         (codes, zeros, scales, groups, bias),
         uncut={IN: MIXED} if mixed else {},
         decoder=PackedByInput(codes, scales, zeros, bits, group, groups, less_one=form.lower() == _FORMATS[0]),
     )
 
+
+def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
+    usual, rules = build_gptq_storage(config), _list_dynamic_rules(config)
+
+    def find(names: Names) -> WeightStorage | None:
+        for expression, storage in rules:
+            if any(expression.matches(name) for name in names):
+                return storage
+        return usual
+
     inner = _list_inner_modules(config)
     chosen = match_name_parts(inner)
-    heads = config.switch("lm_head", default=False)
-    return QuantisationScheme(lambda _names: storage, lambda names: bool(inner) and not chosen(names), heads=heads)
+    return QuantisationScheme(
+        lambda names: find(names) or usual,
+        lambda names: (bool(inner) and not chosen(names)) or find(names) is None,
+        heads=config.switch("lm_head", default=False),
+    )
 
 
 def _list_inner_modules(config: ModelConfig) -> list[str]:
@@ -81,11 +97,20 @@ def _list_inner_modules(config: ModelConfig) -> list[str]:
     return flat
 
 
-def _list_dynamic_modules(config: ModelConfig) -> list[str]:
+def _list_dynamic_rules(config: ModelConfig) -> list[tuple[ModuleExpression, WeightStorage | None]]:
+    """List what `dynamic` says of modules, of which the first that matches decides; None for those left as they are.
+
+    As GPTQModel and vLLM read it (model_executor/layers/quantization/utils/gptq_utils.py, `get_dynamic_override`).
+    """
     value = config.values.get("dynamic") or {}
-    if not isinstance(value, dict):
-        raise SourceError(f"config.json has dynamic = {value!r} where a table of modules is expected")
-    return list(value)
+    if not isinstance(value, dict) or not all(isinstance(said, dict) for said in value.values()):
+        raise SourceError(f"{config.file} has dynamic = {value!r:.200} where a table of modules is expected")
+    rules: list[tuple[ModuleExpression, WeightStorage | None]] = []
+    for text, said in value.items():
+        expression = compile_expression(text.removeprefix("-:").removeprefix("+:"), config.file, text)
+        own = replace(config, values={**config.values, **said})
+        rules.append((expression, None if text.startswith("-:") else build_gptq_storage(own)))
+    return rules
 
 
 GPTQ: Final = QuantisationMethod(("gptq",), _parse_scheme)

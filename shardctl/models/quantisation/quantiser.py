@@ -11,6 +11,7 @@ from shardctl.models.binding import find_canonical_name, list_older_names
 from shardctl.models.family import Row
 from shardctl.models.model import ModelTensor
 from shardctl.models.quantisation.arrays import list_stored_arrays
+from shardctl.models.quantisation.autoround import AUTOROUND
 from shardctl.models.quantisation.awq import AWQ
 from shardctl.models.quantisation.bitsandbytes import BITSANDBYTES
 from shardctl.models.quantisation.compressed_tensors import COMPRESSED_TENSORS
@@ -20,6 +21,7 @@ from shardctl.models.quantisation.fp8 import FBGEMM, FINE_GRAINED
 from shardctl.models.quantisation.gptq import GPTQ
 from shardctl.models.quantisation.modelopt import MODELOPT
 from shardctl.models.quantisation.mxfp4 import MXFP4
+from shardctl.models.quantisation.quark import QUARK
 from shardctl.models.quantisation.settings import find_quantisation_config, name_method
 from shardctl.models.quantisation.storage import FLOAT, SCALE, QuantisationMethod
 from shardctl.models.quantisation.unexplained import check_unexplained_codes
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from shardctl.models.quantisation.storage import Names, QuantisationScheme, WeightStorage
 
 METHODS: Final[tuple[QuantisationMethod, ...]] = (
+    AUTOROUND,
     AWQ,
     BITSANDBYTES,
     COMPRESSED_TENSORS,
@@ -41,6 +44,7 @@ METHODS: Final[tuple[QuantisationMethod, ...]] = (
     FINE_GRAINED,
     GPTQ,
     MODELOPT,
+    QUARK,
     MXFP4,
 )
 """Every method; to add one, write its file and name it here."""
