@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from shardctl.workers import StopRequest
 
 RECORD: Final = "shardctl.json"
+DERIVED: Final = "derived"
+"""What the option `rules` of a record says if no table, but derived rules say how tensors are cut."""
 SUMS: Final = "SHA256SUMS"
 SCHEMA: Final = "shardctl.checkpoint/1"
 _SEAL: Final = b',\n "seal": "'

@@ -23,6 +23,7 @@ from shardctl.libraries import schemas
 from shardctl.libraries.catalogue import FORMATS
 from shardctl.libraries.reader import find_given_file
 from shardctl.manifest import first_byte
+from shardctl.models.derived import can_divide, derive_model
 from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.storage import read_bytes
@@ -63,6 +64,8 @@ class OpenedCheckpoint:
     """What `shardctl.json` says, if shardctl wrote this."""
     untabled: Callable[[], UntabledModel] | None = None
     """Where no table knows the model, what its names and shapes tell of it; None where they are no model's."""
+    derived: Callable[[], Model] | None = None
+    """The same with cuts that are derived; None without a config, or where that is refused."""
     hypothetical: bool = False
     """Whether there is only a config: the tensors are those that it describes, and no chunk of them is stored."""
     allow_unverified: bool = False
@@ -107,10 +110,12 @@ class OpenedCheckpoint:
 
         Where no table knows it, one that suffices for axes without.
 
-        Raises as `require_model` for axes that need a table.
+        Cuts by other axes are derived. Raises as `require_model` where they cannot be.
         """
         if self.model is None and self.untabled is not None and self.untabled().places_on(mesh):
             return self.untabled().model
+        if self.model is None and self.derived is not None and can_divide(self.derived(), mesh):
+            return self.derived()
         return self.require_model(f"a mesh of {mesh}")
 
     def find_placement(self, mesh: Mesh) -> Model | None:
@@ -129,7 +134,8 @@ class OpenedCheckpoint:
             return ()
         known = self.config is not None and models.find_family(self.config) is not None
         why = (self.model_error.message,) if self.model_error is not None and known else ()
-        return *why, *self.untabled().notes(mesh)
+        derivation = self.require_placement(mesh).derivation
+        return *why, *((derivation.describe(),) if derivation is not None else ()), *self.untabled().notes(mesh)
 
     def _kinds(self) -> str:
         """Return the tensors, layers taken together."""
@@ -206,9 +212,9 @@ def _read_checkpoint(
     config = _set_vocabulary(config, stored, source_options)
     stored, rules = _apply_rule_names(stored, source_options, record)
     manifest, model, problem, misfit = stored, None, None, False
-    if config is not None or rules is not None or source_options.rules_from is not None:
+    if config is not None or rules is not None or source_options.rules_from == "transformers":
         try:
-            borrow = source_options.rules_from is not None
+            borrow = source_options.rules_from == "transformers"
             model = models.choose_model(
                 config, stored, rules, kv_heads=source_options.kv_heads or "error", borrow=borrow
             )
@@ -224,6 +230,7 @@ def _read_checkpoint(
     if record:
         manifest = _apply_record(manifest, record, model)
     unknown = model is None and not misfit and manifest.dialect is None
+    untabled = cache(partial(models.build_untabled_model, config, manifest)) if unknown else None
     _refuse_warnings(manifest, source_options)
     return OpenedCheckpoint(
         source,
@@ -233,9 +240,26 @@ def _read_checkpoint(
         problem,
         config,
         record,
-        untabled=cache(partial(models.build_untabled_model, config, manifest)) if unknown else None,
+        untabled=untabled,
+        derived=_prepare_derivation(config, untabled, source_options),
         allow_unverified=source_options.allow_unverified,
     )
+
+
+def _prepare_derivation(
+    config: Mapping[str, Any] | None, untabled: Callable[[], UntabledModel] | None, reading: SourceOptions
+) -> Callable[[], Model] | None:
+    """Return what derives how tensors are cut of a model that no table knows, when it is asked for."""
+    if (
+        config is None
+        or untabled is None
+        or reading.rules_from in {"none", "transformers"}
+        or models.find_family(config) is not None
+    ):
+        return None
+    library = reading.rules_from != "names"
+    share = reading.kv_heads == "replicate"
+    return cache(lambda: derive_model(config, untabled().model, share_kv=share, library=library))
 
 
 def _apply_rule_names(
@@ -326,7 +350,7 @@ def _find_only_config(source: Source, source_options: SourceOptions) -> ConfigRe
         )
     if source_options.config is not None and find_given_file(source) is not None:
         raise UsageError(f"{source.name} is a config, and --config names another", hint="give one of them")
-    if source_options.rules_from is not None:
+    if source_options.rules_from == "transformers":
         raise UsageError("--rules-from needs the names of stored tensors, and there are no weights")
     return read_config(source, source_options.config) if source_options.config is not None else found
 

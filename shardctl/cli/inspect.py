@@ -19,18 +19,24 @@ def inspect(
     src: arguments.Source,
     *,
     tensors: Annotated[bool, typer.Option("--tensors", metavar="", help="List every tensor.")] = False,
-    show_rules: Annotated[bool, typer.Option("--show-rules", metavar="", help="List the rules that apply.")] = False,
+    show_rules: Annotated[
+        bool,
+        typer.Option("--show-rules", metavar="", help="List the rules that apply; derived ones as a rule file."),
+    ] = False,
     json: arguments.Json = False,
     source_options: Annotated[SourceOptions, OmittedOptions({"kv_heads"})],
 ) -> None:
     """Show the format, layout, model, types and ties of a checkpoint. Reads headers only."""
+    from shardctl.models.derived import format_rule_file
     from shardctl.report import documents
     from shardctl.report.inspection import render_inspection
     from shardctl.verbs.inspect import inspect as verb
 
-    found = verb(src, source_options=source_options)
+    found = verb(src, source_options=source_options, derive_rules=show_rules)
     streams.print_warnings(found.warnings)
     if json:
         streams.print_document(documents.build_inspect_document(found, tensors=tensors, rules=show_rules))
+    elif found.derivation is not None and not tensors:
+        streams.print_text(format_rule_file(found.derivation))
     else:
         streams.print_view(render_inspection(found, tensors=tensors, rules=show_rules))

@@ -54,6 +54,12 @@ def reshard(
     checksums: Annotated[
         Literal["sha256"] | None, typer.Option("--hash", help="Write SHA256SUMS as well.", show_default=False)
     ] = None,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove", metavar="", help="Run the result beside the source, and publish it only if they agree."
+        ),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", metavar="", help="Print JSON lines: progress, then the result.")
     ] = False,
@@ -91,11 +97,16 @@ def reshard(
     if dry_run:
         _rehearse_conversion(src, dst, conversion, source_options, file, overwrite=overwrite, json=json)
         return
+    if prove and (engine == "ray" or crew is not None):
+        raise UsageError(
+            "--prove is for a result that one process writes",
+            hint="leave it out, and run shardctl verify DST --forward",
+        )
     if engine == "ray":
         verb, document, view = _build_ray_way()
     else:
         verb, document, view = (
-            _build_worker_way(crew, launched=worker == "auto") if crew is not None else _build_local_way()
+            _build_worker_way(crew, launched=worker == "auto") if crew is not None else _build_local_way(prove=prove)
         )
     from shardctl.cli.progress import watch_progress
 
@@ -174,12 +185,12 @@ def _rehearse_conversion(
         streams.print_message("dry run: nothing was written\n")
 
 
-def _build_local_way() -> _Way:
+def _build_local_way(*, prove: bool) -> _Way:
     from shardctl.report.conversion import render_conversion
     from shardctl.report.documents import build_reshard_document
     from shardctl.verbs.reshard import reshard as verb
 
-    return verb, build_reshard_document, render_conversion
+    return partial(verb, prove=prove), build_reshard_document, render_conversion
 
 
 def _build_worker_way(worker: "WorkerId", *, launched: bool) -> _Way:

@@ -11,7 +11,8 @@ from shardctl.record import RECORD, SUMS, CheckpointRecord, encode_record
 from shardctl.workers import StopRequest, raise_if_stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from shardctl.execute.part import WorkerPart
     from shardctl.execute.staging import StagingArea
@@ -23,9 +24,18 @@ def hash_result_name(*result: object) -> str:
 
 
 def assemble_result(
-    frame: PendingRecord, parts: Sequence[WorkerPart], staging: StagingArea, stop: StopRequest, *, sha256: bool
+    frame: PendingRecord,
+    parts: Sequence[WorkerPart],
+    staging: StagingArea,
+    stop: StopRequest,
+    *,
+    sha256: bool,
+    prove: Callable[[Path], None] | None = None,
 ) -> tuple[CheckpointRecord, tuple[str, ...]]:
-    """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings."""
+    """Make a result of parts that are all there: its record, which is written last, and its name; returns warnings.
+
+    `prove` is called with the directory when all is in it, before it has that name; what it raises is raised here.
+    """
     record = complete_record(frame, parts)
     if sha256:
         content = build_sums_file(parts)
@@ -33,5 +43,7 @@ def assemble_result(
         record = add_sums_file(record, content)
     content = encode_record(record)
     staging.write(RECORD, content)
+    if prove is not None:
+        prove(staging.data)
     raise_if_stopped(stop)
     return record, staging.publish({**record.files, RECORD: len(content)})

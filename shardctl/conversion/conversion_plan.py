@@ -42,6 +42,7 @@ from shardctl.mesh import Mesh
 from shardctl.models import find_quantisation_config
 from shardctl.options import ReshardOptions, SourceOptions
 from shardctl.pieces import PlacedCheckpoint, balance_stages, compute_layer_costs, parse_stages
+from shardctl.record import DERIVED
 from shardctl.storage import read_bytes
 from shardctl.storage.bounded_text import CONFIG_TEXT, parse_json, read_text
 from shardctl.storage.byte_names import name_to_bytes
@@ -189,7 +190,8 @@ def plan_conversion(checkpoint: OpenedCheckpoint, reshard_options: ReshardOption
         options=_inherit_options(checkpoint)
         | _record_options(reshard_options)
         | ({DEQUANTISED: "true"} if checkpoint.encoded else {})
-        | _record_layout_changes(have, want, dtypes),
+        | _record_layout_changes(have, want, dtypes)
+        | _record_derivation(checkpoint, placed),
     )
 
 
@@ -414,6 +416,12 @@ def _record_layout_changes(have: Manifest, want: Manifest, dtypes: Mapping[str, 
     left_out = len(want.tensors) < len(have.tensors)
     retyped = any(tensor.dtype != dtypes[name] for name, tensor in want.tensors.items())
     return {name: "true" for name, done in (("left_out", left_out), ("retyped", retyped)) if done}
+
+
+def _record_derivation(checkpoint: OpenedCheckpoint, placed: PlacedCheckpoint | None) -> dict[str, str]:
+    """That the cuts are those of no table, but derived."""
+    model = checkpoint.find_placement(placed.mesh) if placed is not None else None
+    return {"rules": DERIVED} if model is not None and model.derivation is not None else {}
 
 
 def _record_options(reshard_options: ReshardOptions) -> dict[str, str]:

@@ -84,7 +84,7 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
         | _find_address(work),
         mesh=work.mesh if work.placed is not None or work.plan.want.dialect is not None else None,
         stages=work.stages,
-        architecture=work.checkpoint.model.architecture if work.checkpoint.model else "",
+        architecture=_find_architecture(work),
         options=work.options,
         files=dict(sorted(sizes.items())),
         tensors=tensors,
@@ -99,6 +99,12 @@ def draft_record(work: PlannedConversion, identity: str) -> PendingRecord:
         warnings=tuple(work.have.warnings),
         notes=training.notes if training is not None else (),
     )
+
+
+def _find_architecture(work: PlannedConversion) -> str:
+    """Return the class of the model, where it is known which tensors that has or how to cut them."""
+    model = work.checkpoint.model or (work.placed and work.checkpoint.find_placement(work.mesh))
+    return model.architecture if model else ""
 
 
 def _find_address(work: PlannedConversion) -> dict[str, str]:

@@ -12,7 +12,7 @@ from shardctl.estimate.holding import list_holdings
 from shardctl.estimate.inventory import build_inventory
 from shardctl.loading.state_dict import list_expert_names
 from shardctl.mesh import build_holding_key
-from shardctl.record import RECORD
+from shardctl.record import DERIVED, RECORD
 from shardctl.verify import rank_files
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.level import LevelResult, LoadedRank
@@ -262,10 +262,13 @@ def _run_forward(
         folder=right.source.folder or checkpoint.source.folder,  # side files travel along
     )
     record, ranks = checkpoint.record, rank_files.list_ranks(checkpoint.stored)
+    model = checkpoint.model
+    if record is not None and record.mesh is not None and record.options.get("rules") == DERIVED:
+        model = checkpoint.find_placement(record.mesh)
     candidate = CandidateCheckpoint(
         manifest=checkpoint.manifest,
         reader=checkpoint.source,
-        model=checkpoint.model,
+        model=model,
         mesh=record.mesh if record is not None and ranks else None,
         stages=record.stages if record is not None else (),
     )

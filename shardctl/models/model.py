@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardctl.dtype import DType
+    from shardctl.models.derived.derivation import RuleDerivation
     from shardctl.models.family import Row
     from shardctl.models.fusion import TensorFusion
     from shardctl.models.quantisation.encoding import WeightEncoding
@@ -71,6 +72,8 @@ class Model:
     """The model as it would be without quantisation; None if that makes no difference."""
     encodings: Mapping[str, WeightEncoding] = field(default_factory=dict)
     """How each quantised weight is stored, by its name."""
+    derivation: RuleDerivation | None = None
+    """How the cuts were derived, where no table says them."""
 
     @property
     def tabled(self) -> bool:

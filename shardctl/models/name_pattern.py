@@ -67,6 +67,26 @@ class LayerPattern:
         return int(found[1]) if found else None
 
 
+class ExpertPattern:
+    """A pattern whose last `*` counts experts, and that matches the names below each expert.
+
+    >>> ExpertPattern("layers.*.experts.*").split("layers.3.experts.12.up.weight")
+    ('layers.3.experts', 12)
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Raise UsageError unless the pattern ends with the `*` that stands for an expert's number."""
+        before, _, last = pattern.rpartition(".")
+        if last != "*" or not before:
+            raise UsageError(f"the pattern {pattern!r} does not end with .*, where the number of an expert stands")
+        self._below = re.compile(rf"\.?({_build_expression(before)[2:]})\.(\d+)(?:\..*)?", re.DOTALL)
+
+    def split(self, name: str) -> tuple[str, int] | None:
+        """Return what stands before the expert's number, and the number; None if the name is no expert's."""
+        found = self._below.fullmatch(name)
+        return (found[1], int(found[2])) if found else None
+
+
 def _build_expression(pattern: str) -> str:
     """Build a regular expression for the pattern, to be matched with a dot before the name: each part has one."""
     text = ""

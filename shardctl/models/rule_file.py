@@ -4,51 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from shardctl.errors import UsageError, format_first_few
 from shardctl.models.binding import find_canonical_name
 from shardctl.models.family import Row
 from shardctl.models.model import Model, ModelTensor
-from shardctl.models.name_pattern import LayerPattern, PatternList
+from shardctl.models.name_pattern import ExpertPattern, LayerPattern, PatternList
 from shardctl.models.renaming import NamingTable, parse_names
-from shardctl.placement import AxisCut, CutSection, PartitionSpec
+from shardctl.models.rule_cuts import Rule, parse_rule
+from shardctl.placement import GroupMember, PartitionSpec
 from shardctl.storage.bounded_text import RULE_TEXT, parse_toml, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.placement import Where
-
-CUTTING: Final = ("tp", "fsdp", "ep", "etp")
-"""The mesh axes that can cut a dim."""
-_OTHER: Final = {"pp": "pp places whole layers: see [layers]", "dp": "dp holds copies", "cp": "cp holds copies"}
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How the tensors whose names match are cut."""
-
-    pattern: str
-    """Over whole dotted parts; see `PatternList`."""
-    axes: tuple[tuple[str, ...], ...]
-    """For each dim, the mesh axes that cut it, in the order of cutting; dims not mentioned are not cut."""
-
-    def cuts(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[AxisCut, ...], ...]:
-        """Return the cuts of the tensor `name`; raises UsageError if the rule speaks of more dims than it has.
-
-        A 0-d tensor is never cut. `fsdp` cuts unevenly, all other axes exactly.
-        """
-        if not shape:
-            return ()
-        if len(self.axes) > len(shape):
-            raise UsageError(f"the rule {self.pattern!r} is for {len(self.axes)} dims, but {name} is {list(shape)}")
-        every = (*self.axes, *((),) * (len(shape) - len(self.axes)))
-        return tuple(
-            tuple(AxisCut(axis) if axis == "fsdp" else AxisCut(axis, (CutSection(extent),)) for axis in axes)
-            for axes, extent in zip(every, shape, strict=True)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +35,15 @@ class RuleFile:
     """Where layers stand in names; those of a second pattern follow those of the first."""
     last: PatternList = field(default_factory=lambda: PatternList(()))
     """The tensors of the last stage."""
+    experts: tuple[ExpertPattern, ...] = ()
+    """Where experts stand that have tensors of their own, which ep divides."""
     names: NamingTable | None = None
     """Which tensors lie in which stored arrays, where the names of files are not the model's."""
 
     @property
     def cuts(self) -> bool:
         """Whether it says how tensors are cut; one that only names them leaves that to the family."""
-        return bool(self.rules or self.layers)
+        return bool(self.rules or self.layers or self.experts)
 
     def model(self, stored: Manifest, architecture: str = "") -> Model:
         """Return a model known from this file alone: canonical names are the stored ones.
@@ -84,7 +58,11 @@ class RuleFile:
                 hint='add a rule for them; "**" = [] as the last one leaves all others whole',
             )
         stages = self._stages(stored.tensors)
-        tensors = {name: self._tensor(t, matches[name], stages.get(name)) for name, t in stored.tensors.items()}
+        members = self._members(stored.tensors)
+        tensors = {
+            name: self._tensor(t, matches[name], stages.get(name), members.get(name))
+            for name, t in stored.tensors.items()
+        }
         return Model(
             family="",
             architecture=architecture,
@@ -97,7 +75,7 @@ class RuleFile:
         """Return `model` with the cuts and stages of this file, and with the tensors that only it knows."""
         tensors = dict(model.tensors)
         names = [*tensors, *(n for n in stored.tensors if find_canonical_name(model, n) is None)]
-        stages = self._stages(dict.fromkeys(names))
+        stages, members = self._stages(dict.fromkeys(names)), self._members(names)
         order = PatternList([rule.pattern for rule in self.rules])
         used: set[int] = set()
         for name in names:
@@ -108,9 +86,9 @@ class RuleFile:
             where = stages.get(name)
             if mine is None:
                 if found is not None:
-                    tensors[name] = self._tensor(stored.tensors[name], found, where)
+                    tensors[name] = self._tensor(stored.tensors[name], found, where, members.get(name))
             elif found is not None or where is not None:
-                tensors[name] = self._changed(mine, found, where)
+                tensors[name] = self._changed(mine, found, where, members.get(name))
         layers = max([model.layers, *(n + 1 for where, n in stages.values() if where == "layer")])
         return replace(model, layers=layers, tensors=tensors, warnings=(*model.warnings, *self._unused(used)))
 
@@ -132,17 +110,34 @@ class RuleFile:
                 stages[name] = ("last", 0)
         return stages
 
-    def _tensor(self, stored: Tensor, rule: int, where: tuple[Where, int] | None) -> ModelTensor:
+    def _members(self, names: Iterable[str]) -> dict[str, GroupMember]:
+        """Find which of the experts each name below a pattern of `[experts]` is of."""
+        found = {name: part for name in names for each in self.experts if (part := each.split(name)) is not None}
+        numbers: dict[str, set[int]] = {}
+        for group, number in found.values():
+            numbers.setdefault(group, set()).add(number)
+        for group, counted in numbers.items():
+            if counted != set(range(len(counted))):
+                raise UsageError(f"the experts of {group} are not numbered from 0, as {self.path} says")
+        return {name: GroupMember("ep", number, len(numbers[group])) for name, (group, number) in found.items()}
+
+    def _tensor(
+        self, stored: Tensor, rule: int, where: tuple[Where, int] | None, member: GroupMember | None
+    ) -> ModelTensor:
         chosen = self.rules[rule]
-        spec = PartitionSpec(chosen.cuts(stored.name, stored.shape), (where or ("first", 0),))
+        cuts = chosen.cuts(stored.name, stored.shape, expert=member is not None)
+        spec = PartitionSpec(cuts, (where or ("first", 0),), member)
         return ModelTensor(stored.name, stored.shape, stored.dtype, spec, Row(chosen.pattern, ""))
 
-    def _changed(self, tensor: ModelTensor, rule: int | None, where: tuple[Where, int] | None) -> ModelTensor:
+    def _changed(
+        self, tensor: ModelTensor, rule: int | None, where: tuple[Where, int] | None, member: GroupMember | None
+    ) -> ModelTensor:
         row, spec = tensor.row, tensor.spec
         if rule is not None:
             chosen = self.rules[rule]
             row = Row(chosen.pattern, row.dims)
-            spec = replace(spec, cuts=chosen.cuts(tensor.name, tensor.shape))
+            member = member or spec.member
+            spec = replace(spec, cuts=chosen.cuts(tensor.name, tensor.shape, expert=member is not None), member=member)
         if where is not None:
             spec = replace(spec, where=(where,))
         return replace(tensor, row=row, spec=spec)
@@ -168,6 +163,9 @@ def load_rules(path: str | Path) -> RuleFile:
     pattern = "model.layers.*"
     last = ["model.norm.**", "lm_head.**"]
 
+    [experts]
+    pattern = "model.layers.*.mlp.experts.*"  # each has tensors of its own; ep divides what the last * counts
+
     [names]
     "params.embed.embedding" = "model.embed_tokens.weight"
     "params.layers.up.kernel" = { to = "model.layers.{n}.mlp.up_proj.weight", stacked = 0, transposed = true }
@@ -179,14 +177,16 @@ def load_rules(path: str | Path) -> RuleFile:
     except OSError as error:
         raise UsageError(f"cannot read the rule file {path}: {error}") from error
     tables = parse_toml(data, f"the rule file {path}", RULE_TEXT, UsageError)
-    _check_keys(tables, ("rules", "layers", "names"), str(path))
-    rules, layers = _get_table(tables, "rules", path), _get_table(tables, "layers", path)
+    _check_keys(tables, ("rules", "layers", "experts", "names"), str(path))
+    rules, layers, experts = (_get_table(tables, key, path) for key in ("rules", "layers", "experts"))
     _check_keys(layers, ("pattern", "last"), f"[layers] of {path}")
+    _check_keys(experts, ("pattern",), f"[experts] of {path}")
     return RuleFile(
         path=str(path),
-        rules=_check_rules([Rule(p, _parse_axes(p, dims, str(path))) for p, dims in rules.items()]),
+        rules=_check_rules([parse_rule(p, dims, str(path)) for p, dims in rules.items()]),
         layers=tuple(LayerPattern(p) for p in _parse_words(layers.get("pattern", []), f"layers.pattern of {path}")),
         last=PatternList(_parse_words(layers.get("last", []), f"layers.last of {path}")),
+        experts=tuple(ExpertPattern(p) for p in _parse_words(experts.get("pattern", []), f"experts.pattern of {path}")),
         names=parse_names(_get_table(tables, "names", path), str(path)),
     )
 
@@ -214,25 +214,3 @@ def _parse_words(value: object, where: str) -> list[str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"{where} is not a pattern or a list of patterns")
     return words
-
-
-def _parse_axes(pattern: str, dims: object, path: str) -> tuple[tuple[str, ...], ...]:
-    """Parse the axes of one rule; raises UsageError for axes that are unknown, repeated, or in an impossible order."""
-    where = f"the rule {pattern!r} of {path}"
-    if not isinstance(dims, list):
-        raise UsageError(f"{where} is not a list with one entry a dim", hint='write ["tp", "fsdp"], or [] for none')
-    axes = tuple(tuple(_parse_words(dim, where)) if dim else () for dim in dims)
-    flat = [axis for dim in axes for axis in dim]
-    for axis in flat:
-        if axis not in CUTTING:
-            why = f"; {_OTHER[axis]}" if axis in _OTHER else ""
-            raise UsageError(f"{where} names {axis!r}, which cuts no dim{why}", hint=f'use {", ".join(CUTTING)} or ""')
-        if flat.count(axis) > 1:
-            raise UsageError(f"{where} cuts with {axis} twice")
-    for dim in axes:
-        if any(axis != "fsdp" for axis in dim[1:]):
-            raise UsageError(
-                f"{where} cuts one dim by {' then '.join(dim)}",
-                hint="only fsdp can follow another axis, because the others divide a whole dim exactly",
-            )
-    return axes

@@ -31,6 +31,8 @@ class TransformersPlan:
     """The same for modules outside the base model."""
     pp: tuple[str, ...] = ()
     """Children of the base model in the order of execution."""
+    ep: dict[str, str] = field(default_factory=dict)
+    """Styles by module where experts are divided among ranks."""
 
 
 def read_plan(model_type: str, architecture: str) -> TransformersPlan:
@@ -38,17 +40,36 @@ def read_plan(model_type: str, architecture: str) -> TransformersPlan:
 
     Raises UsageError if transformers is not installed, UnsupportedError if it has no plan.
     """
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
+    if find_sources() is None:
         raise UsageError(
             "--rules-from transformers needs transformers, which is not installed here",
             hint="install it beside shardctl, or write a rule file for --rules FILE",
         )
-    models = Path(spec.origin).parent / "models"
-    for path in _list_candidate_files(models, model_type):
+    plan = find_plan(model_type, architecture)
+    if plan is None:
+        what = model_type or "a config without model_type"
+        raise UnsupportedError(
+            f"transformers {_find_version()} has no tensor-parallel plan for {what}",
+            hint="write a rule file and give it with --rules FILE",
+        )
+    return plan
+
+
+def find_sources() -> Path | None:
+    """Return the folder of an installed transformers, which is not imported."""
+    spec = find_spec("transformers")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def find_plan(model_type: str, architecture: str) -> TransformersPlan | None:
+    """Return the plan for configs of `model_type`; None if there is none, or no transformers."""
+    sources = find_sources()
+    if sources is None:
+        return None
+    for path in _list_candidate_files(sources / "models", model_type):
         for node in _list_classes(path):
             literals = _read_literals(node)
-            tp = literals.get("base_model_tp_plan")
+            tp, ep = literals.get("base_model_tp_plan"), literals.get("base_model_ep_plan")
             if literals.get("model_type") == model_type and isinstance(tp, dict) and tp:
                 pp = literals.get("base_model_pp_plan")
                 return TransformersPlan(
@@ -56,11 +77,9 @@ def read_plan(model_type: str, architecture: str) -> TransformersPlan:
                     tp={str(key): str(style) for key, style in tp.items()},
                     head=_read_head_plan(path.parent, architecture),
                     pp=tuple(map(str, pp)) if isinstance(pp, dict) else (),
+                    ep={str(key): str(style) for key, style in ep.items()} if isinstance(ep, dict) else {},
                 )
-    raise UnsupportedError(
-        f"transformers {_find_version()} has no tensor-parallel plan for {model_type or 'a config without model_type'}",
-        hint="write a rule file and give it with --rules FILE",
-    )
+    return None
 
 
 def _list_candidate_files(models: Path, model_type: str) -> Iterator[Path]:

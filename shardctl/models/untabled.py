@@ -56,8 +56,10 @@ class UntabledModel:
         line = (
             f"no table for {self.title}: tensors are {'cut along dim 0' if mesh.degree('fsdp') > 1 else 'placed whole'}"
         )
+        if not self.places_on(mesh):
+            line = f"no table for {self.title}"  # how its tensors are cut is said by who derived it
         if mesh.degree("pp") == 1:
-            return (line,)
+            return (line,) if self.places_on(mesh) else ()
         names = self.model.tensors
         repeated = [name for name, tensor in names.items() if len(tensor.spec.where) > 1]
         undecided = list_name_patterns(name for name in names if self.places.is_undecided(name))

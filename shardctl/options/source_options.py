@@ -21,13 +21,14 @@ class SourceOptions:
         CommandOption(HelpPanel.SOURCE, "A rule file, which says how tensors are named and cut.", metavar="FILE"),
     ] = None
     rules_from: Annotated[
-        Literal["transformers"] | None,
+        Literal["transformers", "names", "none"] | None,
         CommandOption(
             HelpPanel.SOURCE,
-            "Take the rules from transformers for a model that shardctl does not know.",
-            metavar="transformers",
+            "Where the rules of a model without a table are from. Default: derived from transformers' plan, "
+            "names and shapes.",
         ),
     ] = None
+    """`transformers` takes its plan alone, `names` asks no library, and `none` derives nothing."""
     container: Annotated[
         str | None,
         CommandOption(HelpPanel.SOURCE, "{formats}. Default: detected.", flag="--from", metavar="FORMAT"),

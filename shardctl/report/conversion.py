@@ -95,6 +95,9 @@ def _list_facts(done: ReshardResult, seconds: float) -> Iterator[tuple[str, str]
     yield "moved", moved + (f", {speed}" if speed else "")
     if done.kept_bytes:
         yield "kept", f"{format_file_size(done.kept_bytes)} that an earlier run had written"
+    if done.proof is not None and done.proof.forward is not None:
+        forward = done.proof.forward
+        yield "proved", f"{forward.output} of {forward.engine} are {forward.output_error:.1e} from the source's"
 
 
 def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -102,6 +105,8 @@ def _list_result_facts(record: CheckpointRecord, notes: tuple[str, ...]) -> Iter
     yield "layout", f"{record.layout}{mesh}"
     if len(record.stages) > 1:
         yield "stages", f"{', '.join(map(str, record.stages))} layers"
+    if record.options.get("rules"):
+        yield "rules", record.options["rules"]
     for note in notes:
         yield "read as", note
     yield "files", f"{format_plural(len(record.files) + 1, 'file')}, {format_file_size(sum(record.files.values()))}"

@@ -7,10 +7,12 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from shardctl.mesh import EXPERT_AXES
+from shardctl.models.derived import format_rule_file
 
 if TYPE_CHECKING:
     from shardctl.conversion.worker_part import ContributeResult
     from shardctl.mesh import Mesh
+    from shardctl.models.derived import RuleDerivation
     from shardctl.report.meter import TransferMeter
     from shardctl.storage import FileProofs
     from shardctl.verbs.diff import DiffResult
@@ -88,6 +90,7 @@ def build_inspect_document(found: InspectResult, *, tensors: bool = False, rules
         ]
     if rules:
         document["rules"] = [asdict(rule) for rule in found.rules]
+        document["derivation"] = _build_derivation_document(found.derivation) if found.derivation is not None else None
     return document
 
 
@@ -127,8 +130,19 @@ def build_reshard_document(done: ReshardResult, seconds: float) -> Document:
         "digest": record.digest,
         "source_digest": record.source_digest,
         "source_hashes": _build_hashes_document(done.proofs),
+        "rules": record.options.get("rules", ""),
+        "proof": _build_forward_document(done.proof.forward) if done.proof and done.proof.forward else None,
         "notes": list(done.notes),
         "warnings": list(done.warnings),
+    }
+
+
+def _build_derivation_document(derivation: RuleDerivation) -> Document:
+    """Say where derived rules are from, and what they leave whole because it is not known."""
+    return {
+        "from": list(derivation.origins),
+        "whole": [{"pattern": each.pattern, "reason": each.reason} for each in derivation.uncut],
+        "rule_file": format_rule_file(derivation),
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardctl.checkpoint.config_lint import lint_config
 from shardctl.checkpoint.opening import open_checkpoint
+from shardctl.mesh import Mesh
 from shardctl.models import build_rule_table
 from shardctl.options import SourceOptions
 from shardctl.training import split_state_name
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.manifest import TrainingState
-    from shardctl.mesh import Mesh
     from shardctl.models import RuleRow
+    from shardctl.models.derived import RuleDerivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,23 @@ class InspectResult:
     """Of a source that is elsewhere: where just these files are, with their commit if there is one."""
     hypothetical: bool = False
     """Whether there are no weights: all this is what the config describes."""
+    derivation: RuleDerivation | None = None
+    """How the rules were derived, where no table has them and that was asked for."""
 
 
-def inspect(path: str | Path, *, source_options: SourceOptions | None = None) -> InspectResult:
-    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config."""
+def inspect(
+    path: str | Path, *, source_options: SourceOptions | None = None, derive_rules: bool = False
+) -> InspectResult:
+    """Describe the checkpoint at `path` from its headers; where there are no weights, from its config.
+
+    `derive_rules` derives those of a model that no table knows.
+    """
     with open_checkpoint(path, replace(source_options or SourceOptions(), described=True, unbound=True)) as checkpoint:
-        return _build_result(str(path), checkpoint)
+        found = _build_result(str(path), checkpoint)
+        derived = checkpoint.find_placement(Mesh.of(tp=2)) if derive_rules and checkpoint.model is None else None
+    if derived is None:
+        return found
+    return replace(found, rules=build_rule_table(derived), derivation=derived.derivation)
 
 
 def _build_result(path: str, checkpoint: OpenedCheckpoint) -> InspectResult:

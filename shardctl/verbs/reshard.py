@@ -10,10 +10,12 @@ from shardctl.conversion.assembling import assemble_result, hash_result_name
 from shardctl.conversion.pending_record import draft_record, list_overflow_warnings
 from shardctl.conversion.preparing import open_conversion
 from shardctl.conversion.share_transfer import list_source_versions, move_share
+from shardctl.errors import UsageError
 from shardctl.execute.interrupt import stop_on_signals
 from shardctl.execute.journal import BandJournal
 from shardctl.execute.progress import CopyProgress, SilentProgress
 from shardctl.execute.staging import StagingArea
+from shardctl.options import SourceOptions
 from shardctl.record import RECORD, CheckpointRecord, parse_record
 from shardctl.shares import share_whole_plan
 from shardctl.storage import FileProofs
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from shardctl.conversion.conversion_plan import PlannedConversion
     from shardctl.conversion.plan_file import PlanFile
     from shardctl.execute.part import WorkerPart
-    from shardctl.options import ReshardOptions, SourceOptions
+    from shardctl.options import ReshardOptions
+    from shardctl.verify.level import LevelResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class ReshardResult:
     projected_memory_bytes: int
     proofs: FileProofs = field(default_factory=FileProofs)
     """Which files of the source have the hashes that their place promises."""
+    proof: LevelResult | None = None
+    """What running it beside its source showed, if that was asked for."""
     notes: tuple[str, ...] = ()
     """How a trainer's files were understood, such as which copy of the weights was read; what was proved of others."""
 
@@ -58,6 +63,7 @@ def reshard(
     overwrite: bool = False,
     resume: bool = True,
     sha256: bool = False,
+    prove: bool = False,
     progress: CopyProgress | None = None,
     plan: PlanFile | None = None,
 ) -> ReshardResult:
@@ -65,6 +71,8 @@ def reshard(
 
     With a `plan`, what it says is done, or nothing; `reshard_options`, if given, may then differ from the plan's in
     memory and threads only.
+    With `prove`, the result runs beside its source before it is given its name: `Mismatch` is raised if the two compute
+    something else, UnsupportedError if they cannot be run here; what was written is kept for a run without `prove`.
     On return every byte is right and on stable storage. On any error the source and what stood at the destination are
     untouched, and the same call finishes the job.
     """
@@ -73,16 +81,25 @@ def reshard(
         if is_bucket(destination):
             from shardctl.conversion.bucket_output import convert_into_bucket
 
+            if prove:
+                raise UsageError("--prove needs a local directory, and a bucket has none", hint="verify --forward DST")
             record, parts, warnings = convert_into_bucket(
                 work, destination, overwrite=overwrite, resume=resume, sha256=sha256, progress=progress
             )
             return _build_result(work, destination, record, parts, warnings)
         with StagingArea(Path(destination), overwrite=overwrite) as staging:
-            return _run_conversion(work, staging, resume=resume, sha256=sha256, progress=progress)
+            proof = _ResultProof(work, source_options or SourceOptions()) if prove else None
+            return _run_conversion(work, staging, proof, resume=resume, sha256=sha256, progress=progress)
 
 
 def _run_conversion(
-    work: PlannedConversion, staging: StagingArea, *, resume: bool, sha256: bool, progress: CopyProgress
+    work: PlannedConversion,
+    staging: StagingArea,
+    proof: _ResultProof | None,
+    *,
+    resume: bool,
+    sha256: bool,
+    progress: CopyProgress,
 ) -> ReshardResult:
     identity = work.identity()
     versions = list_source_versions(work)
@@ -90,7 +107,9 @@ def _run_conversion(
     block = BandJournal.block(staging.journal, header) if resume else None
     if block is not None and staging.published:
         record = parse_record((staging.destination / RECORD).read_bytes())
-        return _build_result(work, staging.destination, record, None, staging.forget())
+        if proof is not None:
+            proof.run(staging.destination)
+        return _build_result(work, staging.destination, record, None, staging.forget(), proof)
     if block is not None:
         work = replace(work, budget=work.budget.with_block(block))
     staging.begin(hash_result_name(identity, versions, sha256), keep=block is not None)
@@ -110,8 +129,25 @@ def _run_conversion(
             stop=stop,
         )
         frame = draft_record(work, identity)
-        record, warnings = assemble_result(frame, [part], staging, stop, sha256=sha256)
-    return _build_result(work, staging.destination, record, [part], (*list_overflow_warnings(frame, [part]), *warnings))
+        prove = proof.run if proof is not None else None
+        record, warnings = assemble_result(frame, [part], staging, stop, sha256=sha256, prove=prove)
+    warnings = (*list_overflow_warnings(frame, [part]), *warnings)
+    return _build_result(work, staging.destination, record, [part], warnings, proof)
+
+
+@dataclass(slots=True)
+class _ResultProof:
+    """Runs a result beside its source, and keeps what that showed."""
+
+    work: PlannedConversion
+    source_options: SourceOptions
+    level: LevelResult | None = None
+
+    def run(self, directory: Path) -> None:
+        """Run what is in a directory; raises as `prove_result`."""
+        from shardctl.loading.proof import prove_result
+
+        self.level = prove_result(self.work, directory, self.source_options)
 
 
 def _build_result(
@@ -120,6 +156,7 @@ def _build_result(
     record: CheckpointRecord,
     parts: Sequence[WorkerPart] | None,
     warnings: tuple[str, ...],
+    proof: _ResultProof | None = None,
 ) -> ReshardResult:
     """Build what was done; without parts, an earlier run had done all of it."""
     training = work.checkpoint.stored.training
@@ -133,5 +170,6 @@ def _build_result(
         kept_bytes=sum(part.kept_bytes for part in parts) if parts is not None else tensor_bytes,
         projected_memory_bytes=work.budget.projected,
         proofs=work.checkpoint.source.proofs(),
+        proof=proof.level if proof is not None else None,
         notes=(*(training.notes if training is not None else ()), *work.checkpoint.source.notes()),
     )

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from shardctl.cli.program import run
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
-from shardctl.options import PlanOptions, ReshardOptions
+from shardctl.options import PlanOptions, ReshardOptions, SourceOptions
 from shardctl.verbs.digest import digest
 from shardctl.verbs.inspect import inspect
 from shardctl.verbs.plan import plan
@@ -171,8 +171,9 @@ class TestPipelineStages:
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=2), Mesh.of(fsdp=2, ep=2)], ids=str)
 def test_what_needs_a_table_is_refused_with_what_does_not(unknown, tmp_path, mesh):
+    given = SourceOptions(rules_from="none")
     with pytest.raises((UnsupportedError, SourceError), match=f"a mesh of {mesh} needs to know how to cut") as refused:
-        reshard(unknown, tmp_path / "ranks", ReshardOptions(mesh=mesh))
+        reshard(unknown, tmp_path / "ranks", ReshardOptions(mesh=mesh), source_options=given)
     assert "--rules FILE" in (refused.value.hint or "")
     assert "fsdp, pp, dp and cp need none" in (refused.value.hint or "")
 

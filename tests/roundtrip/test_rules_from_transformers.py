@@ -124,10 +124,13 @@ def test_the_command_line_says_where_the_rules_are_from(foreign, capfd):
     assert "model.layers.*.self_attn.q_proj.weight" in said.out
 
 
-def test_without_it_an_unknown_architecture_is_refused_and_the_option_named(foreign, tmp_path):
+def test_where_rules_are_refused_an_unknown_architecture_is_too(foreign, tmp_path):
+    refusing = SourceOptions(rules_from="none")
     with pytest.raises(UnsupportedError, match="SmolLM3ForCausalLM is not known"):
-        reshard(foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
-    assert not inspect(foreign("smollm3").path).rules
+        reshard(
+            foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=refusing
+        )
+    assert not inspect(foreign("smollm3").path, source_options=refusing, derive_rules=True).rules
 
 
 def test_a_rule_file_goes_before_the_plan(foreign, tmp_path):

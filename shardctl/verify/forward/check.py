@@ -26,7 +26,8 @@ def compare_forward_passes(
     """
     options = options or ForwardOptions()
     world = candidate.mesh.world if candidate.mesh is not None and candidate.model is not None else 1
-    if 1 < world <= options.processes:
+    known = candidate.model is not None and bool(candidate.model.family)
+    if known and 1 < world <= options.processes:
         try:
             result = compare_by_processes(candidate, original, options)
         except RankError as error:

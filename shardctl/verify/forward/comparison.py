@@ -93,7 +93,7 @@ class ForwardComparison:
         source, shards = self.sides.fill(executor)
         model = executor.skeleton.model
         inputs = build_inputs(model, self.options.device)
-        executor.source = source
+        executor.source, executor.views = source, self.sides.build_views(executor, shards)
         with record_chosen_experts(model) as seen:
             reference = executor.run(inputs, source, beside=shards)
         self._say(executor, shards, *count_idle_experts(model, seen))
@@ -126,6 +126,7 @@ class ForwardComparison:
             read_bytes=self.sides.read_bytes,
         )
         self._unreached(executor)
+        self._judge_apart(executor)
         extra = [*self.sides.findings, *executor.findings, *(shards.shards.findings if shards.shards else ())]
         return judge_result(result, list(dict.fromkeys(extra)), [*self.sides.notes, *executor.notes])
 
@@ -186,6 +187,24 @@ class ForwardComparison:
         cut = shards.shards is not None and shards.shards.placed.mesh.degree("tp") > 1
         if cut and not executor.parted:
             self.sides.notes.append("no module computed with the part of a rank: every weight was put together")
+
+    def _judge_apart(self, executor: ModelExecutor) -> None:
+        """Tell whether ranks that only meet where linears sum compute what the source does, part by part."""
+        if executor.views is None:
+            return
+        count, worst = len(executor.views.views), max(executor.apart.values(), default=0.0)
+        self.sides.notes.append(
+            f"{count} ranks also ran each part by themselves, and added only what tensor parallelism adds: "
+            f"{worst:.2e} from the source"
+        )
+        bound = choose_tolerance(self.options.dtype, tp=count).warn
+        for name, found in executor.apart.items():
+            if found > bound:
+                message = (
+                    f"{name} is cut so that its ranks compute something else than the source: {found:.2e}, "
+                    f"at most {bound:g}; a cut goes through what belongs together"
+                )
+                self.sides.findings.append(CheckFinding("error", "forward", message, name))
 
     def _idle(self, executor: ModelExecutor) -> list[str]:
         """Return the parts that no input reached, and whose weights no other part has."""

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardctl.errors import CoverageError, UnsupportedError
 from shardctl.verify.finding import CheckFinding
+from shardctl.verify.forward.inputs import copy_arguments
 from shardctl.verify.forward.leaves import ComputePrecision, LeafModule, find_leaf
+from shardctl.verify.forward.lockstep import run_lockstep
 from shardctl.verify.forward.stacks import ExpertStack, is_stack
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.tolerance import has_nan, measure_distance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardctl.verify.forward.adapter import WeightConversion
+    from shardctl.verify.forward.rank_views import RankViews
     from shardctl.verify.forward.skeleton import ModelSkeleton, ModelUnit, TensorSlot
     from shardctl.verify.forward.weights import ModelWeights
 
@@ -45,6 +48,10 @@ class ModelExecutor:
     team: RankTeam = field(default_factory=RankTeam)
     source: ModelWeights | None = None
     """The weights that are right: where there are several processes, the first alone computes with them."""
+    views: RankViews | None = None
+    """The weights of each rank by itself, if parts are to run with those as well."""
+    apart: dict[str, float] = field(default_factory=dict)
+    """Of each part that ranks ran by themselves, how far the farthest is from the source."""
     errors: dict[str, float] = field(default_factory=dict)
     """Of each part that ran with both weights on the same inputs, by name."""
     notes: dict[str, None] = field(default_factory=dict)
@@ -103,7 +110,7 @@ class ModelExecutor:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     if weights.fills(slot):
                         self._put(slot, weights)
-                return model(**_copy_arguments(dict(inputs)), **_choose_call_options(model))
+                return model(**copy_arguments(dict(inputs)), **_choose_call_options(model))
             finally:
                 for slot in [*self.skeleton.loose, *(slot for unit in kept for slot in unit.slots)]:
                     slot.clear()
@@ -129,7 +136,8 @@ class ModelExecutor:
     ) -> Callable[..., Torch]:
         def run(*args: Torch, **kwargs: Torch) -> Torch:
             self.reached.add(unit.name)
-            mine = (_copy_arguments(args), _copy_arguments(kwargs)) if beside is not None else ()
+            mine = (copy_arguments(args), copy_arguments(kwargs)) if beside is not None else ()
+            alone = (copy_arguments(args), copy_arguments(kwargs)) if self.views is not None else None
             if weights is self.source:
                 output = self.team.lead(partial(self._right, unit, usual, args, kwargs))
             else:
@@ -146,9 +154,39 @@ class ModelExecutor:
                 self.findings.append(CheckFinding("error", "forward", str(error)))
                 found = inf
             self.errors[unit.name] = max(self.errors.get(unit.name, 0.0), found)
+            if self.views is not None and alone is not None:
+                self._run_apart(unit, self.views, output, *alone)
             return output
 
         return run
+
+    def _run_apart(self, unit: ModelUnit, views: RankViews, output: Torch, args: Torch, kwargs: Torch) -> None:
+        """Run a part with each rank by itself, and note how far the farthest is from the source's `output`."""
+        try:
+            assert self.source is not None  # noqa: S101 - there is one while parts run
+            outputs = run_lockstep(unit, views, self.source, self.values, args, kwargs)
+            found = max(measure_distance(output, each) for each in outputs)
+        except CoverageError as error:
+            self.findings.append(CheckFinding("error", "forward", error.message))
+            found = inf
+        except _FAILURES as error:
+            self.findings.append(CheckFinding("error", "forward", str(PartError(unit.name, "ranks", error))))
+            found = inf
+        self.apart[unit.name] = max(self.apart.get(unit.name, 0.0), found)
+
+    def values(self, slots: Iterable[TensorSlot], weights: ModelWeights) -> dict[TensorSlot, Torch]:
+        """Return what `weights` put into slots, which keep what they have."""
+        wanted = [slot for slot in slots if weights.fills(slot)]
+        before = {slot: getattr(slot.module, slot.attribute) for slot in wanted}
+        made: dict[TensorSlot, Torch] = {}
+        try:
+            for slot in wanted:
+                self._put(slot, weights)
+                made[slot] = getattr(slot.module, slot.attribute)
+        finally:
+            for slot, tensor in before.items():
+                slot.put(tensor)
+        return made
 
     def _right(self, unit: ModelUnit, usual: Callable[..., Torch], args: Torch, kwargs: Torch) -> Torch:
         """Return what the source's part computes; if it cannot, nothing can be compared."""
@@ -264,19 +302,6 @@ def _choose_call_options(model: Torch) -> dict[str, bool]:
 
 def _format_first_line(error: BaseException) -> str:
     return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-
-
-def _copy_arguments(value: Torch) -> Torch:
-    """Return the same arguments with tensors of their own, because some blocks write into what they are given."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if type(value) in {tuple, list}:
-        return type(value)(map(_copy_arguments, value))
-    if type(value) is dict:
-        return {key: _copy_arguments(each) for key, each in value.items()}
-    return value
 
 
 @contextmanager

@@ -123,3 +123,16 @@ def _draw_pixels(config: Torch, generator: Torch) -> Torch:
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return torch.randn((BATCH, int(getattr(vision, "num_channels", 3)), height, width), generator=generator)
+
+
+def copy_arguments(value: Torch) -> Torch:
+    """Return the same arguments with tensors of their own, because some blocks write into what they are given."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) in {tuple, list}:
+        return type(value)(map(copy_arguments, value))
+    if type(value) is dict:
+        return {key: copy_arguments(each) for key, each in value.items()}
+    return value

@@ -205,7 +205,7 @@ def find_leaf(
 
     None if the module is to run as it is.
     """
-    kind = _find_leaf_kind(slot.module)
+    kind = find_leaf_kind(slot.module)
     lazy = weights.direct.get(slot)
     if kind is None or lazy is None or slot.attribute != "weight" or slot.is_buffer:
         return None
@@ -239,7 +239,7 @@ _LINEAR: Final = {"FalconLinear"}
 """Classes with a forward of their own that computes what Linear does."""
 
 
-def _find_leaf_kind(module: Torch) -> str | None:
+def find_leaf_kind(module: Torch) -> str | None:
     """Find what the module computes, if it is known to the letter."""
     import inspect
 

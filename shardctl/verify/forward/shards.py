@@ -212,9 +212,9 @@ class CheckpointShards:
 
     def entries(self) -> dict[str, LazyTensor]:
         """Return the state dict of transformers' class, put together from the ranks, and tensors that it lacks."""
-        return build_entries(self.manifest, self.model, self._tensor)
+        return build_entries(self.manifest, self.model, self.tensor)
 
-    def _tensor(self, name: str, called: str) -> HeldTensor:
+    def tensor(self, name: str, called: str) -> HeldTensor:
         """Return a tensor from the ranks that have it by the name `called`, and from their arrays of that name."""
         tensor, found = self.manifest.tensors[name], self._holdings.get(name, [])
         if tensor.ties:

@@ -10,6 +10,7 @@ from shardctl.errors import format_first_few
 from shardctl.verify.finding import CheckFinding
 from shardctl.verify.forward.adapter import set_start_values
 from shardctl.verify.forward.lens import build_lens
+from shardctl.verify.forward.rank_views import RankViews, build_rank_views
 from shardctl.verify.forward.shards import CheckpointShards
 from shardctl.verify.forward.team import RankTeam
 from shardctl.verify.forward.weights import ModelWeights, list_unfilled_slots, place_weights
@@ -148,6 +149,12 @@ class ComparedSides:
         named = model if model is not None and model.family else None
         entries = shards.entries() if shards else build_lens(self.candidate.manifest, reader, named)
         return place_weights("shards", executor.skeleton, entries, executor.conversion, shards=shards, team=self.team)
+
+    def build_views(self, executor: ModelExecutor, shards: ModelWeights) -> RankViews | None:
+        """Return the weights of each rank by itself, for a table that is not known to be right."""
+        if shards.shards is None or shards.shards.model.family:
+            return None
+        return build_rank_views(shards.shards, executor.skeleton, executor.conversion)
 
     def _round(self, source: ModelWeights, shards: ModelWeights) -> None:
         """Round the source as the shards were, so that a cast that was asked for is no error."""

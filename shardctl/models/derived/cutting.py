@@ -1,0 +1,360 @@
+"""Cuts circuits: decides from shapes and heads whether one can be cut, and how each of its tensors then is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.derived.circuits import (
+    AttentionCircuit,
+    FeedForwardCircuit,
+    FusedAttentionCircuit,
+    LatentAttentionCircuit,
+)
+from shardctl.models.derived.derivation import SHAPES, TensorRule
+from shardctl.models.derived.fused_orders import find_fused_order
+from shardctl.placement import AxisCut, CutSection, GroupMember
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from shardctl.models.derived.circuits import Circuit
+    from shardctl.models.derived.head_counts import ConfigSizes, HeadLayout
+    from shardctl.models.derived.library_styles import LibraryStyle
+    from shardctl.models.derived.stored_modules import ModuleTree, StoredModule
+    from shardctl.models.model import ModelTensor
+
+_EXPERT: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
+_QUERY_NORMS: Final = re.compile(r"(q|query)_?(layer_?)?norm|q_ln")
+_KEY_NORMS: Final = re.compile(r"(k|key)_?(layer_?)?norm|k_ln")
+_GATES: Final = ("g_proj", "gate_proj")
+"""What linears in attention are called whose output multiplies that of the heads."""
+_SINKS: Final = ("sinks", "attn_sink", "attention_sinks")
+_INDEXERS: Final = ("indexer", "rotary_emb", "rotary_pos_emb")
+"""What stands in attention and works by itself, on every rank alike."""
+_BIASES_BY_HEAD: Final = ("relative_attention_bias",)
+_CONV1D: Final = ("c_fc", "c_attn")
+"""What modules are called that are Conv1D in some models and Linear in others."""
+_MATRIX: Final = 2
+_STACK: Final = 3
+
+
+class UncutCircuitError(Exception):
+    """Why a circuit stays whole."""
+
+
+@dataclass(slots=True)
+class CircuitCutter:
+    """Cuts the circuits of one checkpoint."""
+
+    tree: ModuleTree
+    sizes: ConfigSizes
+    share: bool
+    """Whether neighbouring ranks may hold the same key/value head."""
+    model_type: str
+    styles: Mapping[str, LibraryStyle]
+    """What transformers does with tensors, by name."""
+    rules: dict[str, TensorRule] = field(default_factory=dict)
+    """By name of tensor: what is cut, and what is known to stay whole."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """By name of tensor: why it stays whole although its circuit is known."""
+
+    def cut(self, circuit: Circuit) -> None:
+        """Add the rules of a circuit, or the reason why there are none."""
+        parts = list(_list_modules(circuit))
+        if any(t.name in self.rules or t.name in self.reasons for m in parts for t in _list_tensors(m)):
+            return
+        try:
+            if isinstance(circuit, AttentionCircuit):
+                rules = self._cut_attention(circuit)
+            elif isinstance(circuit, FusedAttentionCircuit):
+                rules = self._cut_fused(circuit)
+            elif isinstance(circuit, LatentAttentionCircuit):
+                rules = self._cut_latent(circuit)
+            else:
+                rules = self._cut_forward(circuit)
+            rules = self._confirm(circuit, rules)
+        except UncutCircuitError as error:
+            self.reasons |= {t.name: str(error) for m in parts for t in _list_tensors(m)}
+        else:
+            self.rules |= rules
+
+    def _confirm(self, circuit: Circuit, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+        """Take the rules for transformers' if its plan says the same of all that it speaks of.
+
+        Raises UncutCircuitError where the plan says something else: then one of the two is wrong.
+        """
+        sources: dict[str, None] = {}
+        for module in _list_modules(circuit):
+            said, rule = self.styles.get(module.weight.name), rules.get(module.weight.name)
+            if said is None or rule is None or not said.cut:
+                continue
+            dims = [n for n, dim in enumerate(rule.cuts) if any(cut.axis != "ep" for cut in dim)]
+            cut, inputs = bool(dims), module is circuit.output
+            if len(module.shape) == _STACK:  # where a plan says which dim is cut, counted from the last
+                inputs = dims == [_STACK - 1]
+            mine = "nothing" if not cut else "inputs" if inputs else "outputs"
+            if mine != said.cut and cut:
+                raise UncutCircuitError(f"{said.source} has {said.style} for {module.path.rpartition('.')[2]}")
+            sources[said.source] = None
+        origin = next(iter(sources), SHAPES)
+        return {name: replace(rule, origin=origin) for name, rule in rules.items()}
+
+    def _has_style(self, module: StoredModule, *styles: str) -> bool:
+        said = self.styles.get(module.weight.name)
+        return said is not None and said.style in styles
+
+    def _cut_attention(self, circuit: AttentionCircuit) -> dict[str, TensorRule]:
+        q, k, v, o = circuit.queries, circuit.keys, circuit.values, circuit.output
+        layout = self.sizes.find_heads(q.path, q.shape[0], k.shape[0], o.shape[1])
+        if layout is None and q.shape[0] == 2 * o.shape[1] and self._has_style(q, "colwise"):
+            layout = self.sizes.find_heads(q.path, o.shape[1], k.shape[0], o.shape[1])  # with a gate in each head
+        if layout is None:
+            raise UncutCircuitError(f"no number of heads in the config fits {list(q.shape)} and {list(k.shape)}")
+        value, rest = divmod(v.shape[0], layout.key_heads)
+        if rest or value * layout.heads != o.shape[1]:
+            raise UncutCircuitError(f"{list(v.shape)} of values do not fit {list(o.shape)} of the output")
+        heads = CutSection(q.shape[0], q.shape[0] // layout.heads, noun="heads")
+        share = self.share and layout.key_heads < layout.heads
+        keys, values = (
+            CutSection(m.shape[0], m.shape[0] // layout.key_heads, share, "key/value heads") for m in (k, v)
+        )
+        rules = _cut_rows(q, (heads,), "queries by heads")
+        rules |= _cut_rows(k, (keys,), "keys by heads") | _cut_rows(v, (values,), "values by heads")
+        rules |= _cut_columns(o, CutSection(o.shape[1], value, noun="heads"), "the sum over heads")
+        return rules | self._cut_beside(circuit, layout, heads, keys)
+
+    def _cut_fused(self, circuit: FusedAttentionCircuit) -> dict[str, TensorRule]:
+        fused, o = circuit.fused, circuit.output
+        if not fused.is_matrix:
+            raise UncutCircuitError("queries, keys and values in one array that is no matrix")
+        transposed = _has_inputs_for_rows(fused)
+        rows, inner = (fused.shape[1], o.shape[0]) if transposed else (fused.shape[0], o.shape[1])
+        layout = self.sizes.find_fused_heads(fused.path, rows, inner)
+        if layout is None:
+            raise UncutCircuitError(f"no number of heads in the config fits the fused {list(fused.shape)}")
+        order = find_fused_order(fused.path, self.model_type, layout)
+        if order is None and self._has_style(fused, "colwise"):
+            order = "grouped"  # which transformers cuts in one stretch
+        if order is None:
+            raise UncutCircuitError("in which order queries, keys and values are fused is not known")
+        q, kv = layout.heads * layout.size, layout.key_heads * layout.size
+        if order == "joined":
+            keys = CutSection(kv, layout.size, self.share and layout.key_heads < layout.heads, "key/value heads")
+            sections: tuple[CutSection, ...] = (CutSection(q, layout.size, noun="heads"), keys, keys)
+        else:
+            sections = (CutSection(rows, rows // layout.key_heads, noun="groups of heads"),)
+        note = "queries, keys and values by heads"
+        if transposed:
+            return _cut_columns(fused, sections, note, bias=True) | _cut_rows(
+                o, (CutSection(inner, layout.size, noun="heads"),), "the sum over heads", bias=False
+            )
+        rules = _cut_rows(fused, sections, note)
+        rules |= _cut_columns(o, CutSection(inner, layout.size, noun="heads"), "the sum over heads")
+        heads = CutSection(q, layout.size, noun="heads")
+        return rules | self._cut_beside(
+            circuit, layout, heads, CutSection(kv, layout.size, self.share, "key/value heads")
+        )
+
+    def _cut_latent(self, circuit: LatentAttentionCircuit) -> dict[str, TensorRule]:
+        o = circuit.output
+        heads = self.sizes.count_heads(o.path, circuit.expanding[0].shape[0], o.shape[1])
+        if heads is None or any(m.shape[0] % heads for m in circuit.expanding):
+            raise UncutCircuitError("no number of heads in the config fits the latent attention")
+        rules: dict[str, TensorRule] = {}
+        for module in circuit.expanding:
+            rows = module.shape[0]
+            rules |= _cut_rows(
+                module, (CutSection(rows, rows // heads, noun="heads"),), "what a latent becomes, by heads"
+            )
+        rules |= _cut_columns(o, CutSection(o.shape[1], o.shape[1] // heads, noun="heads"), "the sum over heads")
+        for module in circuit.latent:
+            rules |= {t.name: _leave_whole(t, "a latent, whole") for t in _list_tensors(module)}
+        return rules
+
+    def _cut_beside(
+        self, circuit: AttentionCircuit | FusedAttentionCircuit, layout: HeadLayout, heads: CutSection, keys: CutSection
+    ) -> dict[str, TensorRule]:
+        """Cut what else stands in the attention; raises UncutCircuitError for what may depend on heads."""
+        rules: dict[str, TensorRule] = {}
+        mine = {m.path for m in _list_modules(circuit)}
+        dependent = {layout.heads, layout.key_heads, heads.size, keys.size, circuit.output.shape[-1]} - {1}
+        for module in self.tree.within(circuit.owner):
+            last = module.path.rpartition(".")[2]
+            if module.path in mine or any(word in _INDEXERS for word in module.path.split(".")):
+                continue
+            section = heads if _QUERY_NORMS.fullmatch(last) else keys if _KEY_NORMS.fullmatch(last) else None
+            if section is not None:
+                rules |= self._cut_norm(module, section)
+            elif last in _SINKS and module.shape == (layout.heads,):
+                rules |= _cut_rows(module, (CutSection(layout.heads, noun="heads"),), "one for each head")
+            elif last in _BIASES_BY_HEAD and module.is_matrix and module.shape[1] == layout.heads:
+                rules |= _cut_columns(module, CutSection(layout.heads, noun="heads"), "a bias for each head")
+            elif last in _GATES and module.is_matrix and module.shape[0] in {layout.heads, circuit.output.shape[1]}:
+                unit = module.shape[0] // layout.heads
+                rules |= _cut_rows(module, (CutSection(module.shape[0], unit, noun="heads"),), "a gate for each head")
+            elif _depends(module, dependent, circuit.output.shape[0]):
+                raise UncutCircuitError(f"what {last} {list(module.shape)} does with its heads is not known")
+        return rules
+
+    def _cut_norm(self, module: StoredModule, section: CutSection) -> dict[str, TensorRule]:
+        """Cut a norm of queries or keys: of each head alike, of each with weights of its own, or across heads."""
+        units = section.size // section.unit
+        if module.shape == (section.size,) and units > 1:
+            return {
+                t.name: _leave_whole(t, "a norm across heads, which needs all of them") for t in _list_tensors(module)
+            }
+        if module.shape == (units, section.unit) and units > 1:
+            return _cut_rows(module, (CutSection(units, 1, section.shared, section.noun),), "a norm of each head")
+        return {t.name: _leave_whole(t, "a norm of every head alike") for t in _list_tensors(module)}
+
+    def _cut_forward(self, circuit: FeedForwardCircuit) -> dict[str, TensorRule]:
+        first, output = circuit.inputs[0], circuit.output
+        if any(m.shape != first.shape for m in circuit.inputs) or len(first.shape) != len(output.shape):
+            raise UncutCircuitError("the shapes of its linears do not fit each other")
+        if len(first.shape) == _STACK:
+            return self._cut_stack(circuit)
+        if not first.is_matrix:
+            raise UncutCircuitError("its weights are no matrices")
+        expert = _EXPERT.fullmatch(circuit.owner)
+        transposed = _has_inputs_for_rows(first)
+        width = output.shape[0 if transposed else 1]
+        rows = first.shape[1 if transposed else 0]
+        joined = rows == 2 * width and circuit.joinable and not transposed
+        if rows != width and not joined:
+            raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
+        inner = first.shape[0 if transposed else 1]
+        for module in self.tree.children(circuit.owner):
+            if module.shape == (width,) and width != inner:
+                raise UncutCircuitError(f"{module.path.rpartition('.')[2]} may need all of its columns")
+        axis, noun = ("etp", "columns of each expert") if expert else ("tp", "")
+        section = CutSection(width, noun=noun)
+        note = "an expert" if expert else "an MLP"
+        sections = (section, section) if joined else (section,)
+        rules: dict[str, TensorRule] = {}
+        for module in circuit.inputs:
+            cut = _cut_columns if transposed else _cut_rows
+            rules |= cut(module, sections, f"columns of {note}", axis=axis, bias=True)
+        cut = _cut_rows if transposed else _cut_columns
+        rules |= cut(output, (section,), f"the sum over columns of {note}", axis=axis, bias=False)
+        if expert is None:
+            return rules
+        member = self._find_member(expert["group"], int(expert["number"]))
+        return {name: replace(rule, member=member) for name, rule in rules.items()}
+
+    def _find_member(self, group: str, number: int) -> GroupMember:
+        count = self.tree.count_numbered(group)
+        if not count:
+            raise UncutCircuitError("its experts are not numbered from 0")
+        return GroupMember("ep", number, count)
+
+    def _cut_stack(self, circuit: FeedForwardCircuit) -> dict[str, TensorRule]:
+        first, output = circuit.inputs[0], circuit.output
+        experts, a, b = first.shape
+        if output.shape[0] != experts:
+            raise UncutCircuitError("its stacks are of different heights")
+        _, c, d = output.shape
+        joined, transposed = False, False
+        if circuit.joinable and (a == 2 * d and b == c):
+            joined = True
+        elif circuit.joinable and (b == 2 * c and a == d):
+            joined = transposed = True
+        elif a == d and b == c and a != b and not circuit.joinable:
+            transposed = self._is_hidden(circuit.owner, a)
+            if transposed == self._is_hidden(circuit.owner, b):
+                raise UncutCircuitError("which dim of its stacks are columns is not known")
+        else:
+            raise UncutCircuitError(f"{list(first.shape)} does not fit {list(output.shape)}")
+        ep = AxisCut("ep", (CutSection(experts, noun="experts"),))
+        width = c if transposed else d
+        section = CutSection(width, noun="columns of each expert")
+        woven = joined and self._has_style(first, "colwise")  # which transformers cuts in one stretch
+        sure = not joined or woven or first.bias is None
+        pairs = (CutSection(2 * width, 2, noun=section.noun),)
+        etp = AxisCut("etp", pairs if woven else (section, section) if joined else (section,))
+        last = AxisCut("etp", (section,))
+        rules: dict[str, TensorRule] = {}
+        note = "experts" if sure else "experts; in which order gate and up are fused is not known"
+        for module in circuit.inputs:
+            cuts: tuple[tuple[AxisCut, ...], ...] = ((ep,), (), (etp,)) if transposed else ((ep,), (etp,), ())
+            rules[module.weight.name] = TensorRule(cuts if sure else ((ep,), (), ()), SHAPES, note)
+            if module.bias is not None:
+                rules[module.bias.name] = TensorRule(((ep,), (etp,) if sure else ()), SHAPES, note)
+        cuts = ((ep,), (last,), ()) if transposed else ((ep,), (), (last,))
+        rules[output.weight.name] = TensorRule(cuts if sure else ((ep,), (), ()), SHAPES, note)
+        if output.bias is not None:
+            rules[output.bias.name] = TensorRule(((ep,), ()), SHAPES, note)
+        return rules
+
+    def _is_hidden(self, owner: str, extent: int) -> bool:
+        """Tell whether something beside the experts, such as their router, takes inputs of this width."""
+        above = owner.rpartition(".")[0]
+        return any(m.is_matrix and m.shape[1] == extent for m in self.tree.within(above) if m.shape)
+
+
+def _list_modules(circuit: Circuit) -> Iterator[StoredModule]:
+    if isinstance(circuit, AttentionCircuit):
+        yield from (circuit.queries, circuit.keys, circuit.values)
+    elif isinstance(circuit, FusedAttentionCircuit):
+        yield circuit.fused
+    elif isinstance(circuit, LatentAttentionCircuit):
+        yield from (*circuit.expanding, *circuit.latent)
+    else:
+        yield from circuit.inputs
+    yield circuit.output
+
+
+def _list_tensors(module: StoredModule) -> Iterable[ModelTensor]:
+    return (module.weight,) if module.bias is None else (module.weight, module.bias)
+
+
+def _has_inputs_for_rows(module: StoredModule) -> bool:
+    """Tell whether a matrix has inputs for rows, as that of Conv1D: only the length of its bias says so.
+
+    Raises UncutCircuitError where that says nothing and the name is one of Conv1D's.
+    """
+    rows, columns = module.shape
+    if module.bias is not None and rows != columns:
+        return module.bias.shape == (columns,)
+    if module.path.rpartition(".")[2] in _CONV1D:
+        raise UncutCircuitError("whether its rows are inputs or outputs is not known")
+    return False
+
+
+def _depends(module: StoredModule, dependent: set[int], hidden: int) -> bool:
+    """Tell whether the extents of a tensor say that it may have something for each head."""
+    if len(module.shape) >= _MATRIX:
+        return bool(dependent & set(module.shape))
+    return bool(module.shape) and module.shape[0] in dependent and module.shape[0] != hidden
+
+
+def _leave_whole(tensor: ModelTensor, note: str) -> TensorRule:
+    return TensorRule(((),) * len(tensor.shape), SHAPES, note)
+
+
+def _cut_rows(
+    module: StoredModule, sections: tuple[CutSection, ...], note: str, *, axis: str = "tp", bias: bool = True
+) -> dict[str, TensorRule]:
+    """Return a weight cut along dim 0, and its bias along with it unless it is added to a sum."""
+    cut = AxisCut(axis, sections)
+    rules = {module.weight.name: TensorRule(((cut,), *((),) * (len(module.shape) - 1)), SHAPES, note)}
+    if module.bias is not None:
+        rules[module.bias.name] = TensorRule(((cut,) if bias else (),), SHAPES, note)
+    return rules
+
+
+def _cut_columns(
+    module: StoredModule,
+    sections: CutSection | tuple[CutSection, ...],
+    note: str,
+    *,
+    axis: str = "tp",
+    bias: bool = False,
+) -> dict[str, TensorRule]:
+    """Return a matrix cut along dim 1, and its bias along with it if that is the dim of its outputs."""
+    cut = AxisCut(axis, sections if isinstance(sections, tuple) else (sections,))
+    rules = {module.weight.name: TensorRule(((), (cut,)), SHAPES, note)}
+    if module.bias is not None:
+        rules[module.bias.name] = TensorRule(((cut,) if bias else (),), SHAPES, note)
+    return rules

@@ -1,0 +1,77 @@
+"""Says where derived rules come from, and what they leave whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from shardctl.placement import AxisCut, GroupMember
+
+SHAPES: Final = "names and shapes"
+"""The origin of a rule that no library confirms."""
+_PROOF: Final = "reshard --prove or verify --forward proves it, inspect --show-rules prints it"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """How one tensor is cut by tp or the axes of experts; fsdp and pp are added to this."""
+
+    cuts: tuple[tuple[AxisCut, ...], ...]
+    """By dim; all empty for a tensor that stays whole."""
+    origin: str
+    """`names and shapes`, or the class and version of transformers."""
+    note: str = ""
+    """What the tensor is, such as `queries by heads`."""
+    member: GroupMember | None = None
+    """Which of the experts it is, if it is one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedRule:
+    """One line of a derived table."""
+
+    pattern: str
+    """Over names, as in a rule file."""
+    rule: TensorRule
+    """Of each tensor that matches; of experts, that of the first one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UncutTensors:
+    """Tensors that stay whole on every tp rank because it is not known how to cut them."""
+
+    pattern: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleDerivation:
+    """A derived table."""
+
+    architecture: str
+    rules: tuple[DerivedRule, ...]
+    """In model order; those of tensors that are known to stay whole are left out."""
+    uncut: tuple[UncutTensors, ...]
+    layers: tuple[str, ...] = ()
+    """Patterns of layers, for stages."""
+    last: tuple[str, ...] = ()
+    """Patterns of what the last stage has."""
+    experts: tuple[str, ...] = ()
+    """Patterns whose last `*` counts experts."""
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Where the rules are from, each once."""
+        return tuple(dict.fromkeys(each.rule.origin for each in self.rules))
+
+    def describe(self) -> str:
+        """Return one sentence for people who did not ask for it."""
+        what = self.architecture or "this model"
+        source = " and ".join(self.origins) or "nothing that is known"
+        whole = ""
+        if self.uncut:
+            few = ", ".join(each.pattern for each in self.uncut[:3])
+            more = f" and {len(self.uncut) - 3} more" if len(self.uncut) > 3 else ""  # noqa: PLR2004
+            whole = f"; whole, because not known: {few}{more}"
+        return f"shardctl has no table for {what}: how it is cut is derived from {source}{whole}; {_PROOF}"

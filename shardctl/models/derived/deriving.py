@@ -1,0 +1,165 @@
+"""Derives the model of an architecture that has no table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import UnsupportedError
+from shardctl.mesh import EXPERT_AXES, EXPERT_FSDP
+from shardctl.models.config import ModelConfig
+from shardctl.models.derived.circuits import list_circuits
+from shardctl.models.derived.cutting import CircuitCutter
+from shardctl.models.derived.derivation import SHAPES, DerivedRule, RuleDerivation, TensorRule, UncutTensors
+from shardctl.models.derived.head_counts import ConfigSizes
+from shardctl.models.derived.library_styles import read_library_styles
+from shardctl.models.derived.stored_modules import ModuleTree
+from shardctl.models.name_pattern import list_name_patterns
+from shardctl.models.quantisation import find_quantisation_config
+from shardctl.models.table import FSDP
+from shardctl.placement import AxisCut
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardctl.mesh import Mesh
+    from shardctl.models.model import Model, ModelTensor
+
+_EMBEDDINGS: Final = ("wte", "shared", "embed_in", "encoder_embed", "decoder_embed")
+"""What embeddings of tokens are called whose names do not begin with one of the next."""
+_EMBEDDING_STARTS: Final = ("embed_tokens", "word_embed", "tok_embed", "token_embed", "embedding", "embed_token")
+_HEADS: Final = ("lm_head", "embed_out", "output_projection", "proj_out", "decoder", "output", "head")
+"""What linears are called that give a score for each token."""
+_ROUTERS: Final = ("gate", "router", "layer", "classifier", "shared_expert_gate")
+_POSITIONS: Final = ("position", "pos_emb", "wpe", "token_type", "relative", "rotary", "indexer")
+_MATRIX: Final = 2
+
+
+def derive_model(config: Mapping[str, object], model: Model, *, share_kv: bool, library: bool = True) -> Model:
+    """`model`, which is known by names and shapes alone, with cuts by tp and by the axes of experts.
+
+    `share_kv` lets neighbouring tp ranks hold the same key/value head where there are fewer heads than ranks; `library`
+    says whether an installed transformers is asked.
+    Raises UnsupportedError for quantised weights, whose scales no derived rule knows.
+    """
+    named = ModelConfig(config)
+    architecture = named.architecture() or named.text("model_type", "")
+    if find_quantisation_config(config) is not None:
+        raise UnsupportedError(
+            f"how quantised weights of {architecture or 'a model without a table'} are cut is not known",
+            hint="write a rule file and give it with --rules FILE",
+        )
+    cutter = CircuitCutter(
+        ModuleTree(model.tensors.values()),
+        ConfigSizes(config),
+        share_kv,
+        named.text("model_type", ""),
+        read_library_styles(config, list(model.tensors)) if library else {},
+    )
+    for circuit in list_circuits(cutter.tree):
+        cutter.cut(circuit)
+    _cut_vocabularies(cutter)
+    tensors = {
+        name: _apply_rule(t, cutter.rules[name]) if name in cutter.rules else t for name, t in model.tensors.items()
+    }
+    derivation = RuleDerivation(
+        architecture=architecture,
+        rules=_collect_rules(cutter.rules, model),
+        uncut=_collect_uncut(cutter, model),
+        layers=_list_layer_patterns(model),
+        last=tuple(list_name_patterns(n for n, t in model.tensors.items() if ("last", 0) in t.spec.where)),
+        experts=_list_expert_patterns(cutter.rules),
+    )
+    return replace(model, tensors=tensors, derivation=derivation)
+
+
+def can_divide(model: Model, mesh: Mesh) -> bool:
+    """Tell whether a layer has something that each axis of the mesh that needs a table divides."""
+    wanted = {axis for axis in ("tp", *EXPERT_AXES) if mesh.degree(axis) > 1}
+    layered = [t.spec for t in model.tensors.values() if t.spec.where[0][0] == "layer"]
+    found = {axis for spec in dict.fromkeys(layered) for axis in spec.axes}
+    return wanted <= found or (bool(wanted) and wanted <= {"tp", "etp"} and not found.isdisjoint(wanted))
+
+
+def _cut_vocabularies(cutter: CircuitCutter) -> None:
+    """Embeddings and heads by tokens, in ceil-sized parts."""
+    for module in cutter.tree.modules.values():
+        last = module.path.rpartition(".")[2]
+        if not module.is_matrix or module.weight.name in cutter.rules:
+            continue
+        embeds = last in _EMBEDDINGS or last.startswith(_EMBEDDING_STARTS)
+        if (embeds or last in _HEADS) and module.shape[0] in cutter.sizes.vocabularies:
+            note = "embeddings by tokens" if embeds else "scores by tokens"
+            cutter.rules[module.weight.name] = TensorRule(((AxisCut("tp"),), ()), SHAPES, note)
+            if module.bias is not None:
+                cutter.rules[module.bias.name] = TensorRule(((AxisCut("tp"),),), SHAPES, note)
+
+
+def _apply_rule(tensor: ModelTensor, rule: TensorRule) -> ModelTensor:
+    """Return a tensor with the cuts of its rule, and fsdp after them."""
+    cuts = rule.cuts
+    if cuts:
+        expert = rule.member is not None or any(cut.axis in EXPERT_AXES for dim in cuts for cut in dim)
+        cuts = ((*cuts[0], AxisCut(EXPERT_FSDP) if expert else FSDP), *cuts[1:])
+    return replace(tensor, spec=replace(tensor.spec, cuts=cuts, member=rule.member))
+
+
+def _collect_rules(rules: Mapping[str, TensorRule], model: Model) -> tuple[DerivedRule, ...]:
+    """Return the rules by pattern; where tensors of one pattern are cut differently, by name."""
+    groups: dict[str, list[str]] = {}
+    for name in model.tensors:
+        groups.setdefault(list_name_patterns([name])[0], []).append(name)
+    found: list[DerivedRule] = []
+    for pattern, names in groups.items():
+        known = [rules.get(name) for name in names]
+        kinds = {rule and (rule.cuts, rule.origin, rule.note) for rule in known}
+        if kinds == {None}:
+            continue
+        if len(kinds) == 1 and known[0] is not None:
+            found.append(DerivedRule(pattern, known[0]))
+        else:
+            found += [DerivedRule(name, rule) for name, rule in zip(names, known, strict=True) if rule is not None]
+    return tuple(found)
+
+
+def _collect_uncut(cutter: CircuitCutter, model: Model) -> tuple[UncutTensors, ...]:
+    found: dict[str, UncutTensors] = {}
+    for name, tensor in model.tensors.items():
+        if name in cutter.rules or sum(extent > 1 for extent in tensor.shape) < _MATRIX:
+            continue
+        reason = cutter.reasons.get(name) or _explain_whole(name, tensor)
+        pattern = list_name_patterns([name])[0]
+        if reason is not None:
+            found.setdefault(pattern, UncutTensors(pattern, reason))
+    return tuple(found.values())
+
+
+def _explain_whole(name: str, tensor: ModelTensor) -> str | None:
+    """Say why a tensor that no circuit has stays whole; None if it is one that always does."""
+    words = name.split(".")
+    module = words[-2] if len(words) > 1 else ""
+    if module in _ROUTERS or any(word in name for word in _POSITIONS) or "norm" in module:
+        return None
+    return "a convolution" if len(tensor.shape) > _MATRIX else "not recognised"
+
+
+def _list_expert_patterns(rules: Mapping[str, TensorRule]) -> tuple[str, ...]:
+    """Return patterns of the modules of experts that have tensors of their own."""
+    owners: dict[str, None] = {}
+    for name, rule in rules.items():
+        if rule.member is not None:
+            words = name.split(".")
+            place = max(n for n, word in enumerate(words) if word == str(rule.member.index))
+            owners[list_name_patterns([".".join(words[: place + 1])])[0]] = None
+    return tuple(owners)
+
+
+def _list_layer_patterns(model: Model) -> tuple[str, ...]:
+    """Return the names that number layers, in the order of computation."""
+    numbered = [(t.spec.where[0][1], n) for n, t in model.tensors.items() if t.spec.where[0][0] == "layer"]
+    heads = (".".join(name.split(".")[: _find_number(name) + 1]) for _, name in sorted(numbered))
+    return tuple(list_name_patterns(heads))
+
+
+def _find_number(name: str) -> int:
+    return next((n for n, word in enumerate(name.split(".")) if word.isdecimal()), 0)

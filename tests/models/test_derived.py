@@ -1,0 +1,182 @@
+"""Derived tables are equal to those written by hand wherever they cut, and print as rule files that say the same."""
+
+from __future__ import annotations
+
+import pytest
+from model_oracle import FIXTURES, fixture, stored
+
+from shardctl.errors import UnsupportedError
+from shardctl.models import describe_model, load_rules
+from shardctl.models.derived import derive_model, format_rule_file
+from shardctl.models.derived.library_names import build_renamer
+from shardctl.models.untabled import build_untabled_model
+
+LAYER = "model.layers.0"
+
+
+def derive(config, shapes, **how):
+    return derive_model(config, build_untabled_model(config, stored(shapes)).model, share_kv=True, **how)
+
+
+def list_cuts(tensor):
+    """What tp and the axes of experts do with a tensor."""
+    dims = [
+        [(c.axis, [(s.size, s.unit) for s in c.sections]) for c in dim if "fsdp" not in c.axis]
+        for dim in tensor.spec.cuts
+    ]
+    return dims, tensor.spec.member
+
+
+def is_cut(tensor):
+    dims, member = list_cuts(tensor)
+    return any(dims) or member is not None
+
+
+TOWERS = ("vision", "visual", "projector", "head.mlp", "merger")
+"""What tables leave whole on purpose: towers are small."""
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "names"])
+@pytest.mark.parametrize("name", FIXTURES)
+def test_what_is_cut_is_cut_as_in_the_table_written_by_hand(name, library):
+    config = fixture(name)
+    table = describe_model(config, kv_heads="replicate")
+    derived = derive(config, [(t.name, t.shape) for t in table.own()], library=library)
+    assert derived.derivation.rules
+    uncut = {each.pattern for each in derived.derivation.uncut}
+    for each, tensor in derived.tensors.items():
+        if not is_cut(tensor) or any(word in each for word in TOWERS):
+            continue
+        mine, theirs = list_cuts(tensor), list_cuts(table.tensors[each])
+        if mine == theirs:
+            continue
+        assert "experts" in each, (each, mine, theirs)
+        assert [dim for dim in mine[0] if dim] == [theirs[0][0]], each  # by whole experts alone, and said to be so
+        assert any(
+            rule.pattern.endswith(each.rpartition(".")[2]) and "not known" in rule.rule.note
+            for rule in derived.derivation.rules
+        )
+    assert not any(is_cut(derived.tensors[n]) for n in derived.tensors if n in uncut)
+
+
+def test_a_rule_file_says_the_same(tmp_path):
+    config = fixture("qwen3_moe")
+    table = describe_model(config)
+    shapes = [(t.name, t.shape) for t in table.own()]
+    derived = derive(config, shapes)
+    path = tmp_path / "rules.toml"
+    path.write_text(format_rule_file(derived.derivation))
+    read = load_rules(path).model(stored(shapes))
+    assert not read.warnings
+    for name, tensor in derived.tensors.items():
+        assert list_cuts(read.tensors[name]) == list_cuts(tensor), name
+        assert [[c.axis for c in dim] for dim in read.tensors[name].spec.cuts] == [
+            [c.axis for c in dim] for dim in tensor.spec.cuts
+        ]
+        assert read.tensors[name].spec.where == tensor.spec.where, name
+    said = path.read_text()
+    assert '"model.layers.*.self_attn.k_proj.weight" = [["tp of 2x16 shared", "fsdp"]]  # keys by heads' in said
+    assert "# from Qwen3MoeConfig of transformers 5" in said
+
+
+ATTENTION = {
+    f"{LAYER}.self_attn.q_proj.weight": (32, 32),
+    f"{LAYER}.self_attn.k_proj.weight": (16, 32),
+    f"{LAYER}.self_attn.v_proj.weight": (16, 32),
+    f"{LAYER}.self_attn.o_proj.weight": (32, 32),
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "architectures": ["NobodyForCausalLM"]}
+
+
+def find_cut(shapes, config=HEADS):
+    """The last words of what is cut, and why the rest is not."""
+    derived = derive(config, shapes.items(), library=False)
+    cut = {name.removesuffix(".weight").rpartition(".")[2] for name, t in derived.tensors.items() if is_cut(t)}
+    return cut, {
+        each.pattern.removesuffix(".weight").rpartition(".")[2]: each.reason for each in derived.derivation.uncut
+    }
+
+
+class TestPairs:
+    def test_all_four(self):
+        assert find_cut(ATTENTION) == ({"q_proj", "k_proj", "v_proj", "o_proj"}, {})
+
+    @pytest.mark.parametrize("missing", ATTENTION)
+    def test_a_part_that_is_not_there_leaves_the_others_whole(self, missing):
+        cut, uncut = find_cut({name: shape for name, shape in ATTENTION.items() if name != missing})
+        assert not cut
+        assert set(uncut.values()) == {"not recognised"}
+
+    def test_heads_that_do_not_fit(self):
+        cut, uncut = find_cut(ATTENTION, {**HEADS, "num_attention_heads": 5})
+        assert not cut
+        assert uncut["q_proj"] == "no number of heads in the config fits [32, 32] and [16, 32]"
+
+    @pytest.mark.parametrize(
+        ("extra", "shape"), [("pos_bias_u", (4, 8)), ("linear_pos.weight", (32, 32)), ("inner_norm.weight", (16,))]
+    )
+    def test_something_beside_them_that_may_speak_of_heads(self, extra, shape):
+        cut, uncut = find_cut({**ATTENTION, f"{LAYER}.self_attn.{extra}": shape})
+        assert not cut
+        assert uncut["q_proj"].startswith(f"what {extra.removesuffix('.weight')} ")
+
+    def test_columns_that_do_not_fit(self):
+        shapes = {f"{LAYER}.mlp.gate_proj.weight": (48, 32), f"{LAYER}.mlp.up_proj.weight": (40, 32)}
+        cut, uncut = find_cut({**shapes, f"{LAYER}.mlp.down_proj.weight": (32, 48)})
+        assert not cut
+        assert uncut["up_proj"] == "the shapes of its linears do not fit each other"
+
+    def test_the_bias_of_a_sum_is_whole(self):
+        shapes = {**ATTENTION, f"{LAYER}.self_attn.o_proj.bias": (32,), f"{LAYER}.self_attn.q_proj.bias": (32,)}
+        tensors = derive(HEADS, shapes.items(), library=False).tensors
+        assert not is_cut(tensors[f"{LAYER}.self_attn.o_proj.bias"])
+        assert is_cut(tensors[f"{LAYER}.self_attn.q_proj.bias"])
+
+    @pytest.mark.parametrize(("name", "cut"), [("query_key_value", set()), ("qkv_proj", {"qkv_proj", "o_proj"})])
+    def test_a_fused_array_whose_order_is_not_known_is_whole(self, name, cut):
+        shapes = {f"{LAYER}.self_attn.{name}.weight": (64, 32), f"{LAYER}.self_attn.o_proj.weight": (32, 32)}
+        found, uncut = find_cut(shapes)
+        assert found == cut
+        assert uncut.get(name, "in which order").startswith("in which order")
+
+
+def test_experts_are_numbered_from_zero_or_whole():
+    shapes = {
+        f"{LAYER}.mlp.experts.{n}.{name}.weight": shape
+        for n in range(1, 4)
+        for name, shape in (("gate_proj", (16, 32)), ("up_proj", (16, 32)), ("down_proj", (32, 16)))
+    }
+    cut, uncut = find_cut(shapes)
+    assert not cut
+    assert set(uncut.values()) == {"its experts are not numbered from 0"}
+
+
+def test_quantised_weights_are_not_derived():
+    config = {**HEADS, "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(UnsupportedError, match="how quantised weights of NobodyForCausalLM are cut"):
+        derive(config, ATTENTION.items())
+
+
+NAMES = {
+    "mixtral": ("model.layers.3.block_sparse_moe.experts.7.w1.weight", "model.layers.3.block_sparse_moe.gate.weight"),
+    "minimax_m2": ("model.layers.3.block_sparse_moe.experts.7.w2.weight", "model.layers.0.self_attn.q_proj.weight"),
+    "qwen2_moe": ("model.layers.3.mlp.experts.7.down_proj.weight", "model.layers.3.mlp.shared_expert.up_proj.weight"),
+    "ernie4_5_moe": (
+        "model.layers.3.mlp.experts.7.up_proj.weight",
+        "model.layers.3.mlp.moe_statics.e_score_correction_bias",
+    ),
+    "hy_v3": ("model.layers.3.mlp.experts.7.up_proj.weight", "model.layers.0.mlp.expert_bias"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_names_become_what_transformers_makes_of_them(kind):
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_checkpoint_conversion_mapping(kind)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    rename = build_renamer([kind])
+    for name in NAMES[kind]:
+        assert rename(name) == rename_source_key(name, renamings, converters)[0]
