@@ -7,6 +7,7 @@ need, which dims are heads or experts, nothing here guesses.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import format_first_few
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardctl.manifest import Manifest, Tensor
     from shardctl.mesh import Mesh
-    from shardctl.placement import Where
+    from shardctl.placement import AxisCut, Where
 
 NEEDING_TABLE: Final = ("tp", *EXPERT_AXES)
 """The mesh axes that only a table, or rules, say how to cut with; of the others a name and a shape say enough."""
@@ -111,9 +112,20 @@ def order_ties(stored: Manifest) -> Manifest:
 
 def place_tensor(tensor: Tensor, where: tuple[tuple[Where, int], ...]) -> ModelTensor:
     """Return a tensor whose dim 0 fsdp cuts."""
-    cuts = ((FSDP,), *((),) * (len(tensor.shape) - 1)) if tensor.shape else ()
     row = Row(list_name_patterns([tensor.name])[0], "")
-    return ModelTensor(tensor.name, tensor.shape, tensor.dtype, PartitionSpec(cuts, where), row, tensor.ties)
+    return ModelTensor(tensor.name, tensor.shape, tensor.dtype, _build_spec(len(tensor.shape), where), row, tensor.ties)
+
+
+@lru_cache(maxsize=4096)
+def _build_spec(dims: int, where: tuple[tuple[Where, int], ...]) -> PartitionSpec:
+    """Build the spec that tensors of as many dims on the same stages share."""
+    return PartitionSpec(_build_cuts(dims), where)
+
+
+@cache
+def _build_cuts(dims: int) -> tuple[tuple[AxisCut, ...], ...]:
+    """Build the cuts that tensors of as many dims share; tensors that are cut alike are known by this object."""
+    return ((FSDP,), *((),) * (dims - 1)) if dims else ()
 
 
 def _count_stored_layers(stored: Manifest) -> LayerPlaces:
@@ -123,8 +135,10 @@ def _count_stored_layers(stored: Manifest) -> LayerPlaces:
 def _find_tied_head(config: ModelConfig, stored: Manifest, places: LayerPlaces) -> str:
     """Find the embedding that is the head, too, because the config ties it and no head is stored; empty if none is."""
     inner = [value for value in config.values.values() if isinstance(value, dict)]
-    said = [values[_TIED] for values in (config.values, *inner) if values.get(_TIED) is not None]
-    if not (any(said) if said else config.architecture().endswith(_HEADED)):
+    outer, said = config.values.get(_TIED), [values[_TIED] for values in inner if values.get(_TIED) is not None]
+    if outer is None:
+        outer = any(said) if said else config.architecture().endswith(_HEADED)
+    if not outer:
         return ""
     rows = {values[_VOCABULARY] for values in (config.values, *inner) if values.get(_VOCABULARY) is not None}
     tables = [t for t in stored.tensors.values() if len(t.shape) == _MATRIX and t.shape[0] in rows and not t.ties]

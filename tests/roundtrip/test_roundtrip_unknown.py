@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import assert_same, stored
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from shardctl.checkpoint.opening import open_checkpoint
 from shardctl.cli.program import run
 from shardctl.errors import SourceError, UnsupportedError, UsageError
 from shardctl.mesh import Mesh
@@ -208,7 +209,8 @@ class TestTies:
         state = UnknownModel(DecoderLayer).state_dict()
         del state["to_logits.weight"]
         save_file(state, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-        said = {} if tied is None else {"tie_word_embeddings": tied}
+        inner = {"vision_config": {"tie_word_embeddings": not tied}}  # which the outer word overrules
+        said = {} if tied is None else {"tie_word_embeddings": tied, **inner}
         (tmp_path / "source" / "config.json").write_text(json.dumps(CONFIG | said))
         done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(pp=2)))
         _, last = read_ranks(tmp_path / "ranks", 2)
@@ -241,3 +243,9 @@ def test_inspect_shows_how_the_axes_that_need_no_table_cut(unknown):
     assert rules["tok_embed.weight"].stages == ("first",)
     assert rules["to_logits.weight"].stages == ("last",)
     assert sum(rule.tensors for rule in rules.values()) == len(stored(unknown))
+
+
+def test_tensors_that_are_cut_alike_share_their_cuts(unknown):
+    with open_checkpoint(unknown) as checkpoint:
+        placed = checkpoint.require_placement(Mesh.of(fsdp=2)).tensors.values()
+    assert len({id(tensor.spec.cuts) for tensor in placed}) == len({len(tensor.shape) for tensor in placed})
