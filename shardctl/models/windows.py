@@ -38,10 +38,10 @@ class WindowRule:
 
     size: int | None
     """Tokens; None for no window."""
-    layers: Literal["all", "none", "all but every nth", "even", "first even", "last", "rotary"] = "all"
+    layers: Literal["all", "none", "all but every nth", "even", "first even", "last", "rotary", "not rotary"] = "all"
     """Which layers have it, if `layer_types` does not say so."""
     period: int = 0
-    """The n of "all but every nth"; of "rotary" that of the layers without rotary positions."""
+    """The n of "all but every nth"; of "rotary" and "not rotary" that of the layers without rotary positions."""
     start: int = 0
     """The layer at which "last" begins, and "first even" ends, if `max_window_layers` does not say so."""
     switched: bool = False
@@ -100,8 +100,8 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
         case "first even":
             end = config.count("max_window_layers", rule.start)
             return [n % 2 == 0 and n < end for n in range(layers)]
-        case "rotary":
-            return mark_rotary_layers(rule, config, layers)
+        case "rotary" | "not rotary":
+            return [marked == (rule.layers == "rotary") for marked in mark_rotary_layers(rule, config, layers)]
 
 
 def _choose_periodic_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:

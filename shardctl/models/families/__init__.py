@@ -12,6 +12,8 @@ from shardctl.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from shardctl.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from shardctl.models.families.deepseek_v4 import DEEPSEEK_V4
 from shardctl.models.families.distilbert import DISTILBERT
+from shardctl.models.families.ernie import ERNIE4_5
+from shardctl.models.families.exaone import EXAONE4
 from shardctl.models.families.falcon import FALCON
 from shardctl.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from shardctl.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
@@ -39,6 +41,8 @@ from shardctl.models.families.qwen3_next import QWEN3_NEXT
 from shardctl.models.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from shardctl.models.families.qwen_moe import OLMOE, QWEN2_MOE, QWEN3_MOE
 from shardctl.models.families.roberta import ROBERTA, XLM_ROBERTA
+from shardctl.models.families.seed_oss import SEED_OSS
+from shardctl.models.families.smollm import SMOLLM3
 from shardctl.models.families.stablelm import STABLELM
 from shardctl.models.families.starcoder2 import STARCODER2
 from shardctl.models.families.t5 import T5
@@ -69,6 +73,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     DISTILBERT,
+    ERNIE4_5,
+    EXAONE4,
     FALCON,
     FALCON_MAMBA,
     GEMMA,
@@ -127,7 +133,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_VL,
     QWEN3_VL_MOE,
     ROBERTA,
+    SEED_OSS,
     SIGLIP,
+    SMOLLM3,
     STABLELM,
     STARCODER2,
     T5,

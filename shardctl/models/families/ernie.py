@@ -1,0 +1,30 @@
+"""Describes ERNIE 4.5: Llama's names, with biases everywhere or nowhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import DECODER, assume_sizes, build_decoder_facts
+from shardctl.models.family import Family, ModelClass
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    bias = config.switch("use_bias", default=False)
+    head = None if "head_dim" in config.values else 128
+    return build_decoder_facts(config, tied=True, head_dim=head, kv_heads=2, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+ERNIE4_5: Final = Family(
+    name="ernie4_5",
+    rows=DECODER,
+    facts=_build_facts,
+    classes={"Ernie4_5ForCausalLM": ModelClass("model", "lm"), "Ernie4_5Model": ModelClass()},
+    prefixes=("model",),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", attention_dropout=("", 0.0)),
+    assumed={**assume_sizes(103424, 1024, 3072, 18, 16), "num_key_value_heads": 2},
+)
