@@ -130,6 +130,8 @@ class OpenedCheckpoint:
 
         None where a table knows.
         """
+        if self.model is not None and self.model.counted and mesh.degree("pp") > 1:
+            return (f"layers counted by names, as no rule says where they are: {self.model.counted}",)
         if self.model is not None or self.untabled is None:
             return ()
         known = self.config is not None and models.find_family(self.config) is not None

@@ -66,6 +66,8 @@ class Model:
     """The arrays, by name, that transformers' state dict has in place of some tensors."""
     warnings: tuple[str, ...] = ()
     """What is odd in the description, such as a rule that matches nothing."""
+    counted: str = ""
+    """The layers that were counted by names alone, where rules say nothing of them."""
     text: Mapping[str, object] | None = None
     """The config of the text model inside, of a model that is known by the table of that."""
     plain: Model | None = None

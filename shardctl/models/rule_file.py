@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardctl.errors import UsageError, format_first_few
 from shardctl.models.binding import find_canonical_name
 from shardctl.models.family import Row
+from shardctl.models.layer_names import count_layers
 from shardctl.models.model import Model, ModelTensor
 from shardctl.models.name_pattern import ExpertPattern, LayerPattern, PatternList
 from shardctl.models.renaming import NamingTable, parse_names
@@ -57,7 +58,10 @@ class RuleFile:
                 f"no rule of {self.path} matches {format_first_few(unmatched)}",
                 hint='add a rule for them; "**" = [] as the last one leaves all others whole',
             )
-        stages = self._stages(stored.tensors)
+        stages, counted = self._stages(stored.tensors), ""
+        if not stages:  # then names say where the layers are, as without rules
+            places = count_layers({name: tensor.shape for name, tensor in stored.tensors.items()})
+            stages, counted = {name: places.find_stage(name) for name in stored.tensors}, str(places)
         members = self._members(stored.tensors)
         tensors = {
             name: self._tensor(t, matches[name], stages.get(name), members.get(name))
@@ -66,9 +70,10 @@ class RuleFile:
         return Model(
             family="",
             architecture=architecture,
-            layers=len({where for where in stages.values() if where[0] == "layer"}),
+            layers=max((n + 1 for where, n in stages.values() if where == "layer"), default=0),
             tensors=tensors,
             warnings=self._unused(set(matches.values())),
+            counted=counted,
         )
 
     def over(self, model: Model, stored: Manifest) -> Model:

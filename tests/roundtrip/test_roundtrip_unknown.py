@@ -249,3 +249,15 @@ def test_tensors_that_are_cut_alike_share_their_cuts(unknown):
     with open_checkpoint(unknown) as checkpoint:
         placed = checkpoint.require_placement(Mesh.of(fsdp=2)).tensors.values()
     assert len({id(tensor.spec.cuts) for tensor in placed}) == len({len(tensor.shape) for tensor in placed})
+
+
+def test_a_rule_file_without_layers_leaves_counting_them_to_names(unknown, tmp_path):
+    (tmp_path / "rules.toml").write_text('[rules]\n"tok_embed.weight" = ["", "tp"]\n"**" = ["fsdp"]\n')
+    reading = SourceOptions(rules=tmp_path / "rules.toml")
+    both = ReshardOptions(mesh=Mesh.of(tp=2, pp=2))
+    done = reshard(unknown, tmp_path / "ranks", both, source_options=reading)
+    assert done.warnings == ("layers counted by names, as no rule says where they are: 11 of stack.*",)
+    last = read_ranks(tmp_path / "ranks", 4)[3]
+    assert "to_logits.weight" in last
+    assert "tok_embed.weight" not in last
+    assert not reshard(unknown, tmp_path / "tp", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=reading).warnings
