@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _EXPERT: Final = re.compile(r"(?P<group>(?:.*\.)?(?:\w*experts?))\.(?P<number>\d+)")
 _QUERY_NORMS: Final = re.compile(r"(q|query)_?(layer_?)?norm|q_ln")
 _KEY_NORMS: Final = re.compile(r"(k|key)_?(layer_?)?norm|k_ln")
+_INNER_NORMS: Final = re.compile(r".*(sub|inner).*(norm|ln)")
+"""What norms are called that stand between heads and their output, and need all of them."""
 _GATES: Final = ("g_proj", "gate_proj")
 """What linears in attention are called whose output multiplies that of the heads."""
 _SINKS: Final = ("sinks", "attn_sink", "attention_sinks")
@@ -194,7 +196,7 @@ class CircuitCutter:
             elif last in _GATES and module.is_matrix and module.shape[0] in {layout.heads, circuit.output.shape[1]}:
                 unit = module.shape[0] // layout.heads
                 rules |= _cut_rows(module, (CutSection(module.shape[0], unit, noun="heads"),), "a gate for each head")
-            elif _depends(module, dependent, circuit.output.shape[0]):
+            elif _depends(module, dependent, circuit.output.shape[0]) or _INNER_NORMS.fullmatch(last):
                 raise UncutCircuitError(f"what {last} {list(module.shape)} does with its heads is not known")
         return rules
 

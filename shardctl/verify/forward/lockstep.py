@@ -161,8 +161,8 @@ class _RankModule:
             return
         if summed and kind != "embedding":
             self._before(mine, lambda inputs: self.meeting.refuse_equal(self.number, inputs, group))
-        bias = self.slots.get((id(original), "bias")) if summed and kind != "embedding" else None
-        if bias is None or bias not in self.values:
+        bias = self.slots.get((id(original), "bias")) if kind != "embedding" else None
+        if bias is None or bias not in self.values or not (summed or not self._cut_dims(bias)):
             self._after(mine, lambda output: self.meeting.add(self.number, output, group))
             return
         added = self.read([bias], self.source)[bias]
