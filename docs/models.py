@@ -8,7 +8,8 @@ def page():
     lines = [
         "# Models",
         "",
-        f"{len(FAMILIES)} families, by the `model_type` of a config, with the transformers classes each describes.",
+        f"{len(FAMILIES)} families, by the `model_type` of a config, with the classes each describes: those of",
+        "transformers, or those that configs on the Hub name where transformers has none.",
         "Written by `python docs/models.py` from `shardctl/models/families`; a test holds the two together.",
         "",
         "| model_type | classes |",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from model_oracle import CONFIGS, FIXTURES, fixture, on_meta, state
+from model_oracle import BUILT, CONFIGS, FIXTURES, fixture, on_meta, state
 from transformers.activations import ACT2FN
 
 from shardctl.errors import UnsupportedError
@@ -183,7 +183,7 @@ NO_WINDOW = {"qwen3_vl_moe": {"sliding_window"}}
 """Keys that a class sets to None whatever a config says."""
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", BUILT, ids=lambda family: family.name)
 def test_a_silent_config_means_what_its_class_assumes(family):
     traits, assumed = text_part(family)
     pairs = (traits.activation, traits.dropout, traits.attention_dropout, traits.score_cap, traits.logit_cap)

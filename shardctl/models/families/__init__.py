@@ -25,6 +25,7 @@ from shardctl.models.families.gptj import GPTJ
 from shardctl.models.families.granite import GRANITE
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from shardctl.models.families.jamba import JAMBA
+from shardctl.models.families.kimi import KIMI_K25
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.llama4 import LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
@@ -96,6 +97,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GRANITE_MOE_HYBRID,
     GRANITE_MOE_SHARED,
     JAMBA,
+    KIMI_K25,
     LLAMA,
     LLAMA4_TEXT,
     LLAVA,

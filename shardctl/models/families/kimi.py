@@ -1,0 +1,127 @@
+"""Describes Kimi-K2.5: DeepSeek-V3 behind the vision model MoonViT, with the names of the Hub.
+
+transformers 5 has a class of its own, into which it takes `wqkv` apart and turns its rows (`kimi_k25` in
+`conversion_mapping.py`); it saves the names of the Hub again. Names and shapes are those of vLLM's modules
+(`kimi_k25.py`, `kimi_k25_vit.py`), to which files are loaded as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardctl.errors import SourceError
+from shardctl.models.families.deepseek import DEEPSEEK_V3
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
+from shardctl.models.nesting import join_facts, nest_facts, nest_tower_rows
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.layer_traits import LayerTraits
+
+_BLOCK: Final = ".encoder.blocks.{layer}"
+_EYES: Final = (
+    Row(".patch_embed.proj.weight", "hidden 3 patch patch"),
+    Row(".patch_embed.proj.bias", "hidden", "patch_bias"),
+    Row(".patch_embed.pos_emb.weight", "height width hidden"),
+    Row(f"{_BLOCK}.norm0.weight", "hidden"),
+    Row(f"{_BLOCK}.norm0.bias", "hidden", "norm_bias"),
+    Row(f"{_BLOCK}.norm1.weight", "hidden"),
+    Row(f"{_BLOCK}.norm1.bias", "hidden", "norm_bias"),
+    Row(f"{_BLOCK}.mlp.fc0.weight", "ffn hidden"),
+    Row(f"{_BLOCK}.mlp.fc0.bias", "ffn", "linear_bias"),
+    Row(f"{_BLOCK}.mlp.fc1.weight", "hidden ffn"),
+    Row(f"{_BLOCK}.mlp.fc1.bias", "hidden", "linear_bias"),
+    Row(f"{_BLOCK}.wqkv.weight", "heads+heads+heads hidden"),
+    Row(f"{_BLOCK}.wqkv.bias", "heads+heads+heads", "attention_bias"),
+    Row(f"{_BLOCK}.wo.weight", "hidden heads"),
+    Row(f"{_BLOCK}.wo.bias", "hidden", "attention_bias"),
+    Row(".encoder.final_layernorm.weight", "hidden"),
+    Row(".encoder.final_layernorm.bias", "hidden", "norm_bias"),
+)
+"""MoonViT, whose later version has no biases, RMS norms, and heads that are wider than its states together."""
+MOON_TOWER: Final = (
+    *nest_tower_rows(_EYES, "vision_tower"),
+    Row(".mm_projector.pre_norm.weight", "vision_hidden", when="!second", on="first"),
+    Row(".mm_projector.pre_norm.bias", "vision_hidden", when="!second", on="first"),
+    Row(".mm_projector.proj.0.weight", "merged merged", on="first"),
+    Row(".mm_projector.proj.0.bias", "merged", when="!second", on="first"),
+    Row(".mm_projector.proj.2.weight", "hidden merged", on="first"),
+    Row(".mm_projector.proj.2.bias", "hidden", when="!second", on="first"),
+    Row(".mm_projector.post_norm.weight", "hidden", when="second", on="first"),
+)
+"""The vision model and the projector that joins patches; the `second` version of that norms its results."""
+_SIZES: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+_NAMES: Final = {f"vt_{key}": key for key in _SIZES} | {
+    f"init_pos_emb_{key}": f"pos_emb_{key}" for key in ("height", "width")
+}
+
+
+def add_moon_facts(facts: FamilyFacts, config: ModelConfig) -> FamilyFacts:
+    """Return `facts`, and those of the vision model and the projector; raises SourceError for patches that are none."""
+    eyes = config.part("vision_config").called(_NAMES)
+    hidden, merging = eyes.size("hidden_size", 1152), eyes.values.get("merge_kernel_size", [2, 2])
+    if not isinstance(merging, list) or not all(isinstance(one, int) and one > 0 for one in merging):
+        raise SourceError(f"config.json has merge_kernel_size = {merging!r} where a list of two numbers is expected")
+    joined = 1
+    for one in merging:
+        joined *= one
+    seen = FamilyFacts(
+        dims={
+            "hidden": LogicalDim(hidden),
+            "heads": LogicalDim(eyes.size("qkv_hidden_size", hidden)),
+            "ffn": LogicalDim(eyes.size("intermediate_size", 4304)),
+            "patch": LogicalDim(eyes.size("patch_size", 14)),
+            "height": LogicalDim(eyes.size("pos_emb_height", 64)),
+            "width": LogicalDim(eyes.size("pos_emb_width", 64)),
+        },
+        indices={"layer": RowIndex(range(eyes.size("num_hidden_layers", 27)))},
+        flags={
+            "patch_bias": eyes.switch("patch_embed_proj_bias", default=True),
+            "norm_bias": eyes.text("norm_type", "layernorm") == "layernorm",
+            "linear_bias": eyes.switch("linear_bias", default=True),
+            "attention_bias": eyes.switch("attn_bias", default=True),
+        },
+    )
+    return join_facts(facts, nest_facts(seen, "vision_", whole=True)).also(
+        dims={"merged": LogicalDim(hidden * joined)},
+        flags={"second": eyes.text("mm_projector_type", "patchmerger") == "patchmergerv2"},
+    )
+
+
+def nest_text_rows(text: Family) -> tuple[Row, ...]:
+    """Return the rows of a text model in `language_model`, with a base model and a head as by itself."""
+    return tuple(
+        replace(
+            row,
+            name=f".language_model{'.model' if row.name.startswith('.') else '.'}{row.name}",
+            tie=f".language_model.model{row.tie}" if row.tie else "",
+        )
+        for row in text.rows
+    )
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    words = DEEPSEEK_V3.complete_config(config.part("text_config"))
+    return add_moon_facts(DEEPSEEK_V3.facts(words), config)
+
+
+def _read_text(config: ModelConfig) -> tuple[LayerTraits | None, ModelConfig]:
+    return DEEPSEEK_V3.traits, DEEPSEEK_V3.complete_config(config.part("text_config"))
+
+
+KIMI_K25: Final = Family(
+    name="kimi_k25",
+    rows=(*MOON_TOWER, *nest_text_rows(DEEPSEEK_V3)),
+    facts=_build_facts,
+    classes={"KimiK25ForConditionalGeneration": ModelClass("", "lm")},
+    prefixes=(),
+    legacy={
+        "^language_model.layers": "language_model.model.layers",
+        "^mm_projector.linear_1": "mm_projector.proj.0",
+        "^mm_projector.linear_2": "mm_projector.proj.2",
+    },
+    renamed={"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"},
+    text=_read_text,
+    assumed={"text_config": {}, "vision_config": {}},
+)

@@ -1,0 +1,108 @@
+"""Families whose classes transformers lacks: their code is on the Hub, or in engines.
+
+transformers' own renaming of the Hub's files (`conversion_mapping.py`) is the judge where it has one, else the modules
+of vLLM 0.32, whose names and shapes stand here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+
+import pytest
+import torch
+import transformers
+from model_oracle import BUILT, CONFIGS, state
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from shardctl.box import Box, subtract_all
+from shardctl.mesh import Mesh
+from shardctl.models import FAMILIES, describe_model
+from shardctl.models.anatomy import build_anatomy
+from shardctl.placement import check_cuts, compute_rank_boxes
+
+FOLDER = CONFIGS.with_name("configs_hub")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+FAMILY = {family.name: family for family in FAMILIES if family not in BUILT}
+
+
+def hub_config(name, **changes):
+    """A tiny config, with some keys changed."""
+    return {**json.loads((FOLDER / f"{name}.json").read_text()), **changes}
+
+
+def test_every_family_has_a_config():
+    assert {hub_config(name)["model_type"] for name in NAMES} == set(FAMILY)
+
+
+def test_every_row_is_used():
+    used = {tensor.row for name in NAMES for tensor in describe_model(hub_config(name)).tensors.values()}
+    rows = {row for family in FAMILY.values() for row in family.rows if ".language_model." not in row.name}
+    assert {row.name for row in rows - used} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_every_element_is_held(name, degrees):
+    model, mesh = describe_model(hub_config(name), kv_heads="replicate"), Mesh.of(**degrees)
+    for tensor in model.tensors.values():
+        check_cuts(tensor.name, tensor.shape, tensor.spec, mesh)
+        held = [
+            box
+            for rank in range(mesh.world)
+            for box in compute_rank_boxes(tensor.shape, tensor.spec, mesh, mesh.coordinate(rank))
+        ]
+        assert subtract_all(Box.whole(tensor.shape), held) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_known(name):
+    config = hub_config(name)
+    assert len(build_anatomy(config).layers) == describe_model(config).layers
+
+
+def renamed_by_transformers(kind, name):
+    """What transformers calls a tensor of the Hub's, before it joins or takes apart any and adds the base's prefix."""
+    for rule in get_checkpoint_conversion_mapping(kind):
+        pairs = zip(rule.source_patterns, rule.target_patterns, strict=False)
+        if type(rule).__name__ == "GroupWeightRename":  # of which one applies
+            name = next((re.sub(old, new, name) for old, new in pairs if re.search(old, name)), name)
+        elif type(rule).__name__ != "WeightConverter":
+            name, _ = rule.rename_source_key(name)
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+def test_kimi_k25_has_the_tensors_of_transformers_class_under_the_names_of_the_hub():
+    """`wqkv` becomes three tensors, and experts are stacked; all others are renamed only."""
+    config = hub_config("kimi_k25")
+    kind = transformers.Kimi_K25ForConditionalGeneration
+    with torch.device("meta"):
+        theirs = state(kind(kind.config_class.from_dict(theirs_of_kimi(config))))
+    model = describe_model(config)
+    assert model.parameters == sum(map(prod, theirs.values()))
+    for tensor in model.own():
+        name = renamed_by_transformers("kimi_k25", tensor.name)
+        if ".wqkv." in name:
+            parts = [name.replace("wqkv", f"attn.{part}_proj") for part in "qkv"]
+            assert {theirs[part] for part in parts} == {(tensor.shape[0] // 3, *tensor.shape[1:])}
+        elif ".experts." not in name:
+            assert theirs[name] == tensor.shape, name
+
+
+def theirs_of_kimi(config):
+    """The config as transformers 5.23 reads it: it does not know the keys of the Hub's vision models."""
+    vision = config["vision_config"]
+    sizes = {key.removeprefix("vt_"): value for key, value in vision.items() if key.startswith("vt_")}
+    grid = {f"pos_emb_{key}": vision[f"init_pos_emb_{key}"] for key in ("height", "width")}
+    return {
+        **config,
+        "vision_config": {**sizes, **grid, "patch_size": vision["patch_size"]},
+        "projection_hidden_size": vision["mm_hidden_size"],
+    }
+
+
+def test_files_that_transformers_saves_are_kimis():
+    model = describe_model(hub_config("kimi_k25", architectures=["Kimi_K25ForConditionalGeneration"]))
+    assert model.architecture == "KimiK25ForConditionalGeneration"
+    assert "language_model.model.layers.1.mlp.experts.3.up_proj.weight" in model.tensors
