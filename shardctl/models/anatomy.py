@@ -389,7 +389,9 @@ class _AnatomyReader:
         width = named.size(f"{wide}q")
         keys = width
         borrowed = bool(self.facts.flags.get("own_kv")) and not named.has(f"{wide}kv")
-        if borrowed or named.has(f"{wide}kv"):
+        if named.has("window_kv"):
+            keys, borrowed = named.size("window_kv"), False
+        elif borrowed or named.has(f"{wide}kv"):
             keys = named.size(f"{wide}kv")
         elif named.has("qkv"):
             keys = (named.size("qkv") - width) // 2
@@ -397,8 +399,9 @@ class _AnatomyReader:
         window = None if wide else window
         kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
         gated = named.has("gated_q")
+        value = named.unit("vs") if named.has("vs") else head
         return LayerAttention(
-            kind, width // head, keys // head, head, head, window, cross=cross, gated=gated, borrowed=borrowed
+            kind, width // head, keys // head, head, value, window, cross=cross, gated=gated, borrowed=borrowed
         )
 
 

@@ -38,7 +38,17 @@ class WindowRule:
 
     size: int | None
     """Tokens; None for no window."""
-    layers: Literal["all", "none", "all but every nth", "even", "first even", "last", "rotary", "not rotary"] = "all"
+    layers: Literal[
+        "all",
+        "none",
+        "all but every nth",
+        "all but first and every nth",
+        "even",
+        "first even",
+        "last",
+        "rotary",
+        "not rotary",
+    ] = "all"
     """Which layers have it, if `layer_types` does not say so."""
     period: int = 0
     """The n of "all but every nth"; of "rotary" and "not rotary" that of the layers without rotary positions."""
@@ -92,7 +102,7 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
             return [rule.layers == "all"] * layers
         case "even":
             return [n % 2 == 0 for n in range(layers)]
-        case "all but every nth":
+        case "all but every nth" | "all but first and every nth":
             return _choose_periodic_layers(rule, config, layers)
         case "last":
             start = config.count("max_window_layers", rule.start)
@@ -105,9 +115,10 @@ def _choose_windowed_layers(rule: WindowRule, config: ModelConfig, layers: int) 
 
 
 def _choose_periodic_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:
-    """Choose all but the last of each period."""
+    """Choose all but the last of each period, and perhaps the first layer of all."""
     period = config.size(rule.period_key, rule.period) if rule.period_key else rule.period
-    return [(n + 1) % period != 0 for n in range(layers)]
+    first = 1 if rule.layers == "all but first and every nth" else 0
+    return [n >= first and (n + 1) % period != 0 for n in range(layers)]
 
 
 def mark_rotary_layers(rule: WindowRule, config: ModelConfig, layers: int) -> list[bool]:

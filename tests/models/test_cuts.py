@@ -90,7 +90,7 @@ def planned_of_experts(model, plan):
         axes = [view.axes for view in fusion.places.views]
         held[fusion.name] = tuple(zip(fusion.tensors, axes, strict=True))
     return {
-        tensor: {axes.index(ndim - styles[plan[pattern]])}
+        tensor: {axes.index(max(0, ndim - styles[plan[pattern]]))}
         for name, tensors in held.items()
         if (pattern := ".".join("*" if p.isdecimal() else p for p in name.split("."))) in plan
         for ndim in [len(model.fusions[name].shape if name in model.fusions else model.tensors[name].shape)]
@@ -111,7 +111,7 @@ def planned(model, plan):
                 expected[tensor] = {0}
             elif style.startswith("rowwise"):
                 expected[tensor] = {1} if kind == "weight" else set()
-            elif style != "moe_tp_experts":  # of the module, for its forward pass
+            elif style not in {"moe_tp_experts", "local_params"}:  # of the module, for its forward pass
                 assert style.startswith(("replicated", "mla_kv_a_proj")), style
                 expected[tensor] = set()
     return expected

@@ -20,6 +20,7 @@ from shardctl.box import Box, subtract_all
 from shardctl.mesh import Mesh
 from shardctl.models import FAMILIES, describe_model
 from shardctl.models.anatomy import build_anatomy
+from shardctl.models.decoder import HEADS
 from shardctl.placement import check_cuts, compute_rank_boxes
 
 FOLDER = CONFIGS.with_name("configs_hub")
@@ -38,8 +39,9 @@ def test_every_family_has_a_config():
 
 def test_every_row_is_used():
     used = {tensor.row for name in NAMES for tensor in describe_model(hub_config(name)).tensors.values()}
+    shared = {*HEADS, *(row for family in BUILT for row in family.rows)}
     rows = {row for family in FAMILY.values() for row in family.rows if ".language_model." not in row.name}
-    assert {row.name for row in rows - used} == set()
+    assert {row.name for row in rows - used - shared} == set()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,3 +108,21 @@ def test_files_that_transformers_saves_are_kimis():
     model = describe_model(hub_config("kimi_k25", architectures=["Kimi_K25ForConditionalGeneration"]))
     assert model.architecture == "KimiK25ForConditionalGeneration"
     assert "language_model.model.layers.1.mlp.experts.3.up_proj.weight" in model.tensors
+
+
+def test_mimo_is_qwen2_and_predicts_as_vllms_modules_do():
+    """`MiMoMultiTokenPredictorLayer` in vLLM's `mimo_mtp.py`, with the names of `hf_to_vllm_mapper` turned back."""
+    config = hub_config("mimo")
+    qwen = describe_model({**config, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]})
+    model = describe_model(config)
+    assert model.state() == qwen.state()
+    block = {
+        name.removeprefix("model.layers.0."): shape
+        for name, shape in qwen.state().items()
+        if name.startswith("model.layers.0.")
+    }
+    ends = {f"{name}_layernorm.weight": (32,) for name in ("token", "hidden", "final")}
+    expected = {**block, **ends, "input_proj.weight": (32, 64)}
+    assert {t.name: t.shape for t in model.tensors.values() if t.optional and "mtp" in t.name} == {
+        f"model.mtp_layers.0.{name}": shape for name, shape in expected.items()
+    }

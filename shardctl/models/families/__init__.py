@@ -29,6 +29,7 @@ from shardctl.models.families.kimi import KIMI_K25
 from shardctl.models.families.llama import LLAMA
 from shardctl.models.families.llama4 import LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
+from shardctl.models.families.mimo import MIMO, MIMO_V2_FLASH
 from shardctl.models.families.minimax import MINIMAX_M2
 from shardctl.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from shardctl.models.families.mixtral import MIXTRAL, PHIMOE
@@ -105,6 +106,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     MAMBA,
     MAMBA2,
     MBART,
+    MIMO,
+    MIMO_V2_FLASH,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
