@@ -134,7 +134,8 @@ class OpenedCheckpoint:
             return (f"layers counted by names, as no rule says where they are: {self.model.counted}",)
         if self.model is not None or self.untabled is None:
             return ()
-        known = self.config is not None and models.find_family(self.config) is not None
+        config = self.config or {}
+        known = models.find_family(config) is not None or models.has_text_half(config)
         why = (self.model_error.message,) if self.model_error is not None and known else ()
         derivation = self.require_placement(mesh).derivation
         return *why, *((derivation.describe(),) if derivation is not None else ()), *self.untabled().notes(mesh)

@@ -6,6 +6,7 @@ from shardctl.models.describe import KvHeads, choose_model, describe_model, find
 from shardctl.models.families import FAMILIES
 from shardctl.models.flat_parameters import refuse_flat_parameters
 from shardctl.models.model import Model, ModelTensor
+from shardctl.models.multimodal import has_text_half
 from shardctl.models.name_pattern import list_name_patterns
 from shardctl.models.quantisation import (
     complete_config,
@@ -36,6 +37,7 @@ __all__ = [
     "drop_quantisation_config",
     "find_family",
     "find_quantisation_config",
+    "has_text_half",
     "list_assumed_values",
     "list_block_encodings",
     "list_name_patterns",

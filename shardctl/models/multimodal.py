@@ -68,6 +68,11 @@ def describe_text_half(config: Mapping[str, object], *, share_kv: bool) -> Model
     return None
 
 
+def has_text_half(config: Mapping[str, object]) -> bool:
+    """Return whether a config has the config of a text model inside that a table knows."""
+    return any(True for _ in _list_text_models(config))
+
+
 def _list_text_models(config: Mapping[str, object]) -> Iterator[tuple[Family, Mapping[str, object]]]:
     """List the families of text models that a config has inside, with their configs; the likeliest first."""
     known = {family.name: family for family in FAMILIES if "lm" in next(iter(family.classes.values())).parts.split()}

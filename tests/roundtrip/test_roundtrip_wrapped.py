@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import assert_same, config_of, save, stored
 
 from shardctl.cli.program import run
-from shardctl.errors import UnsupportedError
 from shardctl.mesh import Mesh
 from shardctl.options import ReshardOptions
 from shardctl.verbs.digest import digest
@@ -120,7 +119,9 @@ def test_the_plan_counts_the_cache_of_the_text_half(wrapper, capfd):
 
 
 @pytest.mark.parametrize("change", ["unknown", "missing"])
-def test_a_text_half_that_does_not_fit_its_table_is_refused_for_tp_and_placed_by_names(wrapper, tmp_path, change):
+def test_a_text_half_that_does_not_fit_its_table_is_cut_by_derived_rules_and_a_warning_says_why(
+    wrapper, tmp_path, change
+):
     name, tiny, _ = wrapper
     tensors = stored(tiny.path)
     odd = f"{BASES[name]}layers.0.self_attn.{'extra' if change == 'unknown' else 'o_proj'}.weight"
@@ -130,11 +131,12 @@ def test_a_text_half_that_does_not_fit_its_table_is_refused_for_tp_and_placed_by
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_bytes((tiny.path / "config.json").read_bytes())
     save_file(tensors, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError) as refused:
-        reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)))
-    assert odd in refused.value.message
-    done = reshard(tmp_path / "source", tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(fsdp=2)))
-    assert any(line.startswith("no table for") for line in done.warnings)
+    for mesh in (Mesh.of(tp=2), Mesh.of(fsdp=2)):
+        done = reshard(tmp_path / "source", tmp_path / str(mesh), ReshardOptions(mesh=mesh))
+        assert any(f"has {TEXTS[name]} inside: " in line and odd in line for line in done.warnings)
+        how = "derived" if mesh.degree("tp") > 1 else "no table for"
+        assert any(how in line for line in done.warnings)
+        assert digest(tmp_path / str(mesh)).digest == digest(tmp_path / "source").digest
 
 
 def test_of_a_config_alone_the_text_half_is_planned_and_a_warning_says_that_towers_are_not_counted(wrapper, capfd):
