@@ -25,9 +25,9 @@ _SCRATCH: Final = 1 << 20
 class DequantisedSource:
     """A source with one more file for each weight that is quantised in it, which holds its values."""
 
-    def __init__(self, source: Source, weights: Mapping[str, QuantisedWeight], threads: int) -> None:
+    def __init__(self, source: Source, weights: Mapping[str, QuantisedWeight], threads: int, note: str) -> None:
         """`weights` are the weights by the path of their file; as many `threads` read at once."""
-        self._source, self._weights, self._threads = source, weights, threads
+        self._source, self._weights, self._threads, self._note = source, weights, threads, note
         self._local = threading.local()
         self._lock = threading.Lock()
         self._overflowed: dict[str, int] = {}
@@ -62,7 +62,7 @@ class DequantisedSource:
         overflowed = tuple(
             f"{name}: {count:,} finite values became infinite" for name, count in sorted(self._overflowed.items())
         )
-        return (*self._source.notes(), *overflowed)
+        return (*self._source.notes(), self._note, *overflowed)
 
     @property
     def promised(self) -> Collection[str]:

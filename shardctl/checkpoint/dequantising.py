@@ -16,6 +16,7 @@ from shardctl.errors import SourceError, UnsupportedError, UsageError, format_fi
 from shardctl.manifest import Chunk, Region, Tensor
 from shardctl.models.dequantisation.tile import LocatedArray
 from shardctl.models.dequantisation.weight import QuantisedWeight
+from shardctl.models.quantisation.storage import QuantisedArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardctl.checkpoint.opening import OpenedCheckpoint
     from shardctl.dtype import DType
     from shardctl.models.model import ModelTensor
-    from shardctl.models.quantisation.encoding import WeightEncoding
+    from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
 
 DEQUANTISED: Final = "dequantised"
 """The option of a record that says that weights of its checkpoint were worked out of quantised ones."""
@@ -32,6 +33,8 @@ QUANTISATION_FILES: Final = frozenset({"hf_quant_config.json", "quant_config.jso
 _PLACE: Final = "{} (dequantised)"
 """What the place of a weight's values is called in messages."""
 _MATRIX: Final = 2
+_SHAPE: Final = "weight_shape"
+"""What compressed-tensors calls an array that says the shape of the weight."""
 _KEEP: Final = "leave --dtype out: then what is quantised stays as it is"
 
 
@@ -63,13 +66,15 @@ def dequantise_checkpoint(checkpoint: OpenedCheckpoint, dtype: DType, threads: i
         weights |= {_PLACE.format(weight.name): weight for weight in parts}
         values[name] = _build_tensor(plain.tensors[name], encoding, parts, stored)
     tensors = {name: values.get(name) or stored[name] for name in plain.tensors if name in values or name in stored}
-    left = [name for name in stored if name not in tensors and name not in used]
+    needed = {encoding.name(array) for encoding in encodings.values() for array in _list_needed_arrays(encoding)}
+    left = [name for name in stored if name not in tensors and name not in needed]
     warnings = checkpoint.manifest.warnings
     if left:
-        warnings += (f"only the quantisation needs {format_first_few(left)}, which is left behind",)
+        warnings += (f"the result has no place for {format_first_few(left)}: no weight is worked out of them",)
+    note = f"the values of {len(values):,} quantised weights were worked out as {dtype}"
     return replace(
         checkpoint,
-        source=DequantisedSource(checkpoint.source, weights, threads),
+        source=DequantisedSource(checkpoint.source, weights, threads, note=note),
         manifest=replace(checkpoint.manifest, tensors=tensors, warnings=warnings),
         model=plain,
         config=models.drop_quantisation_config(config),
@@ -87,6 +92,13 @@ def dequantise_as(result: OpenedCheckpoint, source: OpenedCheckpoint, threads: i
     found = (tensor.dtype for name, tensor in result.manifest.tensors.items() if name in encodings)
     dtype = next((dtype for dtype in found if dtype in FLOATS.values()), None)
     return source if dtype is None else dequantise_checkpoint(source, dtype, threads)
+
+
+def _list_needed_arrays(encoding: WeightEncoding) -> list[WeightArray]:
+    """List the arrays that the values follow from, and that which only repeats their shape."""
+    parts = [getattr(encoding.decoder, name) for name in getattr(encoding.decoder, "__dataclass_fields__", ())]
+    needed = {_SHAPE, *(part.names[0] for part in parts if isinstance(part, QuantisedArray))}
+    return [array for array in encoding.arrays if array.usual in needed]
 
 
 def _build_weights(

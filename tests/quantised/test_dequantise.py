@@ -103,6 +103,14 @@ def test_what_is_read_are_the_bytes_of_the_codes(quantised, tmp_path):
     assert done.read_bytes == sum(tensor.nbytes for tensor in read(source).values())
 
 
+def test_what_no_weight_is_worked_out_of_is_named(quantised, tmp_path):
+    done = reshard(quantised("modelopt-fp8"), tmp_path / "out", ReshardOptions(to="hf", dtype="bf16"))
+    (warning,) = done.warnings
+    assert warning.startswith("the result has no place for model.layers.0.self_attn.q_proj.input_scale, ")
+    assert "the values of 14 quantised weights were worked out as BF16" in done.notes
+    assert not reshard(quantised("gptq-4"), tmp_path / "gptq", ReshardOptions(to="hf", dtype="bf16")).warnings
+
+
 def test_ranks_of_a_quantised_model_are_taken_back_too(quantised, tmp_path):
     source = quantised("gptq-4")
     reshard(source, tmp_path / "plain", ReshardOptions(to="hf", dtype="bf16"))
