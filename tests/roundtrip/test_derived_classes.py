@@ -13,8 +13,8 @@ import pytest
 from shardctl.models import FAMILIES
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "benchmarks" / "derived.py"
-CLASSES = ("CwmForCausalLM", "BioGptForCausalLM", "Cohere2MoeForCausalLM", "AriaTextForCausalLM")
-"""A decoder, one with biases and embeddings of positions, experts with tensors of their own, and experts in a stack."""
+CLASSES = ("MptForCausalLM", "BioGptForCausalLM", "Cohere2MoeForCausalLM", "AriaTextForCausalLM")
+"""A decoder whose layers give attention weights too, one with biases, numbered experts, and experts in a stack."""
 KNOWN = {name for family in FAMILIES for name in family.classes}
 
 

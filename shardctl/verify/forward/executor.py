@@ -165,7 +165,7 @@ class ModelExecutor:
         try:
             assert self.source is not None  # noqa: S101 - there is one while parts run
             outputs = run_lockstep(unit, views, self.source, self.values, args, kwargs)
-            found = max(measure_distance(output, each) for each in outputs)
+            found = max(measure_distance(_select_states(output), _select_states(each)) for each in outputs)
         except CoverageError as error:
             self.findings.append(CheckFinding("error", "forward", error.message))
             found = inf
@@ -298,6 +298,11 @@ def _choose_call_options(model: Torch) -> dict[str, bool]:
     known = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "return_dict": True}
     return {name: value for name, value in wanted.items() if name in known or name == "return_dict"}
+
+
+def _select_states(output: Torch) -> Torch:
+    """Return the first of several outputs: the others, such as attention weights, are those of a rank's own heads."""
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def _format_first_line(error: BaseException) -> str:
