@@ -26,7 +26,7 @@ FUSED = [
     if any(len(f.tensors) > 1 for f in MODELS[name].fusions.values()) and not name.startswith("gemma4")
 ]
 """Those whose experts transformers holds in another form than it saves."""
-OTHERWISE_SPELLED = {"deepseek_v4", "mimo_v2_flash"}
+OTHERWISE_SPELLED = {"deepseek_v4", "hy_v3", "mimo_v2_flash"}
 """Those of which the Hub spells other tensors otherwise, too: names of experts in one form do not say the other's."""
 SPELLED = [name for name in FUSED if name not in OTHERWISE_SPELLED]
 MESHES = {

@@ -24,6 +24,7 @@ from shardctl.models.families.gpt_oss import GPT_OSS
 from shardctl.models.families.gptj import GPTJ
 from shardctl.models.families.granite import GRANITE
 from shardctl.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
+from shardctl.models.families.hunyuan import HY_V3
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K25
 from shardctl.models.families.llama import LLAMA
@@ -97,6 +98,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     GRANITE_MOE,
     GRANITE_MOE_HYBRID,
     GRANITE_MOE_SHARED,
+    HY_V3,
     JAMBA,
     KIMI_K25,
     LLAMA,

@@ -1,0 +1,102 @@
+"""Describes Hunyuan 3 (Hy3): norms of heads, a dense layer before routed and shared experts, balanced by a bias.
+
+Names and shapes follow transformers 5 (`models/hy_v3/modeling_hy_v3.py`); the names of the Hub, which stand in
+`conversion_mapping.py`, are spellings of them. Layers that predict further tokens, which transformers leaves out, are
+as in vLLM's `hy_v3_mtp.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from shardctl.models.decoder import (
+    EMBEDDING,
+    HEAD_NORMS,
+    HEADS,
+    LAST_NORM,
+    LAYER,
+    NORMS,
+    QKVO,
+    assume_sizes,
+    build_decoder_facts,
+)
+from shardctl.models.experts import (
+    DENSE,
+    add_expert_facts,
+    build_expert_rows,
+    build_fused_experts,
+    build_predicting_rows,
+    build_shared_expert_rows,
+    count_experts,
+    list_sparse_layers,
+)
+from shardctl.models.family import Family, ModelClass, Row, RowIndex
+from shardctl.models.layer_traits import LayerTraits
+
+if TYPE_CHECKING:
+    from shardctl.models.config import ModelConfig
+    from shardctl.models.family import FamilyFacts
+
+_LAYER: Final = (
+    *QKVO,
+    *HEAD_NORMS,
+    *DENSE,
+    Row(f"{LAYER}.mlp.e_score_correction_bias", "experts", when="moe", dtype="F32"),
+    Row(f"{LAYER}.mlp.gate.weight", "experts hidden", when="moe"),
+    *build_expert_rows(),
+    *build_shared_expert_rows("mlp.shared_experts"),
+    *NORMS,
+)
+_NEXT: Final = ".layers.{next}"
+_ENDS: Final = {
+    "enorm": "hidden",
+    "hnorm": "hidden",
+    "eh_proj": "hidden hidden+hidden",
+    "final_layernorm": "hidden",
+    "embed_tokens": "vocab hidden",
+    "shared_head.head": "vocab hidden",
+}
+"""What a layer that predicts has besides; not all have an embedding and a head."""
+
+
+def _build_facts(config: ModelConfig) -> FamilyFacts:
+    bias, layers = config.switch("attention_bias", default=False), config.size("num_hidden_layers")
+    facts = build_decoder_facts(config, head_dim=128, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    ffn = config.size("moe_intermediate_size")
+    return add_expert_facts(
+        facts,
+        count_experts(config, "num_experts"),
+        ffn,
+        moe=list_sparse_layers(config, 1),
+        shared=ffn * config.size("num_shared_experts", 1),
+    ).also(indices={"next": RowIndex(range(layers, layers + config.count("num_nextn_predict_layers", 1)))})
+
+
+HY_V3: Final = Family(
+    name="hy_v3",
+    rows=(
+        *EMBEDDING,
+        *_LAYER,
+        *LAST_NORM,
+        *HEADS,
+        *build_predicting_rows(_LAYER, _NEXT, "moe shared"),
+        *(Row(f"{_NEXT}.{name}.weight", dims, on="last", optional=True) for name, dims in _ENDS.items()),
+    ),
+    facts=_build_facts,
+    classes={"HYV3ForCausalLM": ModelClass("model", "lm"), "HYV3Model": ModelClass()},
+    prefixes=("model",),
+    legacy={
+        "mlp.router.gate": "mlp.gate",
+        "mlp.expert_bias": "mlp.e_score_correction_bias",
+        "mlp.shared_mlp": "mlp.shared_experts",
+    },
+    fused=build_fused_experts(),
+    traits=LayerTraits(activation=("hidden_act", "silu"), norm="rms", experts_per_token=8),
+    aliases={"num_local_experts": "num_experts"},
+    assumed={
+        **assume_sizes(120832, 4096, 13312, 80, 64),
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 1536,
+        "num_experts": 192,
+    },
+)
