@@ -275,7 +275,7 @@ def _list_training_changes(ask: EstimateRequest, work: TrainingWorkload) -> Iter
 def _list_serving_changes(ask: EstimateRequest, work: ServingWorkload) -> Iterator[list[_ProposedChange]]:
     narrow = replace(work, kv_dtype="F8_E4M3")
     cached = _ProposedChange("keep keys and values in fp8", "--kv-dtype fp8", replace(ask, work=narrow))
-    yield [] if (work.kv_dtype or "").startswith("F8") else [cached]
+    yield [] if (work.kv_dtype or "").startswith(("F8", "NVFP4")) else [cached]
     # Of weights that are stored so narrow already, a cast spares nothing, and quantising is advised.
     names = {_CAST: "cast"} | dict.fromkeys(NARROWER, "quantise")
     yield [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Final
 
 from shardctl.dtype import BY_NAME
@@ -19,6 +21,18 @@ if TYPE_CHECKING:
     from shardctl.models.anatomy import LayerAttention, LayerState, ModelAnatomy, ModelLayer, TokenCache
 
 _PAGES: Final = "pages of the cache: vLLM, v1/kv_cache_interface.py"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheElement:
+    """One element of keys and values as a cache holds it."""
+
+    bits: Fraction
+    """With its part of the scales that lie beside it."""
+
+
+NVFP4: Final = CacheElement(Fraction(9, 2))
+"""4 bits, and an E4M3 scale for 16 elements of a head (vLLM's `nvfp4_kv_cache_full_dim`, `utils/torch_utils.py`)."""
 
 
 def compute_bytes_per_token(anatomy: ModelAnatomy, *, dtype: str, tp: int = 1, layers: range | None = None) -> int:
@@ -101,17 +115,19 @@ def list_cache_terms(
     if not anatomy.generates:
         return ()
     return tuple(
-        _list_terms(anatomy, holding.layers, mesh, work, _get_dtype(work.kv_dtype or dtype), _get_dtype(dtype))
+        _list_terms(
+            anatomy, holding.layers, mesh, work, _get_cache_element(anatomy, work.kv_dtype or dtype), _get_dtype(dtype)
+        )
     )
 
 
 def _list_terms(
-    anatomy: ModelAnatomy, layers: range, mesh: Mesh, work: ServingWorkload, cached: DType, active: DType
+    anatomy: ModelAnatomy, layers: range, mesh: Mesh, work: ServingWorkload, cached: CacheElement, active: DType
 ) -> Iterator[MemoryTerm]:
-    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+    tp, cp = mesh.degree("tp"), mesh.degree("cp") * work.decode_cp
     found = _count_attentions(anatomy, layers)
     pages = -(-work.context // work.page)
-    common = {"B": work.batch, "c": work.context, "p": work.page, "bytes": cached.bits / 8}
+    common = {"B": work.batch, "c": work.context, "p": work.page, "bytes": float(cached.bits / 8)}
     for kind, name in (("full", "keys and values"), ("latent", "latent keys and values")):
         some = {one: n for one, n in found.items() if one.kind == kind}
         elements = sum(n * count_elements_per_token(one, tp) for one, n in some.items())
@@ -174,7 +190,7 @@ def _list_terms(
 
 
 def _list_besides(
-    found: Mapping[LayerAttention, int], work: ServingWorkload, cp: int, cached: DType
+    found: Mapping[LayerAttention, int], work: ServingWorkload, cp: int, cached: CacheElement
 ) -> Iterator[MemoryTerm]:
     """List what attention caches besides keys and values, by name."""
     caches = Counter({some: 0 for one in found for some in one.besides})
@@ -185,7 +201,9 @@ def _list_besides(
         yield build(some, layers, work, cp, cached)
 
 
-def _build_vector_term(some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: DType) -> MemoryTerm:
+def _build_vector_term(
+    some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: CacheElement
+) -> MemoryTerm:
     """A vector for every so many tokens, in pages as those of keys and values."""
     pages = -(-work.context // work.page)
     vectors = -(-(-(-pages // cp) * work.page) // some.tokens)
@@ -204,7 +222,7 @@ def _build_vector_term(some: TokenCache, layers: int, work: ServingWorkload, cp:
             "B": work.batch,
             "c": work.context,
             "p": work.page,
-            "bytes": cached.bits / 8,
+            "bytes": float(cached.bits / 8),
         },
         f"transformers' cache, which has the model's type; of vLLM's a vector has {some.packed} bytes"
         if some.packed
@@ -213,7 +231,9 @@ def _build_vector_term(some: TokenCache, layers: int, work: ServingWorkload, cp:
     )
 
 
-def _build_waiting_term(some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: DType) -> MemoryTerm:
+def _build_waiting_term(
+    some: TokenCache, layers: int, work: ServingWorkload, cp: int, cached: CacheElement
+) -> MemoryTerm:
     """What waits to be compressed, as a window."""
     _, needed, _ = _count_windowed_tokens(some.waiting, -(-work.context // work.page), work)
     kept = layers * needed * some.packed
@@ -293,3 +313,15 @@ def _get_dtype(name: str) -> DType:
     if name not in BY_NAME:
         raise UsageError(f"there is no element type {name!r}", hint=f"the types are {', '.join(BY_NAME)}")
     return BY_NAME[name]
+
+
+def _get_cache_element(anatomy: ModelAnatomy, name: str) -> CacheElement:
+    """Get the element of a cache of the type `name`; raises UsageError where no engine has a cache of that type."""
+    if name != "NVFP4":
+        return CacheElement(Fraction(_get_dtype(name).bits))
+    if any(one.latent or one.besides for layer in anatomy.layers if (one := layer.attention)):
+        raise UsageError(
+            "--kv-dtype nvfp4 is about keys and values of heads, and this model caches latents",
+            hint="use fp8; vLLM packs latents in a way of its own (nvfp4_ds_mla)",
+        )
+    return NVFP4

@@ -29,6 +29,9 @@ class ServingWorkload:
     """Tokens per page of the cache (vLLM's `block_size`)."""
     source: int | None = None
     """Tokens of each sequence that the encoder of an encoder-decoder reads; by default `context`."""
+    decode_cp: int = 1
+    """Ranks of tp that share the cache of full and latent attention by tokens (vLLM's
+    `decode_context_parallel_size`); weights and states are not divided further."""
     rows: int | None = None
     """Sequences for which the sampler makes room, which are the most at once (vLLM's `max_num_seqs`); by default
     `batch`."""

@@ -59,8 +59,18 @@ class PlanOptions:
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["bf16", "fp16", "fp8", "fp32"] | None,
+        Literal["bf16", "fp16", "fp8", "nvfp4", "fp32"] | None,
         CommandOption(HelpPanel.SERVING, "Type of the key/value cache. Default: the model's type."),
+    ] = None
+    decode_cp: Annotated[
+        int | None,
+        CommandOption(
+            HelpPanel.SERVING,
+            "Number of tp ranks that share a head's cache by tokens (vLLM: decode_context_parallel_size). Default: 1.",
+            flag="--dcp",
+            metavar="N",
+            least=1,
+        ),
     ] = None
     encoder_len: Annotated[
         int | None,

@@ -13,13 +13,14 @@ from shardctl.options.declaration import HelpPanel, find_flag, given_options
 
 if TYPE_CHECKING:
     from shardctl.mesh import Mesh
+    from shardctl.models.anatomy import ModelAnatomy
     from shardctl.planning.estimated_model import EstimatedModel
 
 Use = Literal["serve", "train"]
 Value = TypeVar("Value")
 
 
-_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "fp32": "F32"}
+_DTYPES: Final = {"bf16": "BF16", "fp16": "F16", "fp8": "F8_E4M3", "nvfp4": "NVFP4", "fp32": "F32"}
 """Safetensors' names of the types of caches and gradients."""
 USUAL_CONTEXT: Final = 8192
 """Tokens per sequence if nobody says, unless the model was made for fewer."""
@@ -51,7 +52,7 @@ def plan_workload(options: PlanOptions, about: EstimatedModel, mesh: Mesh) -> Se
     limit = about.anatomy.positions if about.anatomy is not None else None
     tokens = options.seq_len or min(limit or USUAL_CONTEXT, USUAL_CONTEXT)
     if use == "serve":
-        return _build_serving(options, about, tokens)
+        return _build_serving(options, about, mesh, tokens)
     return _build_training(options, about, tokens)
 
 
@@ -70,7 +71,20 @@ def _check_about_use(options: PlanOptions, use: Use) -> None:
         )
 
 
-def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> ServingWorkload:
+def _check_decode_cp(anatomy: ModelAnatomy, mesh: Mesh, degree: int) -> None:
+    """Refuse what vLLM refuses: more ranks than have one head's cache, and windows (`config/model.py`)."""
+    tp = mesh.degree("tp")
+    for one in {layer.attention for layer in anatomy.layers if layer.attention is not None}:
+        alike = tp if one.latent else tp // one.kv_heads
+        if one.window is not None or not alike or alike % degree or (one.heads // max(1, one.kv_heads)) % degree:
+            what = "a window" if one.window is not None else f"{max(alike, 1)} ranks with the same cache"
+            raise UsageError(
+                f"--dcp {degree} cannot divide the cache: at tp={tp} attention has {what}",
+                hint="it shares a cache among tp ranks that would otherwise hold copies of it",
+            )
+
+
+def _build_serving(options: PlanOptions, about: EstimatedModel, mesh: Mesh, tokens: int) -> ServingWorkload:
     """Build the work of serving a model that is described; raises UsageError for what it has not."""
     assert about.anatomy is not None  # noqa: S101 - there is no serving of others
     if options.encoder_len is not None and not any(layer.encoder for layer in about.anatomy.layers):
@@ -80,16 +94,19 @@ def _build_serving(options: PlanOptions, about: EstimatedModel, tokens: int) -> 
             f"the encoder of this model always reads {about.anatomy.source_positions:,} positions",
             hint="leave --encoder-len out",
         )
-    unkept = next((name for name in ("kv_dtype", "max_seqs") if getattr(options, name) is not None), "")
+    unkept = next((name for name in ("kv_dtype", "max_seqs", "decode_cp") if getattr(options, name) is not None), "")
     if unkept and not about.anatomy.generates:
         raise UsageError(f"{find_flag(PlanOptions, unkept)} needs a model that generates", hint="leave it out")
     if options.max_seqs is not None and (options.batch or 1) > options.max_seqs:
         raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}", hint="raise --max-seqs")
+    if options.decode_cp is not None and options.decode_cp > 1:
+        _check_decode_cp(about.anatomy, mesh, options.decode_cp)
     work = ServingWorkload(
         tokens,
         options.batch or 1,
         _DTYPES[options.kv_dtype] if options.kv_dtype is not None else None,
         source=options.encoder_len,
+        decode_cp=options.decode_cp or 1,
         rows=options.max_seqs,
     )
     return replace(work, batched_tokens=_choose_value(options.batched_tokens, work.batched_tokens))

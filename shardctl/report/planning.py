@@ -227,7 +227,8 @@ def format_workload(planned: PlanResult) -> str:
     if isinstance(work, ServingWorkload):
         source = f" and {work.source:,} of the encoder" if work.source else ""
         kv = f", cache in {work.kv_dtype}" if work.kv_dtype else ""
-        return f"serve: {format_plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}"
+        shared = f", shared by {work.decode_cp} ranks" if work.decode_cp > 1 else ""
+        return f"serve: {format_plural(work.batch, 'sequence')} of {work.context:,} tokens{source}{kv}{shared}"
     piped = f", {work.schedule}" if planned.mesh.degree("pp") > 1 else ""
     many = "microbatch" if work.microbatches == 1 else "microbatches"
     steps = f", {work.microbatches:,} {many}{piped}" if work.microbatches else ""

@@ -93,6 +93,7 @@ def test_plan_and_reshard_take_the_same_wishes(say):
         "--encoder-len",
         "--batched-tokens",
         "--max-seqs",
+        "--dcp",
     }
     training = options("plan") - options("reshard") - own
     assert own <= options("plan")

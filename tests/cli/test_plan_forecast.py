@@ -335,3 +335,28 @@ def test_a_config_alone_takes_no_options_that_a_checkpoint_does_not(say, options
     refused = say("plan", LLAMA, *options)
     assert refused.code == 2
     assert said in refused.err
+
+
+def term_bytes(say, *options):
+    """The bytes of the key/value cache that a plan of serving states, and the weights of its first rank."""
+    found = say("plan", PUBLIC / "qwen3-30b-a3b.json", "--tp", "8", "--seq-len", "4096", *options, "--json")
+    assert found.code == 0, found.err
+    document = checked(found.out)
+    terms = document["needs"][0]["terms"]
+    return next(t["term_bytes"] for t in terms if t["name"] == "keys and values"), document["ranks"][0]["weight_bytes"]
+
+
+def test_a_cache_in_nvfp4_has_half_a_byte_and_a_scale_for_each_sixteen(say):
+    """`nvfp4_kv_cache_full_dim` of vLLM: a head of n elements has n // 2 + n // 16 bytes."""
+    (wide, _), (narrow, _) = term_bytes(say), term_bytes(say, "--kv-dtype", "nvfp4")
+    assert (wide, narrow) == (48 * 4096 * 2 * 128 * 2, 48 * 4096 * 2 * (128 // 2 + 128 // 16))
+    refused = say("plan", PUBLIC / "deepseek-v3.json", "--tp", "8", "--kv-dtype", "nvfp4")
+    assert refused.code == 2
+    assert "caches latents" in refused.err
+
+
+def test_decode_context_parallelism_divides_the_cache_and_not_the_weights(say):
+    (whole, weights), (half, same) = term_bytes(say), term_bytes(say, "--dcp", "2")
+    assert (half * 2, same) == (whole, weights)
+    for more in (("--dcp", "4"), ("--tp", "4", "--dcp", "2")):
+        assert say("plan", PUBLIC / "qwen3-30b-a3b.json", "--tp", "8", *more).code == 2
