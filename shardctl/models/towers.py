@@ -49,16 +49,17 @@ def build_tower_family(
     before: Sequence[ModelTower | Row],
     *,
     after: Sequence[ModelTower | Row] = (),
+    under: str = "language_model",
     facts: Callable[[ModelConfig, FamilyFacts], FamilyFacts] | None = None,
     legacy: Mapping[str, str] | None = None,
     assumed: Mapping[str, object] | None = None,
 ) -> Family:
-    """Build the family of a model with the text model `text` in `language_model`, which is cut as it is by itself.
+    """Build the family of a model with the text model `text` in `under`, which is cut as it is by itself.
 
     `before` and `after` are the towers and the rows that join them to the text model, in the order of the state dict;
     `facts` adds what those rows need to know.
     """
-    inner = nest_rows(text.rows, "language_model")
+    inner = nest_rows(text.rows, under)
     towers = tuple(part for part in (*before, *after) if isinstance(part, ModelTower))
     return replace(
         text,
@@ -73,9 +74,9 @@ def build_tower_family(
         classes=classes,
         prefixes=("model",),
         legacy=legacy or {},
-        fused=nest_fused_arrays(text.fused, "language_model"),
+        fused=nest_fused_arrays(text.fused, under),
         traits=None,
-        weightless=nest_rows(text.weightless, "language_model"),
+        weightless=nest_rows(text.weightless, under),
         text=partial(_read_text, text=text),
         aliases={},
         assumed={"text_config": {}, **{tower.key: {} for tower in towers if not tower.optional}, **(assumed or {})},

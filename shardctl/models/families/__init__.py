@@ -28,7 +28,7 @@ from shardctl.models.families.hunyuan import HY_V3
 from shardctl.models.families.jamba import JAMBA
 from shardctl.models.families.kimi import KIMI_K25
 from shardctl.models.families.llama import LLAMA
-from shardctl.models.families.llama4 import LLAMA4_TEXT
+from shardctl.models.families.llama4 import LLAMA4, LLAMA4_TEXT
 from shardctl.models.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from shardctl.models.families.mimo import MIMO, MIMO_V2_FLASH
 from shardctl.models.families.minimax import MINIMAX_M2
@@ -102,6 +102,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     JAMBA,
     KIMI_K25,
     LLAMA,
+    LLAMA4,
     LLAMA4_TEXT,
     LLAVA,
     LLAVA_NEXT,

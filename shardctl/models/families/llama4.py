@@ -1,24 +1,26 @@
-"""Describes the text half of Llama 4: transposed experts, gate columns before up columns, and a shared expert.
+"""Describes Llama 4: transposed experts, gate columns before up columns, a shared expert; and what it sees with.
 
-Names and shapes follow the Hub (`models/llama4/modeling_llama4.py`, `Llama4ForCausalLM`).
+Names and shapes follow the Hub (`models/llama4/modeling_llama4.py`). `Llama4ForConditionalGeneration`, which sees, has
+the whole of `Llama4ForCausalLM` in `language_model`, its head included.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
 from shardctl.models.decoder import EMBEDDING, HEADS, LAST_NORM, LAYER, NORMS, QKVO, assume_sizes, build_decoder_facts
 from shardctl.models.experts import add_expert_facts, build_shared_expert_rows, count_experts
-from shardctl.models.family import Family, LogicalDim, ModelClass, Row
+from shardctl.models.family import Family, FamilyFacts, LogicalDim, ModelClass, Row, RowIndex
 from shardctl.models.layer_traits import LayerTraits
+from shardctl.models.towers import ModelTower, build_tower_family
 from shardctl.models.windows import WindowRule, mark_rotary_layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from shardctl.models.config import ModelConfig
-    from shardctl.models.family import FamilyFacts
 
 _MODULE: Final = "feed_forward"
 _LLAMA4: Final = (
@@ -75,3 +77,60 @@ LLAMA4_TEXT: Final = Family(
     weightless=(Row(f"{LAYER}.self_attn.qk_norm.weight", "head", when="qk_norm rotary"),),
     assumed={**assume_sizes(202048, 5120, 8192, 48, 40), "num_local_experts": 16},
 )
+
+
+def _build_biased_rows(name: str, dims: str) -> tuple[Row, ...]:
+    return (Row(f"{name}.weight", dims), Row(f"{name}.bias", dims.split(maxsplit=1)[0]))
+
+
+_SEEN: Final = ".model.layers.{layer}"
+_VISION: Final = (
+    Row(".class_embedding", "hidden"),
+    Row(".positional_embedding_vlm", "positions hidden"),
+    Row(".patch_embedding.linear.weight", "hidden pixels"),
+    *_build_biased_rows(".layernorm_pre", "hidden"),
+    *_build_biased_rows(".layernorm_post", "hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.q_proj", "hidden hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.k_proj", "hidden hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.v_proj", "hidden hidden"),
+    *_build_biased_rows(f"{_SEEN}.self_attn.o_proj", "hidden hidden"),
+    *_build_biased_rows(f"{_SEEN}.mlp.fc1", "ffn hidden"),
+    *_build_biased_rows(f"{_SEEN}.mlp.fc2", "hidden ffn"),
+    *_build_biased_rows(f"{_SEEN}.input_layernorm", "hidden"),
+    *_build_biased_rows(f"{_SEEN}.post_attention_layernorm", "hidden"),
+    Row(".vision_adapter.mlp.fc1.weight", "adapter ffn"),
+    Row(".vision_adapter.mlp.fc2.weight", "adapted adapted"),
+)
+
+
+def _build_vision_facts(config: ModelConfig) -> FamilyFacts:
+    patch, image = config.size("patch_size", 14), config.size("image_size", 448)
+    return FamilyFacts(
+        dims={
+            "hidden": LogicalDim(config.size("hidden_size", 768)),
+            "ffn": LogicalDim(config.size("intermediate_size", 5632)),
+            "positions": LogicalDim((image // patch) ** 2 + 1),
+            "pixels": LogicalDim(config.size("num_channels", 3) * patch**2),
+            "adapter": LogicalDim(config.size("projector_input_dim", 4096)),
+            "adapted": LogicalDim(config.size("projector_output_dim", 4096)),
+            "output": LogicalDim(config.size("vision_output_dim", 7680)),
+        },
+        indices={"layer": RowIndex(range(config.size("num_hidden_layers", 34)))},
+    )
+
+
+_NESTED: Final = build_tower_family(
+    "llama4",
+    {"Llama4ForConditionalGeneration": ModelClass("", "lm")},
+    LLAMA4_TEXT,
+    (
+        ModelTower("vision_config", "vision_model", _VISION, _build_vision_facts),
+        Row(".multi_modal_projector.linear_1.weight", "hidden vision_output", on="first"),
+    ),
+    under="language_model.model",
+)
+LLAMA4: Final = replace(
+    _NESTED,
+    rows=tuple(replace(row, name=row.name.replace("lm_head", ".language_model.lm_head")) for row in _NESTED.rows),
+)
+"""Its head is that of the model inside."""
