@@ -25,6 +25,7 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 8,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -48,7 +49,7 @@ def foreign(tmp_path_factory):
     """A tiny saved model that no table knows."""
     path = tmp_path_factory.mktemp("foreign") / "source"
     torch.manual_seed(0)
-    model = transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**SIZES))
+    model = transformers.HeliumForCausalLM(transformers.HeliumConfig(**SIZES))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.2 + (parameter.ndim == 1))
