@@ -131,6 +131,33 @@ def test_a_wrong_number_in_the_result_is_found(quantised, tmp_path):
     assert not verify(tmp_path / "out", against=source).ok
 
 
+def test_experts_of_deepseek_v4_are_fp4_with_exponents(tmp_path):
+    config = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 32], "expert_dtype": "fp4"}
+    blocks, packed, state = CODECS["fp8-blocks-ue8m0"], CODECS["quark-mxfp4"], {}
+    for tensor in describe_model(config).own():
+        module, values = tensor.name.removesuffix(".weight"), torch.randn(tensor.shape).bfloat16()
+        if ".experts." in module:
+            arrays = packed.encode(values)
+            state[f"{module}.weight"] = arrays["weight"].view(torch.int8)
+            state[f"{module}.scale"] = arrays["weight_scale"].view(torch.float8_e8m0fnu)
+        elif module.endswith("_proj"):
+            arrays = blocks.encode(values)
+            state |= {f"{module}.weight": arrays["weight"], f"{module}.scale": arrays["weight_scale_inv"]}
+        else:
+            state[tensor.name] = values
+    source = write(tmp_path / "source", {**config, "quantization_config": fp8}, state)
+    reshard(source, tmp_path / "out", ReshardOptions(to="hf", dtype="fp32", experts="split"))
+    found, compared = read(tmp_path / "out"), 0
+    for name, scale in state.items():
+        module = name.removesuffix(".scale")
+        if module != name and ".experts." in module:
+            arrays = {"weight": state[f"{module}.weight"].view(torch.uint8), "weight_scale": scale.view(torch.uint8)}
+            assert torch.equal(found[f"{module}.weight"], packed.decode(arrays)), module
+            compared += 1
+    assert compared == 12
+
+
 def test_act_order_mixes_the_groups_of_inputs(tmp_path):
     codec, state = CODECS["gptq-4"], plain_state(LLAMA)
     config = {**LLAMA, "quantization_config": {**codec.settings, "desc_act": True}}

@@ -9,10 +9,12 @@ fp4, two codes in a byte, with such a scale for each 32 of a row (vLLM, models/d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.dequantisation.floats import ScaledFloats
+from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
+from shardctl.models.quantisation.modelopt import build_modelopt_storage
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
     FP8,
@@ -30,16 +32,16 @@ from shardctl.models.quantisation.storage import (
 
 if TYPE_CHECKING:
     from shardctl.models.config import ModelConfig
+    from shardctl.models.quantisation.storage import Names
 
 _CODES: Final = QuantisedArray("weight", FP8, ((AlongDim(OUT), AlongDim(IN)),))
 _INPUT: Final = QuantisedArray("input_scale activation_scale", SCALE, PER_TENSOR, optional=True)
 _EXPONENTS: Final = ("F8_E8M0", *SCALE)
-_FP4: Final = WeightStorage(
-    (
-        QuantisedArray("weight", ("I8", "U8"), ((AlongDim(OUT), AlongDim(IN, 2)),)),
-        QuantisedArray("scale weight_scale", _EXPONENTS, ((AlongDim(OUT), AlongDim(IN, 32)),)),
-    )
-)
+_FP4_CODES: Final = QuantisedArray("weight", ("I8", "U8"), ((AlongDim(OUT), AlongDim(IN, 2)),))
+_FP4_SCALE: Final = QuantisedArray("scale weight_scale", _EXPONENTS, ((AlongDim(OUT), AlongDim(IN, 32)),))
+_FP4: Final = WeightStorage((_FP4_CODES, _FP4_SCALE), decoder=PackedFloats(_FP4_CODES, _FP4_SCALE))
+_PREDICTING: Final = "mtp."
+"""How the names of layers begin that predict further tokens, which ModelOpt leaves as they are."""
 _BLOCK_DIMS: Final = 2
 
 
@@ -59,11 +61,27 @@ def _parse_scheme(config: ModelConfig) -> QuantisationScheme:
         )
     storage = WeightStorage((_CODES, scale, _INPUT), decoder=ScaledFloats(_CODES, scale))
     routed = _FP4 if experts == "fp4" else storage
+    again = _build_requantised_storage(config)
+
+    def choose_storage(names: Names) -> WeightStorage:
+        if ".experts." not in names[0]:
+            return storage
+        return routed if again is None or any(name.startswith(_PREDICTING) for name in names) else again
+
     return QuantisationScheme(
-        lambda names: routed if ".experts." in names[0] else storage,
+        choose_storage,
         match_name_parts(listed or ()),
         heads=listed is not None,
     )
+
+
+def _build_requantised_storage(config: ModelConfig) -> WeightStorage | None:
+    """Build the arrays of routed experts that ModelOpt quantised anew, and nothing else with them; None if it did not.
+
+    vLLM reads them so (models/deepseek_v4/quant_config.py, `moe_quant_algo`).
+    """
+    algorithm = config.text("moe_quant_algo", "")
+    return build_modelopt_storage(replace(config, values={"quant_algo": algorithm})) if algorithm else None
 
 
 def parse_block_size(config: ModelConfig, key: str) -> tuple[int, int] | None:
