@@ -37,7 +37,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "dtype": "bfloat16",
 }
-UNKNOWN = {"smollm3": "SmolLM3ForCausalLM", "seed_oss": "SeedOssForCausalLM", "exaone4": "Exaone4ForCausalLM"}
+UNKNOWN = {"helium": "HeliumForCausalLM", "arcee": "ArceeForCausalLM", "cwm": "CwmForCausalLM"}
 """Architectures without a table here; one that gets a table leaves this list."""
 
 
@@ -91,9 +91,7 @@ def test_what_is_cut_is_what_the_plan_of_the_loaded_class_cuts(foreign, kind):
 
 def test_heads_stay_whole_although_the_plan_does_not_know_them(foreign, tmp_path):
     with pytest.raises(CutError, match=r"k_proj\.weight \[16, 32\] over tp=4: 2 heads") as caught:
-        reshard(
-            foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), source_options=BORROWED
-        )
+        reshard(foreign("helium").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=4)), source_options=BORROWED)
     assert caught.value.hint == "use --tp 1 or 2"
 
 
@@ -111,41 +109,39 @@ def test_nothing_of_transformers_is_run(foreign):
 import sys
 from shardctl.verbs.inspect import inspect
 from shardctl.options import SourceOptions
-assert inspect({str(foreign("smollm3").path)!r}, source_options=SourceOptions(rules_from="transformers")).rules
+assert inspect({str(foreign("helium").path)!r}, source_options=SourceOptions(rules_from="transformers")).rules
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_command_line_says_where_the_rules_are_from(foreign, capfd):
-    assert run(["inspect", str(foreign("smollm3").path), "--rules-from", "transformers", "--show-rules"]) == 0
+    assert run(["inspect", str(foreign("helium").path), "--rules-from", "transformers", "--show-rules"]) == 0
     said = capfd.readouterr()
-    assert "SmolLM3Config of transformers" in said.err
+    assert "HeliumConfig of transformers" in said.err
     assert "model.layers.*.self_attn.q_proj.weight" in said.out
 
 
 def test_where_rules_are_refused_an_unknown_architecture_is_too(foreign, tmp_path):
     refusing = SourceOptions(rules_from="none")
-    with pytest.raises(UnsupportedError, match="SmolLM3ForCausalLM is not known"):
-        reshard(
-            foreign("smollm3").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=refusing
-        )
-    assert not inspect(foreign("smollm3").path, source_options=refusing, derive_rules=True).rules
+    with pytest.raises(UnsupportedError, match="HeliumForCausalLM is not known"):
+        reshard(foreign("helium").path, tmp_path / "ranks", ReshardOptions(mesh=Mesh.of(tp=2)), source_options=refusing)
+    assert not inspect(foreign("helium").path, source_options=refusing, derive_rules=True).rules
 
 
 def test_a_rule_file_goes_before_the_plan(foreign, tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text('[rules]\n"**.up_proj.weight" = []\n')
     source_options = SourceOptions(rules_from="transformers", rules=rules)
-    with open_checkpoint(foreign("smollm3").path, source_options) as checkpoint:
+    with open_checkpoint(foreign("helium").path, source_options) as checkpoint:
         tensors = checkpoint.require_model("a test").tensors
     assert tensors["model.layers.0.mlp.up_proj.weight"].spec.cuts == ((), ())
     assert tensors["model.layers.0.mlp.gate_proj.weight"].spec.axes == ("tp", "fsdp")
 
 
 def test_a_matrix_that_the_plan_leaves_whole_is_named(foreign, tmp_path):
-    config = json.loads((foreign("smollm3").path / "config.json").read_text())
-    state = stored(foreign("smollm3").path) | {"model.layers.0.mlp.extra_proj.weight": torch.ones(4, 4)}
+    config = json.loads((foreign("helium").path / "config.json").read_text())
+    state = stored(foreign("helium").path) | {"model.layers.0.mlp.extra_proj.weight": torch.ones(4, 4)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(state, tmp_path / "model.safetensors")
     warnings = inspect(tmp_path, source_options=BORROWED).warnings
@@ -154,7 +150,7 @@ def test_a_matrix_that_the_plan_leaves_whole_is_named(foreign, tmp_path):
 
 class TestRefusals:
     def of(self, tmp_path, state=None, **changes):
-        config = {**SIZES, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **changes}
+        config = {**SIZES, "architectures": ["HeliumForCausalLM"], "model_type": "helium", **changes}
         source = tmp_path / "source"
         source.mkdir()
         (source / "config.json").write_text(json.dumps(config))
