@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError
@@ -88,13 +89,18 @@ def match_wildcards(entries: Sequence[str]) -> Callable[[Names], bool]:
     [True, True, False]
     """
     plain = {entry for entry in entries if _WILDCARD.isdisjoint(entry)}
-    others = [re.compile(fnmatch.translate(entry)) for entry in entries if not _WILDCARD.isdisjoint(entry)]
+    begun = tuple(entry[:-1] for entry in entries if entry.endswith("*") and _WILDCARD.isdisjoint(entry[:-1]))
+    ended = tuple(entry[1:] for entry in entries if entry.startswith("*") and _WILDCARD.isdisjoint(entry[1:]))
+    simple = {*plain, *(f"{entry}*" for entry in begun), *(f"*{entry}" for entry in ended)}
+    others = [re.compile(fnmatch.translate(entry)) for entry in entries if entry not in simple]
 
-    def matches(names: Names) -> bool:
-        around = [each for name in names for each in list_enclosing_modules(name)]
-        return any(each in plain or any(expression.match(each) for expression in others) for each in around)
+    @cache
+    def is_listed(name: str) -> bool:
+        """Whether an entry is `name`; a list of hundreds is asked about hundreds of thousands of names."""
+        known = name in plain or name.startswith(begun) or name.endswith(ended)
+        return known or any(expression.match(name) for expression in others)
 
-    return matches
+    return lambda names: any(is_listed(each) for name in names for each in list_enclosing_modules(name))
 
 
 def list_enclosing_modules(name: str) -> Iterator[str]:
