@@ -7,43 +7,32 @@ NVFP4 in F32 (torch/quantization/qtensor/nvfp4_tensor.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from shardctl.models.dequantisation.tile import BY_OUTPUT, IN_BETWEEN
-from shardctl.models.quantisation.storage import IN, DecodedTile
+from shardctl.models.dequantisation.tile import IN_BETWEEN, DecodedTile
+from shardctl.models.quantisation.storage import IN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantisation.tile import WeightTile
-    from shardctl.models.quantisation.storage import QuantisedArray
+    from shardctl.models.quantisation.storage import PackedFloats, ScaledFloats
 
 _FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """What the sixteen codes of E2M1 stand for (OCP Microscaling Formats 1.0)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledFloats:
-    """Codes of a byte each, and their scales."""
-
-    codes: QuantisedArray
-    scale: QuantisedArray
-    by_scale: bool = False
-    """Whether the owner computes in the type of the scales, rather than in F32."""
-    order: tuple[int, int] = BY_OUTPUT
-
-    def decode(self, tile: WeightTile) -> DecodedTile:
-        """Return the elements of a tile."""
-        codes = tile.read(self.codes)
-        values = _look_up_numbers(codes)
-        stored = tile.read_numbers(self.scale)
-        tile.read_factors(self.scale, self.order, stored).scale(values)
-        kind = tile.arrays[self.scale.names[0]].tensor.dtype.name
-        return DecodedTile(values, kind if self.by_scale and kind in IN_BETWEEN else "F32")
+def decode_scaled_floats(decoder: ScaledFloats, tile: WeightTile) -> DecodedTile:
+    """Work out a tile of 8-bit floats."""
+    codes = tile.read(decoder.codes)
+    values = _look_up_numbers(codes)
+    stored = tile.read_numbers(decoder.scale)
+    tile.read_factors(decoder.scale, decoder.order, stored).scale(values)
+    kind = tile.arrays[decoder.scale.names[0]].tensor.dtype.name
+    return DecodedTile(values, kind if decoder.by_scale and kind in IN_BETWEEN else "F32")
 
 
 def _look_up_numbers(codes: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -61,33 +50,19 @@ def _build_number_table(kind: np.dtype[np.generic]) -> NDArray[np.uint64]:
     return np.stack((np.tile(numbers, 256), np.repeat(numbers, 256)), axis=1).view(np.uint64)[:, 0]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFloats:
-    """Two codes of E2M1 in a byte, the first in its low half, with a scale a block, and perhaps one for them all."""
-
-    codes: QuantisedArray
-    scale: QuantisedArray
-    whole: QuantisedArray | None = None
-    """The scale of the blocks' scales."""
-    divided: bool = False
-    """Whether the blocks' scales are divided by it, rather than multiplied with it."""
-    rounded: str = "F32"
-    """The type of the owner's result."""
-    order: tuple[int, int] = BY_OUTPUT
-
-    def decode(self, tile: WeightTile) -> DecodedTile:
-        """Return the elements of a tile."""
-        codes = tile.read(self.codes).view(np.uint8)
-        pairs = np.take(_build_pair_table(), codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
-        skipped = tile.spans[IN][0] % tile.block(self.codes, IN)
-        values = pairs.reshape(codes.shape[0], -1)[:, skipped : skipped + tile.extent(IN)]
-        scales = tile.read_numbers(self.scale)
-        if self.whole is not None and tile.has(self.whole):
-            whole = tile.read_numbers(self.whole).reshape(())
-            scales = scales / whole if self.divided else scales * whole
-        values = np.ascontiguousarray(values)
-        tile.read_factors(self.scale, self.order, scales).scale(values)
-        return DecodedTile(values, self.rounded)
+def decode_packed_floats(decoder: PackedFloats, tile: WeightTile) -> DecodedTile:
+    """Work out a tile of 4-bit floats."""
+    codes = tile.read(decoder.codes).view(np.uint8)
+    pairs = np.take(_build_pair_table(), codes.reshape(codes.shape[0], -1), axis=0, mode="clip")
+    skipped = tile.spans[IN][0] % tile.block(decoder.codes, IN)
+    values = pairs.reshape(codes.shape[0], -1)[:, skipped : skipped + tile.extent(IN)]
+    scales = tile.read_numbers(decoder.scale)
+    if decoder.whole is not None and tile.has(decoder.whole):
+        whole = tile.read_numbers(decoder.whole).reshape(())
+        scales = scales / whole if decoder.divided else scales * whole
+    values = np.ascontiguousarray(values)
+    tile.read_factors(decoder.scale, decoder.order, scales).scale(values)
+    return DecodedTile(values, decoder.rounded)
 
 
 @cache

@@ -6,14 +6,14 @@ Who computes how: compressed-tensors (quantization/lifecycle/forward_helpers.py)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from shardctl.errors import SourceError
-from shardctl.models.dequantisation.tile import BY_INPUT, BY_OUTPUT, IN_BETWEEN, BlockFactors
-from shardctl.models.quantisation.storage import IN, OUT, WORD, AlongDim, DecodedTile
+from shardctl.models.dequantisation.tile import IN_BETWEEN, BlockFactors, DecodedTile
+from shardctl.models.quantisation.storage import BY_OUTPUT, IN, OUT, WORD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardctl.models.dequantisation.tile import Span, WeightTile
-    from shardctl.models.quantisation.storage import QuantisedArray
+    from shardctl.models.quantisation.storage import PackedByInput, QuantisedArray, ScaledIntegers
 
 _INTERLEAVED: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an integer of AWQ's the codes of eight neighbouring outputs are."""
@@ -60,101 +60,67 @@ def _get_scale_type(tile: WeightTile, scale: QuantisedArray) -> str:
     return kind if kind in IN_BETWEEN else "F32"
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledIntegers:
-    """compressed-tensors' integers: in a byte each, or packed along the inputs."""
-
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray | None = None
-    groups: QuantisedArray | None = None
-    """The group of each input, where act-order mixed them."""
-    bits: int = 0
-    """Of a packed code; 0 where each has a byte of its own."""
-    order: tuple[int, int] = BY_OUTPUT
-
-    def decode(self, tile: WeightTile) -> DecodedTile:
-        """Return the elements of a tile."""
-        codes = tile.read(self.codes)
-        if self.bits:
-            codes = _crop(unpack_codes(codes, self.bits, 1), 1, tile.spans[IN], self.bits)
-        values = codes.astype(np.float32)
-        if self.bits:
-            values -= 1 << (self.bits - 1)
-        columns: NDArray[Any] | None = None
-        also: dict[int, Span] = {}
-        if self.groups is not None and tile.has(self.groups):
-            columns = tile.read(self.groups)
-            also = {1: (int(columns.min()), int(columns.max()) + 1)}
-            _check_groups(also[1], tile, self.scale, 1)
-            columns = columns - also[1][0]
-        if self.zero is not None and tile.has(self.zero):
-            _combine(np.subtract, values, self._read_zeros(tile, also), columns)
-        scales = tile.read_factors(self.scale, BY_OUTPUT, tile.read_numbers(self.scale, also))
-        if columns is None:
-            scales.scale(values)
-        else:
-            _combine(np.multiply, values, scales, columns)
-        return DecodedTile(values, _get_scale_type(tile, self.scale))
-
-    def _read_zeros(self, tile: WeightTile, also: Mapping[int, Span]) -> BlockFactors:
-        assert self.zero is not None  # noqa: S101 - asked before
-        stored = tile.read(self.zero, also)
-        packed = any(isinstance(e, AlongDim) and e.dim == OUT and e.block > 1 for e in self._zero_form(tile))
-        if not (self.bits and packed):
-            return tile.read_factors(self.zero, BY_OUTPUT, stored.astype(np.float32))
-        zeros = _crop(unpack_codes(stored, self.bits, 0), 0, tile.spans[OUT], self.bits)
-        return tile.read_factors(self.scale, BY_OUTPUT, zeros.astype(np.float32) - (1 << (self.bits - 1)))
-
-    def _zero_form(self, tile: WeightTile) -> tuple[object, ...]:
-        assert self.zero is not None  # noqa: S101 - asked before
-        return tile.arrays[self.zero.names[0]].form
+def decode_scaled_integers(decoder: ScaledIntegers, tile: WeightTile) -> DecodedTile:
+    """Work out a tile of compressed-tensors' integers."""
+    codes = tile.read(decoder.codes)
+    if decoder.bits:
+        codes = _crop(unpack_codes(codes, decoder.bits, 1), 1, tile.spans[IN], decoder.bits)
+    values = codes.astype(np.float32)
+    if decoder.bits:
+        values -= 1 << (decoder.bits - 1)
+    columns: NDArray[Any] | None = None
+    also: dict[int, Span] = {}
+    if decoder.groups is not None and tile.has(decoder.groups):
+        columns = tile.read(decoder.groups)
+        also = {1: (int(columns.min()), int(columns.max()) + 1)}
+        _check_groups(also[1], tile, decoder.scale, 1)
+        columns = columns - also[1][0]
+    if decoder.zero is not None and tile.has(decoder.zero):
+        _combine(np.subtract, values, _read_zeros(decoder, tile, also), columns)
+    scales = tile.read_factors(decoder.scale, BY_OUTPUT, tile.read_numbers(decoder.scale, also))
+    if columns is None:
+        scales.scale(values)
+    else:
+        _combine(np.multiply, values, scales, columns)
+    return DecodedTile(values, _get_scale_type(tile, decoder.scale))
 
 
-@dataclass(frozen=True, slots=True)
-class PackedByInput:
-    """GPTQ's integers, packed along the inputs, and AWQ's, packed along the outputs; both `[in, out]`."""
+def _read_zeros(decoder: ScaledIntegers, tile: WeightTile, also: Mapping[int, Span]) -> BlockFactors:
+    assert decoder.zero is not None  # noqa: S101 - asked before
+    stored = tile.read(decoder.zero, also)
+    if not decoder.bits or tile.block(decoder.zero, OUT) == 1:
+        return tile.read_factors(decoder.zero, BY_OUTPUT, stored.astype(np.float32))
+    zeros = _crop(unpack_codes(stored, decoder.bits, 0), 0, tile.spans[OUT], decoder.bits)
+    return tile.read_factors(decoder.scale, BY_OUTPUT, zeros.astype(np.float32) - (1 << (decoder.bits - 1)))
 
-    codes: QuantisedArray
-    scale: QuantisedArray
-    zero: QuantisedArray
-    bits: int
-    group: int
-    """Inputs that share a scale; -1 for all."""
-    groups: QuantisedArray | None = None
-    """The group of each input, if a checkpoint has it."""
-    less_one: bool = False
-    """Whether zero points are stored less one (GPTQ's first format)."""
-    interleaved: bool = False
-    """Whether the outputs in an integer are in AWQ's order."""
-    order: tuple[int, int] = BY_INPUT
 
-    def decode(self, tile: WeightTile) -> DecodedTile:
-        """Return the elements of a tile."""
-        places = _INTERLEAVED if self.interleaved else None
-        axis, dim = (1, OUT) if self.interleaved else (0, IN)
-        codes = _crop(unpack_codes(tile.read(self.codes), self.bits, axis, places), axis, tile.spans[dim], self.bits)
-        rows = self._find_groups(tile)
-        also = {0: (int(rows.min()), int(rows.max()) + 1)}
-        _check_groups(also[0], tile, self.scale, 0)
-        rows = rows - also[0][0]
-        zeros = _crop(unpack_codes(tile.read(self.zero, also), self.bits, 1, places), 1, tile.spans[OUT], self.bits)
-        if self.less_one:
-            zeros = (zeros + np.uint8(1)) & np.uint8((1 << self.bits) - 1)
-        scales = tile.read_numbers(self.scale, also)
-        values = codes.astype(np.float32)
-        starts = np.flatnonzero(np.r_[True, np.diff(rows) != 0])
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
-            values[start:stop] -= zeros[rows[start]]
-            values[start:stop] *= scales[rows[start]]
-        return DecodedTile(values, _get_scale_type(tile, self.scale))
+def decode_packed_integers(decoder: PackedByInput, tile: WeightTile) -> DecodedTile:
+    """Work out a tile of GPTQ's or AWQ's integers."""
+    places, bits = _INTERLEAVED if decoder.interleaved else None, decoder.bits
+    axis, dim = (1, OUT) if decoder.interleaved else (0, IN)
+    codes = _crop(unpack_codes(tile.read(decoder.codes), bits, axis, places), axis, tile.spans[dim], bits)
+    rows = _find_groups(decoder, tile)
+    also = {0: (int(rows.min()), int(rows.max()) + 1)}
+    _check_groups(also[0], tile, decoder.scale, 0)
+    rows = rows - also[0][0]
+    zeros = _crop(unpack_codes(tile.read(decoder.zero, also), bits, 1, places), 1, tile.spans[OUT], bits)
+    if decoder.less_one:
+        zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
+    scales = tile.read_numbers(decoder.scale, also)
+    values = codes.astype(np.float32)
+    starts = np.flatnonzero(np.r_[True, np.diff(rows) != 0])
+    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        values[start:stop] -= zeros[rows[start]]
+        values[start:stop] *= scales[rows[start]]
+    return DecodedTile(values, _get_scale_type(tile, decoder.scale))
 
-    def _find_groups(self, tile: WeightTile) -> NDArray[np.int64]:
-        """Find the group of each input of the tile."""
-        if self.groups is not None and tile.has(self.groups):
-            return tile.read(self.groups).astype(np.int64)
-        inputs = np.arange(*tile.spans[IN])
-        return inputs // self.group if self.group > 0 else np.zeros_like(inputs)
+
+def _find_groups(decoder: PackedByInput, tile: WeightTile) -> NDArray[np.int64]:
+    """Find the group of each input of the tile."""
+    if decoder.groups is not None and tile.has(decoder.groups):
+        return tile.read(decoder.groups).astype(np.int64)
+    inputs = np.arange(*tile.spans[IN])
+    return inputs // decoder.group if decoder.group > 0 else np.zeros_like(inputs)
 
 
 def _crop(codes: NDArray[np.uint8], axis: int, span: Span, bits: int) -> NDArray[np.uint8]:

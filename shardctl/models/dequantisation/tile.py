@@ -6,7 +6,7 @@ A tile is two spans of the weight, which is `[out, in]`: of its outputs, and of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ from shardctl.bands import ChunkIndex
 from shardctl.box import Box, BoxIndex
 from shardctl.copyplan import cover_tensor
 from shardctl.manifest import ConstantFill, narrow_chunk
-from shardctl.models.quantisation.storage import IN, OUT, AlongDim
+from shardctl.models.quantisation.storage import AlongDim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """First index, and the one behind the last."""
-BY_OUTPUT: Final = (OUT, IN)
-BY_INPUT: Final = (IN, OUT)
-"""The orders in which a tile's elements can be had: rows of outputs, or rows of inputs."""
 IN_BETWEEN: Final = ("F16", "BF16")
 """Types narrower than F32 that owners of methods compute in."""
 _TYPES: Final[Mapping[str, DTypeLike]] = {
@@ -82,6 +79,15 @@ def _drop_first_dim(chunk: Chunk) -> Chunk:
     if isinstance(chunk.where, ConstantFill):
         return replace(chunk, box=box)
     return replace(chunk, box=box, where=replace(chunk.where, strides=chunk.where.strides[1:]))
+
+
+class DecodedTile(NamedTuple):
+    """The elements of a tile of a weight."""
+
+    values: NDArray[np.float32]
+    """In the order of the decoder: rows of outputs, or of inputs."""
+    rounded: str = "F32"
+    """The type in which the method's owner has the result; a cast to another type comes after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,10 @@ import numpy as np
 
 from shardctl.cast import cast_elements
 from shardctl.dtype import BY_NAME
+from shardctl.models.dequantisation.floats import decode_packed_floats, decode_scaled_floats
+from shardctl.models.dequantisation.integers import decode_packed_integers, decode_scaled_integers
 from shardctl.models.dequantisation.tile import WeightTile
-from shardctl.models.quantisation.storage import OUT
+from shardctl.models.quantisation.storage import OUT, PackedFloats, ScaledFloats, ScaledIntegers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from shardctl.bands import BandBuffer, ByteReader
     from shardctl.dtype import DType
-    from shardctl.models.dequantisation.tile import LocatedArray, Span
+    from shardctl.models.dequantisation.tile import DecodedTile, LocatedArray, Span
     from shardctl.models.quantisation.storage import WeightDecoder
 
 TILE: Final = 1 << 18
@@ -75,7 +77,7 @@ class QuantisedWeight:
 
     def _decode(self, reader: ByteReader, buffer: BandBuffer, spans: tuple[Span, Span], out: NDArray[np.uint8]) -> int:
         ordered = spans if self.decoder.order[0] == OUT else spans[::-1]
-        values, rounded = self.decoder.decode(WeightTile(self.arrays, ordered, reader, buffer))
+        values, rounded = _decode_tile(self.decoder, WeightTile(self.arrays, ordered, reader, buffer))
         bits = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         if rounded not in ("F32", self.dtype.name):
             middle = BY_NAME[rounded]
@@ -83,6 +85,17 @@ class QuantisedWeight:
             first = cast_elements(bits, BY_NAME["F32"], middle, between).overflowed
             return first + cast_elements(between, middle, self.dtype, out).overflowed
         return cast_elements(bits, BY_NAME["F32"], self.dtype, out).overflowed
+
+
+def _decode_tile(decoder: WeightDecoder, tile: WeightTile) -> DecodedTile:
+    """Work out the elements of a tile; raises SourceError for numbers that no writer has."""
+    if isinstance(decoder, ScaledFloats):
+        return decode_scaled_floats(decoder, tile)
+    if isinstance(decoder, PackedFloats):
+        return decode_packed_floats(decoder, tile)
+    if isinstance(decoder, ScaledIntegers):
+        return decode_scaled_integers(decoder, tile)
+    return decode_packed_integers(decoder, tile)
 
 
 def _split_run(start: int, stop: int, width: int) -> Iterator[tuple[Span, Span]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import UnsupportedError
-from shardctl.models.dequantisation.integers import PackedByInput
 from shardctl.models.quantisation.gptq import parse_bits_and_groups
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
@@ -17,6 +16,7 @@ from shardctl.models.quantisation.storage import (
     IN,
     OUT,
     AlongDim,
+    PackedByInput,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,

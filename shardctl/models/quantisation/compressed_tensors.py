@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
-from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
-from shardctl.models.dequantisation.integers import ScaledIntegers
 from shardctl.models.quantisation.fp8 import parse_block_size
 from shardctl.models.quantisation.module_list import find_module_list, match_exact_names
 from shardctl.models.quantisation.storage import (
@@ -26,9 +24,12 @@ from shardctl.models.quantisation.storage import (
     SCALE,
     AlongDim,
     Form,
+    PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
+    ScaledFloats,
+    ScaledIntegers,
     WeightStorage,
     build_packed_dim,
 )

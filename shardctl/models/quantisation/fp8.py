@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
 from shardctl.models.quantisation.modelopt import build_modelopt_storage
 from shardctl.models.quantisation.module_list import find_module_list, match_name_parts
 from shardctl.models.quantisation.storage import (
@@ -24,9 +23,11 @@ from shardctl.models.quantisation.storage import (
     PER_TENSOR,
     SCALE,
     AlongDim,
+    PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
+    ScaledFloats,
     WeightStorage,
 )
 

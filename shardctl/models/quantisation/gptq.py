@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
-from shardctl.models.dequantisation.integers import PackedByInput
 from shardctl.models.quantisation.expressions import compile_expression
 from shardctl.models.quantisation.module_list import match_name_parts
 from shardctl.models.quantisation.storage import (
@@ -18,6 +17,7 @@ from shardctl.models.quantisation.storage import (
     IN,
     OUT,
     AlongDim,
+    PackedByInput,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
-from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
-from shardctl.models.dequantisation.integers import ScaledIntegers
 from shardctl.models.quantisation.module_list import find_module_list, list_enclosing_modules, match_wildcards
 from shardctl.models.quantisation.storage import (
     FLOAT,
@@ -24,9 +22,12 @@ from shardctl.models.quantisation.storage import (
     PER_TENSOR,
     SCALE,
     AlongDim,
+    PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
+    ScaledFloats,
+    ScaledIntegers,
     WeightStorage,
 )
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from shardctl.models.dequantisation.floats import PackedFloats
 from shardctl.models.quantisation.encoding import WeightArray, WeightEncoding
-from shardctl.models.quantisation.storage import IN, OUT, AlongDim, QuantisationMethod, QuantisedArray
+from shardctl.models.quantisation.storage import IN, OUT, AlongDim, PackedFloats, QuantisationMethod, QuantisedArray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

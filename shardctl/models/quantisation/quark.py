@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from shardctl.errors import SourceError, UnsupportedError
 from shardctl.models.config import ModelConfig
-from shardctl.models.dequantisation.floats import PackedFloats, ScaledFloats
 from shardctl.models.quantisation.fp8 import parse_block_size
 from shardctl.models.quantisation.module_list import find_module_list, match_exact_names, match_wildcards
 from shardctl.models.quantisation.storage import (
@@ -24,9 +23,11 @@ from shardctl.models.quantisation.storage import (
     SCALE,
     AlongDim,
     Form,
+    PackedFloats,
     QuantisationMethod,
     QuantisationScheme,
     QuantisedArray,
+    ScaledFloats,
     WeightStorage,
 )
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from shardctl.models.config import ModelConfig
 
 OUT: Final = 0
 IN: Final = 1
+BY_OUTPUT: Final = (OUT, IN)
+BY_INPUT: Final = (IN, OUT)
+"""The orders in which the values of a weight are worked out: rows of outputs, or rows of inputs."""
 WORD: Final = 32
 """Bits of the integers that codes are packed into."""
 FP8: Final = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -105,27 +105,67 @@ def build_packed_dim(dim: int, bits: int) -> AlongDim:
     return AlongDim(dim, WORD // bits) if WORD % bits == 0 else AlongDim(dim, WORD, bits)
 
 
-class DecodedTile(NamedTuple):
-    """The elements of a tile of a weight."""
+@dataclass(frozen=True, slots=True)
+class ScaledFloats:
+    """Codes of a byte each, and their scales."""
 
-    values: NDArray[np.float32]
-    """In the order of the decoder: rows of outputs, or of inputs."""
+    codes: QuantisedArray
+    scale: QuantisedArray
+    by_scale: bool = False
+    """Whether the owner computes in the type of the scales, rather than in F32."""
+    order: tuple[int, int] = BY_OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloats:
+    """Two codes of E2M1 in a byte, the first in its low half, with a scale a block, and perhaps one for them all."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    whole: QuantisedArray | None = None
+    """The scale of the blocks' scales."""
+    divided: bool = False
+    """Whether the blocks' scales are divided by it, rather than multiplied with it."""
     rounded: str = "F32"
-    """The type in which the method's owner has the result; a cast to another type comes after it."""
+    """The type of the owner's result."""
+    order: tuple[int, int] = BY_OUTPUT
 
 
-class WeightDecoder(Protocol):
-    """How the values of a weight follow from its arrays; there is one for each way, in `models/dequantisation`."""
+@dataclass(frozen=True, slots=True)
+class ScaledIntegers:
+    """compressed-tensors' integers: in a byte each, or packed along the inputs."""
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """`(OUT, IN)`, or `(IN, OUT)` where neighbouring outputs lie together in the files."""
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray | None = None
+    groups: QuantisedArray | None = None
+    """The group of each input, where act-order mixed them."""
+    bits: int = 0
+    """Of a packed code; 0 where each has a byte of its own."""
+    order: tuple[int, int] = BY_OUTPUT
 
-    def decode(self, tile: Any) -> DecodedTile:  # noqa: ANN401 - a WeightTile, whose module imports this one
-        """Return the elements of a `dequantisation.tile.WeightTile`.
 
-        Raises SourceError for numbers that no writer has.
-        """
+@dataclass(frozen=True, slots=True)
+class PackedByInput:
+    """GPTQ's integers, packed along the inputs, and AWQ's, packed along the outputs; both `[in, out]`."""
+
+    codes: QuantisedArray
+    scale: QuantisedArray
+    zero: QuantisedArray
+    bits: int
+    group: int
+    """Inputs that share a scale; -1 for all."""
+    groups: QuantisedArray | None = None
+    """The group of each input, if a checkpoint has it."""
+    less_one: bool = False
+    """Whether zero points are stored less one (GPTQ's first format)."""
+    interleaved: bool = False
+    """Whether the outputs in an integer are in AWQ's order."""
+    order: tuple[int, int] = BY_INPUT
+
+
+WeightDecoder = ScaledFloats | PackedFloats | ScaledIntegers | PackedByInput
+"""How the values of a weight follow from its arrays; `models/dequantisation` works them out."""
 
 
 @dataclass(frozen=True)
