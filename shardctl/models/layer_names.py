@@ -208,7 +208,7 @@ def _rank_tower(pattern: str) -> tuple[int, ...]:
 def _find_side(name: str) -> _Side:
     """Return whether a tensor outside of layers precedes them or follows them, by the first of its words that says so.
 
-    >>> [_find_side(n) for n in ("model.embed_norm.weight", "model.norm.weight", "lm_head.embedding", "adapter.w1")]
+    >>> [_find_side(n) for n in ("model.embed_norm.weight", "model.norm.weight", "lm_head.embedding", "gadget.w1")]
     ['before', 'after', 'after', '']
     """
     for part in name.lower().split("."):

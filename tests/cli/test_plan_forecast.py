@@ -239,7 +239,7 @@ def test_a_device_that_is_a_size_is_named_once(say):
         (["--encoder-len", "64"], "--encoder-len needs a model with an encoder and a decoder"),
         (["--batch", "8", "--max-seqs", "4"], "--batch 8 is more than --max-seqs 4"),
         (["--for", "train", "--batched-tokens", "4"], "--batched-tokens is about serving"),
-        (["--mesh", ""], "the mesh is empty"),
+        (["--mesh", ""], "--mesh has an empty value"),
         (["--mesh", "pp=2", "--stages", "0,2"], "--stages 0,2 leaves a stage without layers"),
     ],
 )

@@ -43,8 +43,10 @@ def fixture(name):
 def shortened(name):
     """A fixture with a window that is shorter than the tokens, where its family has windows."""
     config = fixture(name)
+    text = config.get("text_config", config)
+    short = {key: size for key, size in SHORT.items() if key in text or "sliding_window" not in text}
     switched = "qwen" in config["model_type"] and config["model_type"] != "qwen3_next"
-    config.get("text_config", config).update(SHORT | (SWITCH if switched else {}))
+    text.update(short | (SWITCH if switched else {}))
     return config
 
 

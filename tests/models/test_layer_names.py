@@ -45,13 +45,13 @@ def test_encoders_come_before_decoders():
         ("model.language_model.embed_tokens.weight", ("layer", 2)),
         ("model.language_model.norm.weight", ("last", 0)),
         ("lm_head.weight", ("last", 0)),
-        ("model.projector.weight", ("first", 0)),
+        ("model.gadget.weight", ("first", 0)),
     ],
 )
 def test_what_is_outside_of_layers_precedes_or_follows_those_of_its_own_tower(name, stage):
     places = count(*name_layers("model.visual.blocks.{}", 2), *name_layers("model.language_model.layers.{}", 3), name)
     assert places.find_stage(name) == stage
-    assert places.is_undecided(name) == ("projector" in name)
+    assert places.is_undecided(name) == ("gadget" in name)
 
 
 def test_a_child_of_the_module_that_has_the_layers_belongs_to_them():
